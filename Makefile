@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 WORKERS ?= 2
 
-.PHONY: serve test clients gpu-test chaos fuzz docs check format lock audit sbom install clean
+.PHONY: serve test clients gpu-test chaos fuzz schema-test docs check format lock audit sbom install clean
 
 # The default model's package depends on sentence-transformers; the server needs only its files.
 $(VENV)/.serve: pyproject.toml
@@ -43,6 +43,11 @@ $(VENV)/.fuzz: $(VENV)/.dev
 
 fuzz: $(if $(VENV),$(VENV)/.fuzz)
 	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(if $(VENV),$(BIN)/python,$(PYTHON)) -m tests.fuzz.run $(ARGS)
+
+# Some thousand requests that schemathesis derives from the OpenAPI document, to a server for each kind of model.
+# Fails on a 5xx, an answer that the document does not describe, or a route that never succeeds.
+schema-test: $(if $(VENV),$(VENV)/.fuzz)
+	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(if $(VENV),$(BIN)/python,$(PYTHON)) -m tests.fuzz.schemas $(ARGS)
 
 # Unmodified client packages against real servers. PENSTOCK_TEST_MODELS=FOLDER adds real models.
 $(VENV)/.clients: $(VENV)/.dev

@@ -24,6 +24,23 @@ class PoolerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     normalize: bool | None = None
     step_tag_id: int | None = None  # the token that ends a step; for pooling_type STEP
     score_labels: tuple[int, ...] | None = None  # a score is the first of these outputs minus the second
+    use_activation: bool | None = None  # whether vectors are normalised and scores activated by default
+    seq_pooling_type: str | None = None  # another name of pooling_type
+    enable_chunked_processing: bool = False  # of a server: --default-chunking mean
+    max_embed_len: int | None = None  # no effect: texts in chunks may have any length
+
+    def __post_init__(self) -> None:
+        """Settle the names that vLLM has for other fields."""
+        if self.seq_pooling_type is not None:
+            if self.pooling_type is not None:
+                raise ValueError("pooling_type and seq_pooling_type are the same; give only one")
+            msgspec.structs.force_setattr(self, "pooling_type", self.seq_pooling_type)
+        if self.use_activation is not None:
+            if self.normalize not in (None, self.use_activation):
+                raise ValueError("normalize and use_activation contradict each other")
+            msgspec.structs.force_setattr(self, "normalize", self.use_activation)
+        if self.max_embed_len is not None and not self.enable_chunked_processing:
+            raise ValueError("max_embed_len needs enable_chunked_processing; else set max_model_len")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -103,6 +120,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     default_timeout_s: float | None = None
     shared_memory_mb: int = 512  # for large responses from the engine to API processes; 0: sent by socket
     chat_template: str | None = None  # Jinja, or the name of one of the model's templates; None: its default
+    trust_request_chat_template: bool = False  # requests may bring a chat template of their own
+    enable_tokenizer_info_endpoint: bool = False  # /tokenizer_info shows the tokenizer's configuration
     drain_s: float = 30.0
     standby_engine: bool | None = None  # None: beside an engine on a GPU
     engine_hang_timeout_s: float = 10.0  # without a sign of life of the engine's loop; 0: never replaced

@@ -158,6 +158,13 @@ class Cancelled(ClientError):
     code = "cancelled"
 
 
+class NotServed(ClientError):
+    """A route that other servers of the dialect have, and this one does not."""
+
+    status = 501
+    code = "not_served"
+
+
 class ModelLoadError(ClientError):
     """The model's files are missing, unreadable or of an unsupported kind."""
 

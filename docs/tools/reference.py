@@ -7,22 +7,21 @@ import enum
 import importlib
 import inspect
 import re
-import tomllib
 import typing
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from docs.tools.source import Field, fields_of, signature
+from penstock.api import meanings
+from penstock.api.fields import NoEffect
 
 METRIC_MODULES = (
     "penstock.api.metrics",
     "penstock.serving.engine_metrics",
     "penstock.serving.process_metrics",
 )
-_MEANINGS = Path(__file__).with_name("fields.toml")
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -46,12 +45,11 @@ def _code(text: str) -> str:
 
 
 def meaning(body: str, field: str) -> str:
-    """What a field means, from fields.toml: its own section first, then the common one."""
-    texts = tomllib.loads(_MEANINGS.read_text(encoding="utf-8"))
-    found = texts.get(body, {}).get(field) or texts["common"].get(field)
+    """What a field means. The build fails if the package has no words about it."""
+    found = meanings.meaning(body, field)
     if found is None:
-        raise KeyError(f"{_MEANINGS.name} says nothing about field {field!r} of {body}")
-    return str(found)
+        raise KeyError(f"penstock/api/fields.toml says nothing about field {field!r} of {body}")
+    return found
 
 
 def http() -> str:
@@ -61,8 +59,10 @@ def http() -> str:
     groups: dict[str, list[str]] = {}
     shown: set[type] = set()
     for route in ROUTES:
+        if not route.is_listed:
+            continue
         part = groups.setdefault(route.dialect, [])
-        method = "GET" if route.body is None else "POST"
+        method = route.all_methods[0]
         part.append(f"#### `{method} {route.path}`\n\n{first_line(route.handler)}\n")
         bodies = [] if route.body is None else [route.body, *(each.body for each in route.variants)]
         for body in bodies:
@@ -90,6 +90,57 @@ def _body(body: type, described_as: str) -> str:
     return table(("field", "type", "default", "meaning"), rows)
 
 
+def dialects() -> str:
+    """For each dialect its routes, and for each field of their bodies whether it has an effect."""
+    from penstock.api.app import ROUTES
+    from penstock.api.schema import DIALECTS, TITLES, kinds_of
+
+    kinds = [(route, kind) for route in ROUTES if route.is_listed for kind in kinds_of(route)]
+    used = dict.fromkeys(kind.dialect for _, kind in kinds)
+    names = [name for name in DIALECTS if name in used] + [name for name in used if name not in DIALECTS]
+    parts = []
+    for name in names:
+        own = [(route, kind) for route, kind in kinds if kind.dialect == name]
+        parts.append(f"## {TITLES.get(name, name)}\n\n{DIALECTS.get(name, '')}\n\n{_dialect_table(own)}")
+    return "\n".join(parts)
+
+
+def _dialect_table(kinds: list[tuple[Any, Any]]) -> str:
+    """The fields of each route by what they do here. Routes that take the same body share their rows."""
+    routes: dict[Any, list[str]] = {}
+    for route, kind in kinds:
+        methods = ", ".join(method for method in route.all_methods if method != "HEAD")
+        routes.setdefault(kind.body or route, []).append(f"`{methods} {route.path}`")
+    rows = []
+    for key, paths in routes.items():
+        supported, others = _support(key) if isinstance(key, type) else ([], [])
+        rows.append((", ".join(paths), "supported", ", ".join(supported)))
+        rows += [("", *other) for other in others]
+    return table(("route", "support", "fields"), rows)
+
+
+def _support(body: type[msgspec.Struct]) -> tuple[list[str], list[tuple[str, str]]]:
+    """The fields that do what they say, and of the others (support, field with the reason)."""
+    notes = meanings.limits(body)
+    supported, others = [], []
+    for field in msgspec.structs.fields(body):
+        name, note = _code(field.encode_name), notes.get(field.encode_name)
+        if note is None:
+            supported.append(name)
+        elif isinstance(note, NoEffect):
+            others.append(("no effect", f"{name}: {note.reason}"))
+        else:
+            others.append(("refused", f"{name}{_unless(field.default, note.accepts)}: {note.reason}"))
+    return supported, sorted(others)
+
+
+def _unless(default: Any, accepts: Iterable[Any]) -> str:
+    """The values of a refused field that are accepted."""
+    values = [value for value in (default, *accepts) if value is not None and value is not msgspec.NODEFAULT]
+    texts = dict.fromkeys(_code(msgspec.json.encode(value).decode()) for value in values)
+    return f" other than {' or '.join(texts)}" if texts else ""
+
+
 _JSON = {
     "str": "string",
     "int": "integer",
@@ -102,8 +153,8 @@ _JSON = {
 
 
 def as_json(text: str) -> str:
-    """Python's names of types and values as JSON's."""
-    text = re.sub(r"\b(?:str|int|float|bool|None|True|False)\b", lambda match: _JSON[match[0]], text)
+    """Python's names of types and values as JSON's; a quoted name is a value of a field."""
+    text = re.sub(r"(?<!')\b(?:str|int|float|bool|None|True|False)\b", lambda match: _JSON[match[0]], text)
     return re.sub(r"dict\[string, (\w+)\]", r"object", text).replace("'", '"')
 
 
@@ -358,6 +409,7 @@ def metrics() -> str:
 
 RENDERERS: dict[str, Callable[[], str]] = {
     "http": http,
+    "dialects": dialects,
     "engine": engine,
     "async-engine": async_engine,
     "results": results,

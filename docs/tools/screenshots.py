@@ -1,10 +1,12 @@
 """Take the screenshots in docs/assets, in a browser that may only reach this machine.
 
-    pip install playwright && apt-get install chromium
-    penstock serve --port 8000 &
-    python docs/tools/screenshots.py --server http://127.0.0.1:8000 --site build/site
+    pip install -e '.[dev]' && apt-get install chromium
+    PENSTOCK_TEST_MODELS=FOLDER python -m docs.tools.screenshots
 
-Fails if a page asks another host for anything, or writes an error to its console.
+FOLDER has the models `reranker-mini`, `question-tiny`, `smollm2` and `potion-8m`; small seeded ones stand in
+for those that are missing. `--only NAME …` takes some of the pictures. With `--site build/site` it also opens
+every page of the built documentation. Fails if a page asks another host for anything,
+or writes an error to its console.
 """
 
 from __future__ import annotations
@@ -12,15 +14,28 @@ from __future__ import annotations
 import argparse
 import functools
 import http.server
+import io
+import os
 import shutil
+import tempfile
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from tests.docs.playground_page import Playground
+
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
-MAX_BYTES = 200_000
+MAX_BYTES = 150_000
 SIZE = {"width": 1280, "height": 720}
+PHONE = {"width": 360, "height": 780}
+MAX_HEIGHT = 1000  # of a picture, in CSS pixels
+SCALE = 1.5  # pixels of a picture for each CSS pixel
+NUM_COLOURS = 200
+DEFAULT_NAME = "sentence-transformers/all-MiniLM-L6-v2"
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -36,11 +51,15 @@ def serve_site(folder: str) -> str:
 
 
 class Camera:
-    def __init__(self, page: Any) -> None:
+    """A page that notes every request to another host and every error, and takes pictures."""
+
+    def __init__(self, page: Any, folder: Path = ASSETS) -> None:
         self.page = page
+        self.folder = folder
         self.problems: list[str] = []
         page.route("**/*", self._guard)
         page.on("console", self._note)
+        page.on("pageerror", lambda error: self.problems.append(f"{page.url}: {error}"))
 
     def _guard(self, route: Any) -> None:
         if urlparse(route.request.url).hostname in ("127.0.0.1", None):
@@ -54,21 +73,247 @@ class Camera:
             self.problems.append(f"{self.page.url}: {message.text}")
 
     def take(self, name: str) -> None:
-        file = ASSETS / f"{name}.png"
-        self.page.screenshot(path=str(file))
-        if file.stat().st_size > MAX_BYTES:
-            self.problems.append(f"{file.name} has {file.stat().st_size:,} bytes; at most {MAX_BYTES:,}")
+        height = self.page.evaluate("document.documentElement.scrollHeight")
+        width = self.page.viewport_size["width"]
+        clip = {"x": 0, "y": 0, "width": width, "height": min(height, MAX_HEIGHT)}
+        picture = shrunk(self.page.screenshot(full_page=True, clip=clip, animations="disabled"))
+        file = self.folder / f"{name}.png"
+        file.write_bytes(picture)
+        if len(picture) > MAX_BYTES:
+            self.problems.append(f"{file.name} has {len(picture):,} bytes; at most {MAX_BYTES:,}")
 
 
-def product(camera: Camera, server: str) -> None:
-    camera.page.goto(server + "/", wait_until="networkidle")
-    button = camera.page.get_by_role("button", name="Embed", exact=True)
-    with camera.page.expect_response("**/v1/embeddings"):
-        button.click()
-    button.click(trial=True)  # waits until it can be clicked again: the vectors are shown
-    camera.take("playground")
-    camera.page.goto(server + "/docs", wait_until="networkidle")
-    camera.take("api-docs")
+def shrunk(picture: bytes) -> bytes:
+    """The picture with a palette, which keeps colours of small areas too."""
+    from PIL import Image
+
+    whole, method = Image.open(io.BytesIO(picture)).convert("RGB"), Image.Quantize.MAXCOVERAGE
+    reduced = whole.quantize(NUM_COLOURS, method=method, dither=Image.Dither.NONE)
+    out = io.BytesIO()
+    reduced.save(out, "PNG", optimize=True)
+    return out.getvalue()
+
+
+# ── What the pictures show ────────────────────────────────────────────────────────────────────────
+
+
+def show_embedding(page: Playground) -> None:
+    page.choose("Embed").run()
+
+
+def show_search(page: Playground) -> None:
+    page.choose("Search").run()
+
+
+def show_ranking(page: Playground) -> None:
+    page.choose("Rerank").run()
+
+
+def show_token_map(page: Playground) -> None:
+    documents = page.choose("Rerank").field("documents").input_value().splitlines()
+    page.fill(documents="\n".join(documents[:4])).run()
+
+
+def show_labels(page: Playground) -> None:
+    questions = (
+        "How do turbines work?",
+        "What do you think about it?",
+        "What is the capital of France?",
+        "What did you mean by that last comment?",
+    )
+    page.choose("Classify").fill(input="\n".join(questions)).run()
+
+
+def show_entities(page: Playground) -> None:
+    page.choose("Entities").run()
+
+
+def show_chat(page: Playground) -> None:
+    page.choose("Chat").run()
+
+
+def show_tokens(page: Playground) -> None:
+    text = "Hydroelectricity: ein Druckrohr führt das Wasser zur Turbine – Ενέργεια, энергия ♨"
+    page.choose("Tokens").fill(prompt=text).run()
+
+
+def show_comparison(page: Playground) -> None:
+    page.page.click("#compare-toggle")
+    page.page.locator("#compare input").first.check()
+    page.choose("Search").run()
+
+
+def show_live(page: Playground) -> None:
+    with _load(page.page.url):
+        page.choose("Live")
+        page.page.locator("#live[data-samples='25']").wait_for()
+
+
+@contextmanager
+def _load(url: str) -> Iterator[None]:
+    """Some requests each second, more and less in turns, until the block ends."""
+    import math
+    import time
+
+    import httpx
+
+    done = threading.Event()
+
+    def send(number: int) -> None:
+        with httpx.Client(base_url=url, timeout=60) as client:
+            while not done.wait(0.02 + 0.15 * (1 + math.sin(time.monotonic() / 3))):
+                texts = [f"The {number}th pipe carries water to turbine {row}." for row in range(24)]
+                client.post("/v1/embeddings", json={"input": texts, "user": str(number)})
+
+    threads = [threading.Thread(target=send, args=(number,), daemon=True) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+
+
+Show = Callable[[Playground], None]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to take pictures of. `published` is its name in the folder of models, `made` writes it from the
+    default model, and `stand_in` is the kind of the seeded model that takes its place."""
+
+    name: str
+    stand_in: str | None = None
+    published: str | None = None
+    made: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # of the published model
+    beside: str | None = None  # another model of the same server
+
+
+SUBJECTS = {
+    "embedder": Subject(DEFAULT_NAME),
+    "reranker": Subject(
+        "reranker-mini", "cross-encoder", "reranker-mini", options={"pooler_config": {"score_labels": [1, 0]}}
+    ),
+    "late": Subject("minilm-late-interaction", "colbert", made="write_late_model"),
+    "classifier": Subject("question-tiny", "classifier", "question-tiny"),
+    "token-classifier": Subject("minilm-entities", "tagger", made="write_entity_model"),
+    "generator": Subject("smollm2", "llama", "smollm2"),
+    "pair": Subject(DEFAULT_NAME, beside="potion-8m"),
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    subject: str
+    show: Show
+    dark: bool = False
+    phone: bool = False
+
+
+PICTURES = {
+    "playground": Picture("embedder", show_embedding),
+    "playground-search": Picture("embedder", show_search),
+    "playground-reranker": Picture("reranker", show_ranking),
+    "playground-late": Picture("late", show_token_map),
+    "playground-classifier": Picture("classifier", show_labels),
+    "playground-entities": Picture("token-classifier", show_entities),
+    "playground-chat": Picture("generator", show_chat),
+    "playground-tokens": Picture("generator", show_tokens),
+    "playground-compare": Picture("pair", show_comparison),
+    "playground-live": Picture("embedder", show_live),
+    "playground-dark": Picture("late", show_token_map, dark=True),
+    "playground-phone": Picture("token-classifier", show_entities, phone=True),
+}
+API_PAGES = {
+    "api-docs": "embedder",
+    **{
+        f"api-docs-{kind}": kind
+        for kind in ("reranker", "late", "classifier", "token-classifier", "generator")
+    },
+}
+
+
+def take_picture(browser: Any, url: str, name: str, folder: Path, model: str | None = None) -> list[str]:
+    """Take one picture; return what went wrong. `model` is chosen first, where the server has several."""
+    picture = PICTURES.get(name, Picture("", lambda page: None))
+    page = browser.new_page(
+        viewport=PHONE if picture.phone else SIZE,
+        color_scheme="dark" if picture.dark else "light",
+        device_scale_factor=SCALE,
+    )
+    camera = Camera(page, folder)
+    try:
+        if name in PICTURES:
+            picture.show(Playground(page).open(url, model=model))
+        else:
+            page.goto(url + "/docs", wait_until="networkidle")
+        page.mouse.move(0, 0)
+        camera.take(name)
+    finally:
+        page.close()
+    return [f"{name}: {problem}" for problem in camera.problems]
+
+
+# ── The models ────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def serving_subject(subject: Subject, models: Path | None, scratch: Path) -> Iterator[str]:
+    from tests.docs.model_server import serving_models
+    from tests.e2e.server import serving
+
+    if subject.stand_in is None and subject.beside is None:  # a real server, with the metrics of its engine
+        with serving("--device", "cpu") as server:
+            yield server.url
+        return
+    folder, options = _folder(subject, models, scratch)
+    held = {subject.name: folder}
+    if subject.beside is not None:
+        published = None if models is None else models / subject.beside
+        stand_in = _stand_in("prompts", scratch)
+        held[subject.beside] = published if published is not None and published.is_dir() else stand_in
+    with serving_models(held, {subject.name: options}) as url:
+        yield url
+
+
+def _folder(subject: Subject, models: Path | None, scratch: Path) -> tuple[Path | None, dict[str, Any]]:
+    if subject.stand_in is None:
+        return None, {}
+    if subject.made is not None:
+        from docs.tools import picture_models
+        from penstock.offline.open import DescribedModel
+
+        source = DescribedModel.of(None, {"device": "cpu"}).spec.path
+        return getattr(picture_models, subject.made)(source, scratch / subject.name), {}
+    published = None if models is None else models / str(subject.published)
+    if published is not None and published.is_dir():
+        return published, subject.options
+    return _stand_in(subject.stand_in, scratch), {}
+
+
+def _stand_in(kind: str, scratch: Path) -> Path:
+    from tests.docs.stand_ins import STAND_INS
+
+    return STAND_INS[kind](scratch / kind)
+
+
+def take_all(browser: Any, models: Path | None, only: list[str]) -> list[str]:
+    """Take every picture, one server after the other; return what went wrong."""
+    problems: list[str] = []
+    wanted = {**{name: picture.subject for name, picture in PICTURES.items()}, **API_PAGES}
+    with tempfile.TemporaryDirectory() as scratch:
+        for kind, subject in SUBJECTS.items():
+            names = [name for name, of in wanted.items() if of == kind and (not only or name in only)]
+            if not names:
+                continue
+            with serving_subject(subject, models, Path(scratch)) as url:
+                for name in names:
+                    problems += take_picture(browser, url, name, ASSETS)
+                    print(f"{name}.png", flush=True)
+    return problems
 
 
 def documentation(camera: Camera, site: str) -> None:
@@ -86,25 +331,36 @@ def documentation(camera: Camera, site: str) -> None:
     camera.page.wait_for_selector(".md-search-result__item")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--server", default="http://127.0.0.1:8000", help="address of the server, or empty")
-    parser.add_argument("--site", default="build/site")
-    options = parser.parse_args()
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """Debian's Chromium, without a window."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        camera = Camera(browser.new_page(viewport=SIZE))
-        if options.server:
-            product(camera, options.server)
-        documentation(camera, serve_site(options.site))
+        yield browser
         browser.close()
-    for problem in camera.problems:
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="NAME", help="pictures to take; all by default"
+    )
+    parser.add_argument("--site", help="folder of the built documentation, to open all of its pages")
+    options = parser.parse_args()
+    models = os.environ.get("PENSTOCK_TEST_MODELS")
+    with chromium() as browser:
+        problems = take_all(browser, Path(models) if models else None, options.only)
+        if options.site:
+            camera = Camera(browser.new_page(viewport=SIZE))
+            documentation(camera, serve_site(options.site))
+            problems += camera.problems
+    for problem in problems:
         print(problem)
-    return 1 if camera.problems else 0
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -18,18 +18,28 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.api.dialects import (
     chat,
     cohere,
+    cohere_chat,
+    cohere_text,
     completions,
     entities,
     hugging_face,
+    infinity,
+    jina,
     maxsim,
     native,
+    ollama,
+    ollama_text,
     openai,
     operation,
     tei,
     vllm,
+    vllm_scoring,
+    vllm_server,
+    voyage,
     zero_shot,
 )
 from penstock.api.endpoint import Call, Endpoint, Reply
+from penstock.api.invocations import INVOCATIONS, InvocationEndpoint
 from penstock.api.metrics import ApiMetrics
 from penstock.api.routes import RouteSpec, VariantTable
 from penstock.api.schema import openapi
@@ -41,13 +51,22 @@ DIALECTS: tuple[ModuleType, ...] = (
     completions,
     chat,
     vllm,
+    vllm_scoring,
+    vllm_server,
     native,
     zero_shot,
     entities,
     maxsim,
     cohere,
+    cohere_text,
+    cohere_chat,
     tei,
     hugging_face,
+    jina,
+    voyage,
+    infinity,
+    ollama,
+    ollama_text,
     operation,
 )
 
@@ -66,7 +85,7 @@ def with_variants(routes: Iterable[RouteSpec], variants: VariantTable) -> tuple[
 
 
 ROUTES = with_variants(
-    [route for dialect in DIALECTS for route in dialect.ROUTES],
+    [*(route for dialect in DIALECTS for route in dialect.ROUTES), INVOCATIONS],
     tuple(variant for dialect in DIALECTS for variant in getattr(dialect, "VARIANTS", ())),
 )
 ALL_METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
@@ -140,17 +159,10 @@ def under(root: str, app: ASGIApp) -> ASGIApp:
 
 def build_app(state: ServerState) -> ASGIApp:
     metrics = ApiMetrics()
-    schema = msgspec.json.encode(openapi(ROUTES))
-
-    async def serve_schema(call: Call) -> Reply:
-        """Show the OpenAPI description of this server."""
-        return Reply(schema)
-
-    described = RouteSpec("/openapi.json", None, serve_schema, "operation", open_to_all=True)
-    app = App(
-        [Endpoint(state, metrics, route) for route in (*ROUTES, described)],
-        lifespan=partial(_lifespan, state),
-    )
+    plain = [route for route in (*ROUTES, _schema_route(state)) if route is not INVOCATIONS]
+    endpoints = [Endpoint(state, metrics, route) for route in plain]
+    invoked = InvocationEndpoint(state, metrics, INVOCATIONS, endpoints)
+    app = App([*endpoints, invoked], lifespan=partial(_lifespan, state))
     app.router.default = _not_found(state, metrics)
     app.router.redirect_slashes = False
     served: ASGIApp = under(state.config.root_path, app) if state.config.root_path else app
@@ -163,6 +175,28 @@ def build_app(state: ServerState) -> ASGIApp:
         allow_headers=("*",),
         expose_headers=EXPOSED_HEADERS,
     )
+
+
+def _schema_route(state: ServerState) -> RouteSpec:
+    """The route of the schema, which is made when somebody first asks for it."""
+
+    @cache
+    def schema() -> bytes:
+        config, names = state.config, state.names
+        document = openapi(
+            (*ROUTES, route),
+            strict_fields=config.strict_fields,
+            needs_key=bool(config.accepted_keys),
+            model=names[0] if names else None,
+        )
+        return msgspec.json.encode(document)
+
+    async def openapi_document(call: Call) -> Reply:
+        """Show the OpenAPI description of this server."""
+        return Reply(await asyncio.to_thread(schema))
+
+    route = RouteSpec("/openapi.json", None, openapi_document, "operation", dict[str, Any], open_to_all=True)
+    return route
 
 
 @asynccontextmanager

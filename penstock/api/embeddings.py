@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import msgspec
+
+from penstock.api.answers import ListAnswer
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import ChunkFields
 from penstock.api.replies import Items, vector_reply
@@ -12,10 +16,39 @@ from penstock.api.state import ServedModel
 from penstock.errors import BadValue
 from penstock.outputs.encoders import encode_rows
 from penstock.tasks.embed import ChunkedEmbeddings, EmbedInChunks
+from penstock.tasks.embed_types import Columns
 from penstock.tasks.multi_task import pooling_task
-from penstock.types import Chunks, PoolingParams, Task
+from penstock.types import Chunks, OutputDtype, PoolingParams, Task
+
+EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 
 _MAX_CHAR_TOKENS = 4  # tokens of a character, each a byte
+
+
+class ChunkEntry(msgspec.Struct, kw_only=True):
+    """A part of a text, with chunking: late."""
+
+    index: int
+    embedding: list[float] | str
+    start_token: int
+    end_token: int
+    start_char: int | None
+    end_char: int | None
+
+
+class EmbeddingEntry(msgspec.Struct, kw_only=True, omit_defaults=True):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str  # a string with encoding_format: base64
+    chunks: list[ChunkEntry] | msgspec.UnsetType = msgspec.UNSET
+
+
+class EmbeddingsAnswer(ListAnswer, kw_only=True):
+    data: list[EmbeddingEntry]
+
+
+def embedding_items(rows: list[Any]) -> list[dict[str, Any]]:
+    return [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]
 
 
 async def vectors(
@@ -65,7 +98,7 @@ async def _in_chunks(
         options=body.options(),
         chunking=body.chunk_options(),
     )
-    if body.chunking == "late" and body.encoding_format == "bytes":
+    if body.chunking == "late" and body.wants_bytes:
         raise BadValue("chunking 'late' answers as float or base64, not as bytes", param="encoding_format")
     result = await run(call, body, model, task)
     (embeddings,) = result.value
@@ -96,3 +129,22 @@ def _chunk_items(
 def _chunk(index: int, vector: Any, tokens: list[int], chars: Any) -> dict[str, Any]:
     where = {"start_token": tokens[0], "end_token": tokens[1], "start_char": chars[0], "end_char": chars[1]}
     return {"index": index, "embedding": vector, **where}
+
+
+def embedding_dtypes(kinds: Sequence[EmbeddingType]) -> tuple[OutputDtype, ...]:
+    """The number formats that these types of embeddings need, each once."""
+    return tuple(dict.fromkeys(map(_dtype, kinds)))
+
+
+def embeddings_by_type(kinds: Sequence[EmbeddingType], columns: Columns) -> dict[str, list[Any]]:
+    """The vectors of each type. `base64` has float32 in little endian."""
+    return {
+        kind: encode_rows(
+            list(columns[_dtype(kind)]), "base64" if kind == "base64" else "float", _dtype(kind), "little"
+        )
+        for kind in kinds
+    }
+
+
+def _dtype(kind: EmbeddingType) -> OutputDtype:
+    return OutputDtype.FLOAT32 if kind in ("float", "base64") else OutputDtype(kind)

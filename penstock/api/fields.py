@@ -31,7 +31,20 @@ class Refused:
 
 
 User = Annotated[str | None, NoEffect("requests are not told apart by user")]
+MediaOptions = Annotated[
+    dict[str, Any] | None, NoEffect("only images, audio and video have them, and they are refused")
+]
 CacheSalt = Annotated[str, msgspec.Meta(max_length=1024)]  # the engine keeps it as long as what it caches
+
+
+class RequestFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Which model, and when the request runs. They mean the same on every route."""
+
+    model: str | None = None
+    priority: int = 0
+    timeout: float | None = None
+    request_id: str | None = None
+    user: User = None
 
 
 class InputFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -76,6 +89,11 @@ class VectorFields(InputFields, kw_only=True):
     endianness: Endianness = "native"
     normalize: bool | None = None
     use_activation: bool | None = None
+
+    @property
+    def wants_bytes(self) -> bool:
+        """Whether the answer is the values alone, not JSON."""
+        return self.encoding_format in ("bytes", "bytes_only")
 
     def params(self, task: Task) -> PoolingParams:
         normalize = agreed(self.normalize, self.use_activation)

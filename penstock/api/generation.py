@@ -4,16 +4,16 @@ events."""
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import orjson
 
 from penstock.api.endpoint import Call
-from penstock.api.fields import CacheSalt, User
+from penstock.api.fields import CacheSalt, NoEffect, Refused, User
 from penstock.api.replies import record_phases
 from penstock.api.run import scheduling_of
 from penstock.api.state import ServedModel
@@ -30,6 +30,7 @@ DONE = b"data: [DONE]\n\n"
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     include_usage: bool = False  # in an event of its own, before the last
     continuous_usage_stats: bool = False  # in every event
+    include_obfuscation: Annotated[bool | None, NoEffect("events are not padded")] = None
 
 
 class TextFields(GenerationFields, kw_only=True):
@@ -50,6 +51,55 @@ class TextFields(GenerationFields, kw_only=True):
         return self.stream_options or StreamOptions()
 
 
+_KEPT = "nothing is kept after the answer"
+_NO_BEAMS = "beam search is not supported"
+_NO_TRANSFER = "caches of other servers cannot be read"
+
+
+class OpenAITextFields(TextFields, kw_only=True):
+    """The other fields that OpenAI's and vLLM's text routes have in common."""
+
+    return_tokens_as_token_ids: bool | None = False  # type: ignore[assignment]
+    return_token_ids: bool | None = False
+    service_tier: Annotated[str | None, NoEffect("there is one tier; see priority")] = None
+    store: Annotated[bool | None, NoEffect(_KEPT)] = None
+    metadata: Annotated[dict[str, Any] | None, NoEffect(_KEPT)] = None
+    session_id: Annotated[str | None, NoEffect("one server serves all sessions")] = None
+    stream_interval: Annotated[int | None, NoEffect("text is sent as soon as it is generated")] = None
+    use_beam_search: Annotated[bool, Refused("ask for n and choose among them", (False,))] = False
+    length_penalty: Annotated[float | None, NoEffect(_NO_BEAMS)] = None
+    early_stopping: Annotated[bool | str | None, NoEffect(_NO_BEAMS)] = None
+    guided_decoding_backend: Annotated[str | None, NoEffect("there is one backend")] = None
+    guided_whitespace_pattern: Annotated[str | None, Refused("write it into guided_regex")] = None
+    logprob_token_ids: Annotated[
+        list[int] | None, Refused("only the likeliest tokens are reported", (None, []))
+    ] = None
+    thinking_token_budget: Annotated[int | None, Refused("reasoning is not told apart from the answer")] = (
+        None
+    )
+    repetition_detection: Annotated[dict[str, Any] | None, Refused("set stop or max_tokens")] = None
+    return_token_offsets: Annotated[bool | None, Refused("tokens have no offsets", (None, False))] = None
+    routed_experts_prompt_start: Annotated[int, NoEffect("experts are not reported")] = 0
+    kv_transfer_params: Annotated[dict[str, Any] | None, Refused(_NO_TRANSFER)] = None
+    ec_transfer_params: Annotated[dict[str, Any] | None, Refused(_NO_TRANSFER)] = None
+    vllm_xargs: Annotated[dict[str, Any] | None, Refused("this server has no plugins", (None, {}))] = None
+
+
+class GenerationUsage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+
+
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    logprob: float
+    rank: int | None  # 1: the likeliest token
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; None for the first token
+
+
 @dataclass(slots=True, eq=False)
 class Generation:
     """One generation request: what was asked, and how much has been generated so far."""
@@ -66,6 +116,14 @@ class Generation:
     @property
     def tokenizer(self) -> Tokenizer:
         return self.model.text.tokenizer
+
+    @property
+    def shows_token_ids(self) -> bool:
+        return bool(getattr(self.body, "return_token_ids", False))
+
+    def prompt_token_ids(self, index: int) -> list[int]:
+        ids: list[int] = self.job.prompts[index].tolist()
+        return ids
 
     def token_name(self, token_id: int) -> str:
         """A token as the answer shows it."""
@@ -113,6 +171,7 @@ async def begin(call: Call, body: TextFields, task: Generate, *, kind: str) -> G
     model = call.model(body, may_truncate=False)
     _ = model.text.generation  # refuses a model that does not generate
     check_stream(body)
+    check_structured(body)
     scheduling = scheduling_of(call, body)
     began = time.monotonic()
     job = await _prepare(call, model, task, scheduling)
@@ -139,6 +198,16 @@ async def _prepare(call: Call, model: ServedModel, task: Generate, scheduling: S
         admission.tokenised(kind, admitted, num_tokens)
 
 
+def check_structured(body: TextFields) -> None:
+    """Refuse a constraint that none of the known fields expresses: the text would not follow it."""
+    outputs = body.structured_outputs
+    if outputs is not None and all(value is None for value in msgspec.structs.astuple(outputs)):
+        raise BadValue(
+            "structured_outputs needs one of json, regex, choice, grammar or json_object",
+            param="structured_outputs",
+        )
+
+
 def check_stream(body: TextFields) -> None:
     if body.stream_options is not None and not body.stream:
         raise BadValue("stream_options are for stream: true only", param="stream_options")
@@ -161,15 +230,22 @@ class Choice(Protocol):
 
 
 async def events(
-    generation: Generation, object_name: str, choices: Sequence[Choice]
+    generation: Generation,
+    object_name: str,
+    choices: Sequence[Choice],
+    first: Mapping[str, Any] | None = None,
 ) -> AsyncGenerator[bytes, None]:
-    """Server-sent events: the choices of each delta, the usage where asked for, the end."""
+    """Server-sent events: the choices of each delta, the usage where asked for, the end. The first event has
+    the fields of `first` too."""
     options = generation.body.usage_in_stream
     head = generation.head(object_name)
+    once = dict(first or {})
+    is_uniform = not (options.continuous_usage_stats or generation.shows_token_ids)
     templates: list[_EventTemplate | None] = [None] * len(choices)  # of sequences that have begun
 
     def chunk(choice: dict[str, Any]) -> dict[str, Any]:
-        whole = {**head, "choices": [choice]}
+        whole = {**head, "choices": [choice], **once}
+        once.clear()
         if options.include_usage:
             whole["usage"] = generation.usage if options.continuous_usage_stats else None
         return whole
@@ -185,7 +261,7 @@ async def events(
                     continue
                 choice = choices[delta.row]
                 out += [event(chunk(each)) for each in choice.chunks(delta)]
-                if not options.continuous_usage_stats:
+                if is_uniform:
                     templates[delta.row] = _EventTemplate(chunk(choice.plain(_PLACEHOLDER)))
             if out:
                 yield b"".join(out)

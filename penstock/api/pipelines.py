@@ -63,6 +63,24 @@ class TypedError(msgspec.Struct, kw_only=True):
     error_type: Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]
 
 
+class InferenceError(msgspec.Struct, kw_only=True):
+    """An error as clients of the Hugging Face API read it: as TEI has it, or as its server for generation."""
+
+    error: str
+    error_type: Literal[
+        "Unhealthy",
+        "Backend",
+        "Overloaded",
+        "Validation",
+        "Tokenizer",
+        "Empty",
+        "generation",
+        "overloaded",
+        "healthcheck",
+        "validation",
+    ]
+
+
 def error_type(error: PenstockError) -> str:
     if isinstance(error, EmptyInput):
         return "Empty"
@@ -96,6 +114,7 @@ def _typed_status(error: PenstockError) -> int:
 
 
 TEI_ERRORS = ErrorStyle(_typed_error, _typed_status, TypedError)
+INFERENCE_ERRORS = ErrorStyle(_typed_error, _typed_status, InferenceError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

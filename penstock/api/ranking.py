@@ -5,6 +5,7 @@ One HTTP request is one message to the engine, however many documents it has.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
@@ -79,10 +80,25 @@ async def run_pairs(
 
 async def run_ranking(call: Call, body: RerankRequest) -> Result[Scores]:
     check_top_n(body.top_n)
-    check_query(body.query, "query", "query")
-    check_num_rows(call, len(body.documents), "documents")
-    pairs = make_pairs(body.query, document_texts(body.documents, "documents"))
-    return await run_pairs(call, body, pairs, body.options(), activate=body.use_activation)
+    return await score_documents(
+        call, body, body.query, body.documents, body.options(), activate=body.use_activation
+    )
+
+
+async def score_documents(
+    call: Call,
+    body: PairBody,
+    query: str,
+    documents: Sequence[Document],
+    options: PairOptions,
+    *,
+    activate: bool | None,
+) -> Result[Scores]:
+    """Score how well each document answers the query."""
+    check_query(query, "query", "query")
+    check_num_rows(call, len(documents), "documents")
+    pairs = make_pairs(query, document_texts(documents, "documents"))
+    return await run_pairs(call, body, pairs, options, activate=activate)
 
 
 def returned_documents(body: RerankRequest) -> list[Any] | None:
@@ -118,7 +134,7 @@ def listed(side: Side) -> list[Document]:
     return side if isinstance(side, list) else [side]
 
 
-def document_texts(documents: list[Document], name: str) -> list[str]:
+def document_texts(documents: Sequence[Document], name: str) -> list[str]:
     texts = []
     for index, document in enumerate(documents):
         text = document if isinstance(document, str) else document.get("text")

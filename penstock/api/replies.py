@@ -39,7 +39,7 @@ def vector_reply(call: Call, body: VectorFields, result: Result[Any], *, prefix:
     """The rows of a result in the encoding that the caller chose."""
     began = time.monotonic()
     head, rows = result.head(body, prefix), list(result.value)
-    if body.encoding_format == "bytes":
+    if body.wants_bytes:
         reply = _bytes_reply(body, result, rows, head)
     else:
         encoded = encode_rows(rows, body.encoding_format, body.embed_dtype, body.endianness)
@@ -79,7 +79,7 @@ def sparse_terms(model: TextModel, rows: list[SparseRow]) -> list[list[dict[str,
 
 
 def _bytes_reply(body: VectorFields, result: Result[Any], rows: list[Any], head: dict[str, Any]) -> Reply:
-    """The values alone as the body; the `metadata` header describes them."""
+    """The values alone as the body; the `metadata` header describes them, unless it is not wanted."""
     data, at = [], 0
     for index, row in enumerate(rows):
         place = {"start": at, "end": at + row.nbytes, "shape": list(row.shape)}
@@ -91,7 +91,7 @@ def _bytes_reply(body: VectorFields, result: Result[Any], rows: list[Any], head:
     if not isinstance(whole, np.ndarray):  # the engine's array, unless tokens were left out of the answer
         values = result.output.values
         whole = values if at == values.nbytes else np.concatenate(rows)
-    headers = [(b"metadata", metadata)]
+    headers = [] if body.encoding_format == "bytes_only" else [(b"metadata", metadata)]
     if at >= MIN_LARGE_BYTES:
         return Reply([LargeRow(whole, "bytes", body.embed_dtype, body.endianness)], OCTETS, headers=headers)
     return Reply(as_bytes(whole, body.endianness), OCTETS, headers=headers)

@@ -30,6 +30,7 @@ class Variant:
     answer: Any = None
     example: Mapping[str, Any] | None = None
     claims: Claims | None = None  # decides by the fields of the body, where markers do not suffice
+    media: tuple[str, ...] = ()  # as in RouteSpec
 
     def accepts(self, fields: Mapping[str, msgspec.Raw]) -> bool:
         if self.claims is not None:
@@ -51,6 +52,13 @@ class RouteSpec:
     open_to_all: bool = False  # needs no API key
     methods: tuple[str, ...] | None = None  # None: POST with a body, GET and HEAD without
     variants: tuple[Variant, ...] = ()  # other kinds of body on the same path
+    # Content types of the 200 answer beside JSON. Where none is named, a body with `stream` has
+    # text/event-stream, and one whose `encoding_format` takes "bytes" has application/octet-stream.
+    media: tuple[str, ...] = ()
+    is_listed: bool = (
+        True  # in the OpenAPI document and the reference; False: a file of a page, or never served
+    )
+    path_example: str | None = None  # of the path's parameter; one called `model` needs none
 
     @property
     def counts_as_request(self) -> bool:

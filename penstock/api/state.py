@@ -12,7 +12,7 @@ import msgspec
 from penstock.api.admission import Admission
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ServerConfig
-from penstock.errors import ModelNotFound, ServerFull, TooManyRequests, shown
+from penstock.errors import EngineUnavailable, ModelNotFound, ServerFull, TooManyRequests, shown
 from penstock.handle import EngineHandle
 from penstock.serving.launch import EngineState
 from penstock.tasks.model import TextModel
@@ -109,6 +109,12 @@ class ServerState:
 
     def release(self) -> None:
         self.in_flight -= 1
+
+    def check_engines(self) -> None:
+        """Raise with the reason if an engine cannot serve."""
+        for model in self.models.values():
+            if not model.engine.ready:
+                raise EngineUnavailable(model.engine.unavailable_reason)
 
     @property
     def ready(self) -> bool:

@@ -11,8 +11,6 @@ from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 
-import msgspec
-
 from penstock.bench.console import print_note, print_result
 from penstock.bench.contenders import Contender, contenders_of
 from penstock.bench.options import (
@@ -144,7 +142,4 @@ def _turn(
 
 def _prepared(contender: Contender, first: Contender, data: DataOptions, body: BodyOptions) -> Prepared:
     """All contenders get the same texts: those made with the first one's tokenizer."""
-    options = contender.options
-    if first.load is not None and options.tokenizer is None:
-        options = msgspec.structs.replace(options, tokenizer=first.load.tokenizer_name)
-    return prepare(options, data, body)
+    return prepare(contender.options, data, body, same_as=first.load)

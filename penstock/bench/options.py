@@ -20,12 +20,19 @@ class BackendName(enum.StrEnum):
     OPENAI_EMBEDDINGS = "openai-embeddings"
     OPENAI_EMBEDDINGS_CHAT = "openai-embeddings-chat"
     VLLM_POOLING = "vllm-pooling"
+    VLLM_CLASSIFY = "vllm-classify"
+    VLLM_SCORE = "vllm-score"
     VLLM_RERANK = "vllm-rerank"
+    COHERE_EMBED = "cohere-embed"
     COHERE_RERANK = "cohere-rerank"
     TEI = "tei"
+    TEI_PREDICT = "tei-predict"
     INFINITY = "infinity-embeddings"
+    INFINITY_RERANK = "infinity-rerank"
+    OLLAMA_EMBED = "ollama-embed"
     OPENAI = "openai"
     OPENAI_CHAT = "openai-chat"
+    VLLM = "vllm"
 
 
 class DatasetName(enum.StrEnum):
@@ -83,7 +90,7 @@ class ClientOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[
         str | None,
         _server(
-            "Folder or hub id of the model, for its tokenizer and its name in requests. "
+            "Name of the model in requests, or its folder, whose tokenizer then makes the prompts. "
             "Default: the first model that the server lists."
         ),
     ] = None
@@ -91,7 +98,11 @@ class ClientOptions(msgspec.Struct, frozen=True, kw_only=True):
         str | None, _server("Name of the model in requests, if it is not --model.")
     ] = None
     tokenizer: Annotated[
-        str | None, _server("Folder, tokenizer.json or hub id of the tokenizer. Default: the model's.")
+        str | None,
+        _server(
+            "Folder, tokenizer.json or hub id of the tokenizer. Default: that of the folder --model, or else "
+            "the server's own."
+        ),
     ] = None
     header: Annotated[
         list[str], _server("Extra HTTP header, such as x-user=me.", "--header", metavar="KEY=VALUE…")

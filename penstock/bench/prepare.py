@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import orjson
 
-from penstock.bench.backends import BACKENDS, Backend
+from penstock.bench.backends import BACKENDS, Backend, fitting_backends
 from penstock.bench.datasets.item import Item
 from penstock.bench.datasets.load import count_tokens, load_items, templated
-from penstock.bench.datasets.tokens import BenchTokenizer, load_tokenizer
+from penstock.bench.datasets.tokens import is_local
 from penstock.bench.load.plan import Reader
 from penstock.bench.load.sse import TokenStream
 from penstock.bench.options import BackendName, BodyOptions, DataOptions, DatasetName, ServerOptions
-from penstock.bench.probe import Caller, HttpReply, first_model
+from penstock.bench.probe import Caller, HttpReply, first_model, listed_models
 from penstock.bench.target import Target, json_object, route_of, target_of
+from penstock.bench.tokenizers import TokenizerFinder
 from penstock.errors import BadValue
 
 _SAMPLING = (
@@ -41,13 +43,17 @@ class Prepared:
     bodies: list[bytes]
     reader: Reader
     is_binary: bool  # responses are vectors without JSON
-    tokenizer_name: str | None
+    tokenizers: TokenizerFinder
+    source_items: list[Item]  # before a chat template was applied
     notes: list[str] = field(default_factory=list)
-    _tokenizer: BenchTokenizer | None = None
 
     @property
     def backend(self) -> Backend:
         return BACKENDS[self.name]
+
+    @property
+    def tokenizer_name(self) -> str | None:
+        return self.tokenizers.name
 
     @property
     def url(self) -> str:
@@ -59,20 +65,28 @@ class Prepared:
     def count_input_tokens(self) -> list[int] | None:
         """Input tokens of each request, counted by the client; None without a tokenizer."""
         try:
-            tokenizer = self._tokenizer or load_tokenizer(self.tokenizer_name, None)
+            return count_tokens(self.items, self.tokenizers.find())
         except BadValue:
             return None
-        return count_tokens(self.items, tokenizer)
 
 
-def prepare(server: ServerOptions, data: DataOptions, body: BodyOptions) -> Prepared:
+def prepare(
+    server: ServerOptions,
+    data: DataOptions,
+    body: BodyOptions,
+    *,
+    asks_server: bool = True,
+    same_as: Prepared | None = None,
+) -> Prepared:
+    """Prepare a load; with the texts of `same_as`, so that several servers get the same."""
     backend = BACKENDS[server.backend]
     target = target_of(server)
-    route = route_of(server, backend.endpoint)
+    route_of(server, backend.endpoint)  # refuses a wrong one before anything is asked
     extra = _extra(backend, body)
-    model = server.served_model_name or server.model or _ask_model(server, target)
-    tokenizer = _LazyTokenizer(server.tokenizer, server.model or model)
-    items = load_items(data, tokenizer.load)
+    model = _model_name(server, target) if asks_server else server.served_model_name or str(server.model)
+    own = TokenizerFinder(server, model, target if asks_server else None)
+    tokenizer = own if same_as is None else same_as.tokenizers
+    items = source_items = load_items(data, tokenizer.find) if same_as is None else same_as.source_items
     notes: list[str] = []
     if (
         data.dataset_name is DatasetName.CUSTOM
@@ -91,15 +105,15 @@ def prepare(server: ServerOptions, data: DataOptions, body: BodyOptions) -> Prep
     return Prepared(
         name=server.backend,
         target=target,
-        route=route,
+        route=route_of(server, backend.endpoint_for(items[0])),
         model=model,
         items=items,
         bodies=[orjson.dumps(backend.make(item, model) | extra) for item in items],
         reader="header" if _is_binary(extra) else backend.reader,
         is_binary=_is_binary(extra),
-        tokenizer_name=tokenizer.name,
+        tokenizers=tokenizer,
+        source_items=source_items,
         notes=notes,
-        _tokenizer=tokenizer.loaded,
     )
 
 
@@ -111,10 +125,18 @@ def send_trial_request(load: Prepared, timeout_s: float) -> None:
     finally:
         caller.close()
     if answer.status != 200:
-        hint = "; are --backend and --endpoint right?" if answer.status in (404, 405) else ""
-        raise BadValue(f"{load.url} refused the first request with {answer.refusal()}{hint}")
+        raise BadValue(f"{load.url} refused the first request with {answer.refusal()}{_hint(load, answer)}")
     if problem := _problem(load, answer):
         raise BadValue(f"{load.url} answered, but {problem}: is it an endpoint for --backend {load.name}?")
+
+
+def _hint(load: Prepared, answer: HttpReply) -> str:
+    """What the user may have meant, after a refusal."""
+    models = {model.name: model for model in listed_models(load.target)}
+    model = models.get(load.model)
+    if model is not None and model.tasks and (fitting := fitting_backends(load.name, model.tasks)):
+        return f"; for this model use --backend {' or '.join(fitting)}"
+    return "; are --backend and --endpoint right?" if answer.status in (404, 405) else ""
 
 
 def _problem(load: Prepared, answer: HttpReply) -> str | None:
@@ -130,21 +152,33 @@ def _problem(load: Prepared, answer: HttpReply) -> str | None:
     return f"the answer lacks {lacks}" if lacks else None
 
 
-class _LazyTokenizer:
-    """Loads the tokenizer when it is first needed."""
+def _model_name(server: ServerOptions, target: Target) -> str:
+    """The model's name in requests: as given, else as the server lists it."""
+    if server.served_model_name is not None:
+        return server.served_model_name
+    if server.model is not None and not is_local(server.model):
+        return server.model
+    if server.model is None and BACKENDS[server.backend].names_model:
+        return first_model(target)
+    names = [model.name for model in listed_models(target)]
+    if server.model is None:
+        return names[0] if names else server.backend.value
+    return _name_of_folder(server.model, names)
 
-    def __init__(self, tokenizer: str | None, model: str | None) -> None:
-        self.name = tokenizer or model
-        self.loaded: BenchTokenizer | None = None
 
-    def load(self) -> BenchTokenizer:
-        if self.loaded is None:
-            self.loaded = load_tokenizer(self.name, None)
-        return self.loaded
-
-
-def _ask_model(server: ServerOptions, target: Target) -> str:
-    return "tei" if server.backend is BackendName.TEI else first_model(target)
+def _name_of_folder(folder: str, names: list[str]) -> str:
+    """A folder's name at the server: its path, or its last part, or the only name that there is."""
+    path = Path(folder).expanduser()
+    for name in (folder, str(path), str(path.resolve()), path.resolve().name):
+        if name in names:
+            return name
+    if len(names) > 1:
+        raise BadValue(
+            f"the server lists no model of the name {path.resolve().name!r}; give --served-model-name one of "
+            f"{', '.join(names)}",
+            param="served_model_name",
+        )
+    return names[0] if names else folder
 
 
 def _extra(backend: Backend, body: BodyOptions) -> dict[str, Any]:
@@ -159,11 +193,11 @@ def _is_binary(extra: dict[str, Any]) -> bool:
     return str(extra.get("encoding_format", "")).startswith("bytes")
 
 
-def _apply_chat_template(items: list[Item], tokenizer: _LazyTokenizer) -> tuple[list[Item], str]:
+def _apply_chat_template(items: list[Item], tokenizer: TokenizerFinder) -> tuple[list[Item], str]:
     if not any(isinstance(item.prompt, str) for item in items):
         return items, "prompts are sent as they are: they are not plain texts"
     try:
-        done = templated(items, tokenizer.load())
+        done = templated(items, tokenizer.find())
     except BadValue as error:
         if error.param != "tokenizer":
             raise

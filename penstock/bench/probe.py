@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import ssl
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -99,14 +100,31 @@ def wait_for_server(target: Target, timeout_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def first_model(target: Target) -> str:
-    """The first model that the server lists."""
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    name: str
+    tasks: tuple[str, ...] = ()  # empty if the server does not tell
+
+
+def listed_models(target: Target) -> list[ListedModel]:
+    """The models that the server lists at `/v1/models`; none if it does not have that route."""
     caller = Caller(target)
     try:
-        answer = caller.call("GET", "/v1/models")
-        listed = answer.json()
-        if answer.status == 200 and isinstance(listed, dict) and listed.get("data"):
-            return str(listed["data"][0]["id"])
-        raise BadValue(f"the server lists no model at /v1/models ({answer.refusal()}): give --model")
+        listed = caller.call("GET", "/v1/models").json()
     finally:
         caller.close()
+    data = listed.get("data") if isinstance(listed, dict) else None
+    entries = data if isinstance(data, list) else []
+    return [_listed(entry) for entry in entries if isinstance(entry, dict) and "id" in entry]
+
+
+def _listed(entry: dict[str, Any]) -> ListedModel:
+    tasks = entry.get("tasks")
+    return ListedModel(str(entry["id"]), tuple(map(str, tasks)) if isinstance(tasks, list) else ())
+
+
+def first_model(target: Target) -> str:
+    """The name of the first model that the server lists."""
+    if models := listed_models(target):
+        return models[0].name
+    raise BadValue("the server lists no model at /v1/models: give --model", param="model")

@@ -43,9 +43,8 @@ def self_test(
     report: ReportOptions,
 ) -> int:
     """Measure and print; return the exit code."""
-    load = prepare(
-        msgspec.structs.replace(server, model=server.model or _placeholder_model(server)), data, body
-    )
+    named = msgspec.structs.replace(server, model=server.model or _placeholder_model(server))
+    load = prepare(named, data, body, asks_server=False)
     settled = traffic_of(traffic, data.seed)
     if not settled.is_scheduled and settled.duration_s is None:
         settled = msgspec.structs.replace(settled, duration_s=_SECONDS)
@@ -88,17 +87,29 @@ def null_body(name: BackendName, backend: Backend, item: Item) -> list[bytes]:
     scores = [{"index": i, "relevance_score": 0.5} for i in range(item.rows)]
     if backend.generates:
         return _stream(item.output_tokens, usage)
-    answer: Any
-    if name is BackendName.TEI:
-        answer = (
-            [{"index": i, "score": 0.5} for i in range(item.rows)] if item.query else [vector] * item.rows
-        )
-    elif item.query is not None:
-        answer = {"id": "null", "results": scores, "usage": usage}
-    else:
-        data = [{"object": "embedding", "index": i, "embedding": vector} for i in range(item.rows)]
-        answer = {"object": "list", "data": data, "usage": usage}
-    return [orjson.dumps(answer)]
+    return [orjson.dumps(_answer(name, item, vector, scores, usage))]
+
+
+def _answer(
+    name: BackendName, item: Item, vector: list[float], scores: list[dict[str, Any]], usage: dict[str, int]
+) -> Any:
+    match name:
+        case BackendName.TEI if item.query is not None:
+            return [{"index": i, "score": 0.5} for i in range(item.rows)]
+        case BackendName.TEI:
+            return [vector] * item.rows
+        case BackendName.TEI_PREDICT:
+            return [[{"score": 0.5, "label": "null"}]] * item.rows
+        case BackendName.COHERE_EMBED:
+            return {"id": "null", "embeddings": {"float": [vector] * item.rows}, "meta": usage}
+        case BackendName.OLLAMA_EMBED:
+            return {"embeddings": [vector] * item.rows, "prompt_eval_count": usage["prompt_tokens"]}
+        case BackendName.VLLM_SCORE:
+            return {"data": [{"index": i, "score": 0.5} for i in range(item.rows)], "usage": usage}
+        case _ if item.query is not None:
+            return {"id": "null", "results": scores, "usage": usage}
+    data = [{"object": "embedding", "index": i, "embedding": vector} for i in range(item.rows)]
+    return {"object": "list", "data": data, "usage": usage}
 
 
 def _stream(tokens: int, usage: dict[str, int]) -> list[bytes]:

@@ -59,6 +59,9 @@ class PoolingSpec(msgspec.Struct, frozen=True):
     modules: tuple[ModuleSpec, ...] = ()  # that the pooled vector runs through, in order
     normalize: bool = False  # to unit length, after all of them
     after: str | None = None  # the mean starts after this text
+    activates: bool | None = (
+        None  # whether scores of labels are activated by default; None: as the task has it
+    )
     quantizes: bool = False  # a component x becomes the integer round(127 · tanh(x)), as in pplx-embed
 
 
@@ -74,6 +77,8 @@ def read_pooling(
         pooling = msgspec.structs.replace(pooling, methods=(pooling_method(pooler.pooling_type),))
     if pooler.normalize is not None:
         pooling = msgspec.structs.replace(pooling, normalize=pooler.normalize)
+    if pooler.use_activation is not None:
+        pooling = msgspec.structs.replace(pooling, activates=pooler.use_activation)
     return pooling
 
 

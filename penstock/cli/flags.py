@@ -649,6 +649,16 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         default_text="the model's own",
     ),
     Flag(
+        field="trust_request_chat_template",
+        panel=GENERATION,
+        help="Accept requests that bring their own chat_template. It runs in a sandbox with limits.",
+    ),
+    Flag(
+        field="enable_tokenizer_info_endpoint",
+        panel=SERVER_PANEL,
+        help="Serve /tokenizer_info: the tokenizer's configuration, with its chat template.",
+    ),
+    Flag(
         field="log_level",
         panel=OBSERVABILITY,
         choices=("debug", "info", "warning", "error"),

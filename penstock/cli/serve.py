@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from penstock.cli.arguments import hide_argument
@@ -89,6 +90,8 @@ def serve(
         engine_config = from_mapping(EngineConfig, {**engine, "enable_generation": wants_generation})
         processes = api_processes(server.get("api_server_count", "auto"), device)
         server_config = from_mapping(ServerConfig, {**server, "api_server_count": processes})
+        if engine_config.pooler_config.enable_chunked_processing:
+            server_config = msgspec.structs.replace(server_config, default_chunking="mean")
         check_long_texts(server_config)
         spec = describe(engine_config)
         check_tasks(foreign.tasks, spec.name, [task.value for task in spec.tasks])

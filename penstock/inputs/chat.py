@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,10 +14,11 @@ from penstock.checkpoint.files import optional_json
 from penstock.checkpoint.template_limits import MAX_TEMPLATE_CHARS, TemplateLimitExceeded, limited
 from penstock.checkpoint.templates import TemplateRefusal, template_environment
 from penstock.checkpoint.tokenizer_settings import named_templates, special_tokens
-from penstock.errors import BadValue, ConfigError
+from penstock.errors import BadValue, ConfigError, PenstockError
 
 Message = Mapping[str, Any]
 _RESERVED = ("messages", "add_generation_prompt")  # not allowed in chat_template_kwargs
+_TESTS_FOR_NONE = re.compile(r"\b(?:is|is not|==|!=)\s+none\b", re.IGNORECASE)
 
 
 class ChatTemplate:
@@ -25,6 +27,8 @@ class ChatTemplate:
     def __init__(self, source: str, special: Mapping[str, str] | None = None) -> None:
         self.source = source
         self.special = dict(special or {})
+        self._tests_for_none = _TESTS_FOR_NONE.search(source) is not None
+        self._knows_developers = "developer" in source
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ConfigError(
                 f"the chat template has {len(source)} characters; use one of at most {MAX_TEMPLATE_CHARS}",
@@ -89,10 +93,16 @@ class ChatTemplate:
         return _up_to_last_message(text, messages[-1]) if continue_final_message else text
 
     def _adapt(self, message: Message, index: int) -> dict[str, Any]:
-        """The message with its content in the form the template expects: one text, or a list of parts."""
+        """The message with its content in the form the template expects: one text, or a list of parts.
+
+        A missing content is an empty text, unless the template tests for none: most would write "None". A
+        template that does not know the role `developer` gets its older name, `system`.
+        """
+        if message.get("role") == "developer" and not self._knows_developers:
+            message = {**message, "role": "system"}
         content = message.get("content")
         if content is None:
-            return dict(message)
+            return {**message, "content": None if self._tests_for_none else ""}
         texts = part_texts(content, index)
         if self._takes_parts:
             return {**message, "content": [{"type": "text", "text": text} for text in texts]}
@@ -173,15 +183,32 @@ class ModelTemplate:
         self._given = given
 
     @cached_property
+    def exists(self) -> bool:
+        """Whether messages can be sent."""
+        try:
+            _ = self.template
+        except PenstockError:
+            return False
+        return True
+
+    @cached_property
     def template(self) -> ChatTemplate:
         settings = optional_json(self._folder / "tokenizer_config.json")
         source = self._source(settings)
         if source is None:
             raise BadValue(
-                "the model has no chat template; set --chat-template, or use /v1/completions",
+                "the model has no chat template; set --chat-template, or send text instead of messages",
                 param="messages",
             )
         return ChatTemplate(source, special_tokens(settings))
+
+    def given(self, source: str) -> ChatTemplate:
+        """A template that came with a request, with the model's special tokens."""
+        settings = optional_json(self._folder / "tokenizer_config.json")
+        try:
+            return ChatTemplate(source, special_tokens(settings))
+        except ConfigError as error:
+            raise BadValue(error.message, param="chat_template") from None
 
     def _source(self, settings: Mapping[str, Any]) -> str | None:
         known = named_templates(self._folder, settings)

@@ -48,6 +48,23 @@ class Framing:
     side: Side = "right"
 
 
+@dataclass(frozen=True, slots=True)
+class LateLayout:
+    """How texts become the tokens that are compared, for callers that label token vectors."""
+
+    query_prompt: str
+    document_prompt: str
+    query_marker_id: int | None  # follows the first token
+    document_marker_id: int | None
+    query_length: int  # queries are truncated to it
+    document_length: int  # documents are truncated to it, or rejected
+    expand_to: int  # shorter queries are padded to it; 0: they are not
+    expansion_id: int | None
+    num_last_tokens: int  # special tokens at the end of a text, which truncation keeps
+    skipped_ids: tuple[int, ...]  # tokens whose vectors are left out
+    skips_in_queries: bool  # as well as in documents
+
+
 class LateInputs:
     """Builds the query and document rows of one late-interaction model."""
 
@@ -65,6 +82,22 @@ class LateInputs:
         self._skip_ids = _skip_ids(late, tokenizer)
         self.query_length = min(late.query_length or spec.max_model_len, spec.max_model_len)
         self.expand_to = min(late.expand_to or 0, self.query_length)
+
+    @property
+    def layout(self) -> LateLayout:
+        return LateLayout(
+            query_prompt=self.prompt("query"),
+            document_prompt=self.prompt("document"),
+            query_marker_id=self._query_marker,
+            document_marker_id=self._document_marker,
+            query_length=self.query_length,
+            document_length=self.document_limit(None) or self.spec.max_model_len,
+            expand_to=self.expand_to,
+            expansion_id=self._expansion,
+            num_last_tokens=self.tokenizer.suffix,
+            skipped_ids=tuple(self._skip_ids.tolist()),
+            skips_in_queries=self.late.skip_queries,
+        )
 
     def queries(self, texts: Sequence[str]) -> LateRows:
         return self.query_rows(self.tokenizer.encode(self.with_prompt(texts, self.prompt("query"))))

@@ -86,6 +86,14 @@ def _by_input_type(spec: ModelSpec, input_type: str) -> str:
     return ""
 
 
+def has_prompt_for(spec: ModelSpec, input_type: str) -> bool:
+    """Whether the model tells this input type from other texts. A model with a prompt for queries alone has
+    an empty one for documents, and the other way round."""
+    kinds = ("query", "document") if input_type in ("query", "document") else (input_type,)
+    names = {name for kind in kinds for name in _INPUT_TYPES.get(kind, ())}
+    return not names.isdisjoint(spec.prompts) or (spec.late is not None and len(kinds) > 1)
+
+
 def choose_adapter(
     spec: ModelSpec, adapter: str | None, prompt_name: str | None, input_type: str | None
 ) -> int:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -36,6 +36,7 @@ from penstock.inputs.words import WordTokenizer
 from penstock.types import Ints
 
 log = logging.getLogger(__name__)
+TokenStyle = Literal["byte_level", "metaspace", "wordpiece", "plain"]
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte-fallback token
 
 
@@ -273,6 +274,21 @@ class Tokenizer:
     def byte_level(self) -> bool:
         """Whether a text's bytes are the concatenated bytes of its tokens."""
         return isinstance(self._rust.decoder, decoders.ByteLevel)
+
+    @cached_property
+    def token_style(self) -> TokenStyle:
+        """How the vocabulary writes spaces, parts of words and bytes."""
+        decoder = self._rust.decoder
+        if decoder is None:
+            return "wordpiece" if type(self._rust.model).__name__ == "WordPiece" else "plain"
+        settings = msgspec.json.decode(decoder.__getstate__())
+        kinds = {part["type"]: part for part in settings.get("decoders", [settings])}
+        if "ByteLevel" in kinds:
+            return "byte_level"
+        if "WordPiece" in kinds:
+            return "wordpiece"
+        space_mark = kinds.get("Replace", {}).get("pattern", {}).get("String")
+        return "metaspace" if "Metaspace" in kinds or space_mark == "\u2581" else "plain"
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token of a byte-level vocabulary."""

@@ -12,6 +12,7 @@ import msgspec
 from penstock.checkpoint.describe import describe
 from penstock.checkpoint.spec import ModelSpec, with_max_model_len
 from penstock.config import EngineConfig, Resolved, from_mapping
+from penstock.errors import ConfigError
 from penstock.offline.local import LocalEngine
 from penstock.runner.load import settle
 from penstock.tasks.model import TextModel
@@ -32,6 +33,11 @@ class DescribedModel:
         """`options` are fields of `EngineConfig`; `model` there is used if none is named here."""
         named = options if model is None else {**options, "model": model}
         config = from_mapping(EngineConfig, dict(named))
+        if config.pooler_config.enable_chunked_processing:
+            raise ConfigError(
+                "enable_chunked_processing is for servers; here, embed with chunking: mean",
+                param="pooler_config",
+            )
         described = describe(config)
         settings = settle(config, described)
         return cls(config, with_max_model_len(described, settings.max_model_len), settings)

@@ -20,7 +20,7 @@ try:  # several times faster than the standard library
 except ImportError:
     from base64 import b64encode
 
-EncodingFormat = Literal["float", "base64", "bytes"]
+EncodingFormat = Literal["float", "base64", "bytes", "bytes_only"]
 Endianness = Literal["native", "little", "big"]
 
 MIN_LARGE_BYTES = 1 << 18  # an answer with this many bytes of values is encoded while it is sent

@@ -54,6 +54,7 @@ class Pooler:
         self.row_means: Callable[[Batch], Tensor] | None = None
         self.heads = {Task.REWARD: heads[Task.CLASSIFY], **heads} if Task.CLASSIFY in heads else heads
         self.normalize = spec.pooling.normalize
+        self.activates = spec.pooling.activates
         self.normalize_tokens = spec.pooling.normalize if spec.late is None else spec.late.normalize
         self.normalize_tokens |= spec.multi_vector is not None
         self.activate = softmax_or_sigmoid(spec.config)
@@ -165,7 +166,7 @@ class Pooler:
         if task is Task.TOKEN_EMBED:  # cast to fp32 once selected and cut
             return hidden if task not in self.heads else self.heads[task].project(hidden)
         head = self.heads.get(task) or self.heads[Task.CLASSIFY]  # which serves scores and rewards too
-        if head.pools_outputs:
+        if head.pools_outputs and not steps:
             return METHODS[head.method](head.project(hidden), batch)
         all_tokens = steps or head.method == "all"
         read = hidden if all_tokens else METHODS[head.method](hidden, batch).to(hidden.dtype)
@@ -201,12 +202,14 @@ class Pooler:
         normalize = own or (params.dimensions is not None and not self.quantizes)
         return params.dimensions, normalize if params.normalize is None else params.normalize
 
-    @staticmethod
-    def _activates(params: PoolingParams) -> bool:
-        """Labels are probabilities unless the caller declines; the reward of a whole text is a raw score."""
-        if params.normalize is None:
-            return params.task is not Task.REWARD or params.steps
-        return params.normalize
+    def _activates(self, params: PoolingParams) -> bool:
+        """Labels are probabilities unless the caller or the operator declines; the reward of a whole text is
+        a raw score."""
+        if params.normalize is not None:
+            return params.normalize
+        if self.activates is not None:
+            return self.activates
+        return params.task is not Task.REWARD or params.steps
 
 
 def softmax_or_sigmoid(config: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:

@@ -56,6 +56,7 @@ class ChatPrompt:
     continue_final_message: bool = False
     add_special_tokens: bool = False  # chat templates write them out
     template_kwargs: Mapping[str, Any] | None = None
+    template: str | None = None  # Jinja; None: the model's own
 
     @property
     def size(self) -> int:
@@ -64,7 +65,9 @@ class ChatPrompt:
         return sum(len(str(content)) for content in contents if content is not None)
 
     def rows(self, inputs: GenerationInputs, fields: GenerationFields) -> list[Ints]:
-        text = inputs.chat.template.render(
+        chat = inputs.chat
+        template = chat.template if self.template is None else chat.given(self.template)
+        text = template.render(
             self.messages,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,

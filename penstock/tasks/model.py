@@ -6,6 +6,7 @@ from functools import cached_property
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.inputs.batcher import BatchTokenizer
+from penstock.inputs.chat import ModelTemplate
 from penstock.inputs.generation import GenerationInputs
 from penstock.inputs.processor import InputProcessor
 from penstock.inputs.static_queries import StaticQueries
@@ -24,6 +25,7 @@ class TextModel:
         route = spec.query_route
         self.queries = None if route is None else StaticQueries(route, self.processor)
         self._chat_template = chat_template
+        self.chat = ModelTemplate(spec.path, chat_template)
 
     @cached_property
     def generation(self) -> GenerationInputs:

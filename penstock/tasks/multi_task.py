@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from penstock.errors import BadValue, NotPossible
@@ -13,7 +14,7 @@ from penstock.inputs.processor import DEFAULT_OPTIONS, InputOptions, Inputs
 from penstock.outputs.sparse import check_min_weight, sparse_rows
 from penstock.outputs.steps import check_steps, step_rows
 from penstock.outputs.tokens import token_rows
-from penstock.tasks.classify import Classify, TokenClassify
+from penstock.tasks.classify import Classify, TokenClassify, classifies_each_token
 from penstock.tasks.embed import Embed
 from penstock.tasks.model import TextModel
 from penstock.tasks.reward import Reward, StepRewards, rewards_steps
@@ -128,6 +129,8 @@ def pooling_task(
 ) -> TextTask[Any]:
     """The task that `params` name, over texts or token ids."""
     kind = _TASKS.get(params.task)
+    if kind is TokenClassify and classifies_each_token(model):
+        params = msgspec.structs.replace(params, task=Task.CLASSIFY, steps=True)
     if kind is None:
         refuse_other_routes(params.task)
         raise BadValue("task 'score' takes pairs; use /score or /rerank", param="task")

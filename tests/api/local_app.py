@@ -46,14 +46,22 @@ class CountingClient:
 
 
 @contextmanager
-def local_app(
+def local_app(folder: Path, **options: Any) -> Iterator[tuple[TestClient, CountingClient]]:
+    """The application of a state, and its engine. The options are those of `local_state`."""
+    with local_state(folder, **options) as (state, local), TestClient(build_app(state)) as http:
+        yield http, local
+
+
+@contextmanager
+def local_state(
     folder: Path,
     *,
     client: type[CountingClient] = CountingClient,
     server: dict[str, Any] | None = None,
     aliases: tuple[str, ...] = (),
     **options: Any,
-) -> Iterator[tuple[TestClient, CountingClient]]:
+) -> Iterator[tuple[ServerState, CountingClient]]:
+    """The state of a server that has one model, which runs in this process."""
     config = EngineConfig(model=str(folder), served_model_name="model", device="cpu", threads=1, **options)
     described = describe(config)
     settings = settle(config, described)
@@ -65,7 +73,18 @@ def local_app(
     other_names = dict.fromkeys(aliases, spec.name)
     state = ServerState(ServerConfig(**(server or {})), {spec.name: model}, other_names)
     try:
-        with TestClient(build_app(state)) as http:
-            yield http, local
+        yield state, local
     finally:
         engine.close()
+
+
+class WholeClient(CountingClient):
+    """Has everything that a handler asks an engine for: streams and comparisons too."""
+
+    unavailable_reason = ""
+
+    async def run(self, request: Request) -> PooledOutput:
+        return await self.engine.run(request)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)

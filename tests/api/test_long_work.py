@@ -10,8 +10,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock.api.app import build_app
+from penstock.api.conversations import MAX_MESSAGES
 from penstock.api.dialects import vllm
-from penstock.api.dialects.chat import MAX_MESSAGES
 from penstock.inputs import processor
 from penstock.inputs.chat import ChatTemplate
 from tests.api.local_app import local_app
@@ -78,11 +78,11 @@ def test_many_token_ids_are_converted_off_the_event_loop(http: TestClient, threa
 
 def test_too_many_documents_are_refused_before_they_are_read(tmp_path: Path, threads: LoopThreads) -> None:
     from penstock.api import pipelines, ranking
-    from penstock.api.dialects import vllm
+    from penstock.api.dialects import vllm_scoring
 
     write_cross_encoder(tmp_path)
     with local_app(tmp_path) as (http, _):
-        for owner in (ranking, pipelines, vllm):
+        for owner in (ranking, pipelines, vllm_scoring):
             threads.watch(owner, "make_pairs")
         for route, body in {
             "/rerank": {"query": "a", "documents": ["b"] * 2049},

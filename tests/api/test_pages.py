@@ -1,20 +1,27 @@
-"""The two pages of the server are self-contained, well-formed and safe, and match the routes."""
+"""The playground is self-contained, well-formed and safe, and matches the routes.
+
+tests/docs/test_browser.py opens it; tests/docs/test_docs_page.py is about the API reference.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 
 import pytest
+from starlette.testclient import TestClient
 
 from penstock.api.app import ROUTES
 from penstock.api.dialects import operation
 from penstock.types import OutputDtype
+from tests.api.local_app import local_app
+from tests.checkpoints import write_bert
 
-PAGES = ("playground.html", "docs.html")
 SERVED = {spec.path for spec in ROUTES} | {"/openapi.json"}
 VOID = {"meta", "link", "input", "br", "hr", "img"}
+SVG = "http://www.w3.org/2000/svg"  # a name, which nothing loads
+OWN_PARAMS = {"second", "system"}  # fields of the page that become parts of a request's field
 
 
 class Outline(HTMLParser):
@@ -45,25 +52,22 @@ class Outline(HTMLParser):
         return [value for _, name, value in self.attributes if name == wanted]
 
 
-def read(name: str) -> str:
-    return operation.page(name).decode()
+PAGE = operation.page("playground.html").decode()
+FILES = {name: content.decode() for name, content in operation.assets().items()}
+SCRIPTS = {name: text for name, text in FILES.items() if name.endswith(".js")}
+EVERYTHING = {"playground.html": PAGE, **FILES}
+ALL_SCRIPTS = "\n".join(SCRIPTS.values())
 
 
-def routes_used(text: str) -> set[str]:
-    """Paths that a page requests, links to, or names as needed by a panel."""
-    asked = re.findall(r'\bask\("(/[^"]*)"', text)
-    needed = re.findall(r'data-route="(/[^"]*)"', text)
-    built = ["/" + path for path in re.findall(r"\$\{BASE\}([\w/.]+)", text)]
-    links = [value for value in Outline(text).values("href") if not value.startswith(("data:", "#"))]
-    linked = ["/" + value.removeprefix("./") for value in links]
-    return {path for path in (*asked, *needed, *built, *linked) if path != "/v1"}  # a client's base address
+@pytest.fixture(scope="module")
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    with local_app(write_bert(tmp_path_factory.mktemp("bert")), server={"api_key": "secret"}) as (client, _):
+        yield client
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_well_formed(name: str) -> None:
-    text = read(name)
-    outline = Outline(text)
-    assert text.startswith("<!doctype html>")
+def test_the_page_is_well_formed() -> None:
+    outline = Outline(PAGE)
+    assert PAGE.startswith("<!doctype html>")
     assert outline.faults == []
     ids = outline.values("id")
     assert len(ids) == len(set(ids))
@@ -71,70 +75,88 @@ def test_a_page_is_well_formed(name: str) -> None:
         assert set(outline.values(names)) <= set(ids)
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_loads_nothing_from_other_hosts(name: str) -> None:
-    text = read(name)
-    outline = Outline(text)
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_nothing_is_loaded_from_other_hosts(name: str) -> None:
+    text = EVERYTHING[name].replace(SVG, "")
     assert not re.search(r"https?://", text)
-    assert not re.search(r"@import|url\(|\bimport\s*\(|^\s*import\s", text, re.MULTILINE)
-    assert outline.values("src") == outline.values("srcset") == outline.values("action") == []
-    assert all(not value.startswith(("//", "/")) for value in outline.values("href"))
-    icons = [value for tag, key, value in outline.attributes if (tag, key) == ("link", "href")]
-    assert all(value.startswith("data:") for value in icons)
+    assert not re.search(r"@import|\burl\(|\bimport\s*\(", text)
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_forbids_the_browser_to_load_from_other_hosts(name: str) -> None:
-    policy = next(value for value in Outline(read(name)).values("content") if "default-src" in value)
-    assert "default-src 'none'" in policy
-    assert "connect-src 'self'" in policy
+def test_the_page_names_only_files_that_exist() -> None:
+    outline = Outline(PAGE)
+    loaded = [
+        *outline.values("src"),
+        *(value for tag, key, value in outline.attributes if (tag, key) == ("link", "href")),
+    ]
+    files = [value.removeprefix("static/ASSETS/") for value in loaded if not value.startswith("data:")]
+    assert sorted(files) == ["main.js", "playground.css"]
+    imported = set(re.findall(r'from "\./([\w.-]+)"', ALL_SCRIPTS))
+    assert imported | {"main.js"} == set(SCRIPTS)
+    assert not re.search(r'from "(?!\./)', ALL_SCRIPTS)
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_inserts_text_and_never_markup(name: str) -> None:
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_text_is_inserted_and_never_markup(name: str) -> None:
     ways = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\(|new Function|srcdoc"
-    assert re.findall(ways, read(name)) == []
+    assert re.findall(ways, EVERYTHING[name]) == []
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_every_element_that_a_script_looks_up_exists(name: str) -> None:
-    text = read(name)
-    assert set(re.findall(r'\$\("([\w-]+)"\)', text)) <= set(Outline(text).values("id"))
+def test_the_page_has_neither_inline_scripts_nor_inline_styles() -> None:
+    outline = Outline(PAGE)
+    assert outline.values("style") == []
+    assert not [name for _, name, _ in outline.attributes if name.startswith("on")]
+    assert not re.search(r"<style|<script(?![^>]* src=)", PAGE)
+    assert 'setAttribute("style"' not in ALL_SCRIPTS
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_every_route_that_a_page_uses_is_served(name: str) -> None:
-    assert routes_used(read(name)) - SERVED == set()
+def test_every_element_that_a_script_looks_up_exists() -> None:
+    assert set(re.findall(r'\$\("([\w-]+)"\)', ALL_SCRIPTS)) <= set(Outline(PAGE).values("id"))
 
 
-def test_the_playground_uses_every_route_that_it_shows() -> None:
-    wanted = {"/v1/embeddings", "/v1/models", "/tokenize", "/ready", "/version", "/openapi.json", "/docs"}
-    assert wanted <= routes_used(read("playground.html"))
+def test_every_route_that_the_page_uses_is_served() -> None:
+    asked = set(re.findall(r'\b(?:ask|askText|path:) ?\(?"(/[^"]*)"', ALL_SCRIPTS))
+    linked = {"/" + value for tag, key, value in Outline(PAGE).attributes if (tag, key) == ("a", "href")}
+    assert (asked | linked) - SERVED == set()
+    assert {"/rerank", "/v1/embeddings", "/tokenize", "/metrics", "/v1/models"} <= asked
 
 
-def test_the_docs_page_reads_the_schema_and_links_back() -> None:
-    assert {"/openapi.json", "/"} <= routes_used(read("docs.html"))
-
-
-def test_the_playground_marks_only_fields_that_requests_have() -> None:
-    marked = {
-        field for value in Outline(read("playground.html")).values("data-param") for field in value.split()
-    }
+def test_only_fields_that_requests_have_are_marked() -> None:
+    marked = {field for value in re.findall(r'param: "([^"]+)"', ALL_SCRIPTS) for field in value.split()}
     fields = {field for spec in ROUTES if spec.body is not None for field in spec.body.__struct_fields__}
-    assert marked
-    assert marked <= fields
+    assert marked - OWN_PARAMS
+    assert marked - OWN_PARAMS <= fields
 
 
-def test_the_playground_offers_every_output_type() -> None:
-    offered = re.findall(r"<option>(\w+)</option>", read("playground.html"))
-    assert sorted(offered) == sorted(dtype.value for dtype in OutputDtype)
+def test_every_output_type_is_offered() -> None:
+    (listed,) = re.findall(r"const DTYPES = \[(.*)\];", FILES["embed.js"])
+    assert re.findall(r'"(\w+)"', listed) == [dtype.value for dtype in OutputDtype]
 
 
-@pytest.mark.parametrize("handler", [operation.playground, operation.docs])
-def test_a_page_is_sent_as_html(handler) -> None:
-    reply = asyncio.run(handler(None))
-    assert reply.content_type == b"text/html; charset=utf-8"
-    assert reply.body.startswith(b"<!doctype html>")
+def test_the_page_is_sent_with_a_policy(http: TestClient) -> None:
+    answer = http.get("/")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.headers["cache-control"] == "no-cache"
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "connect-src 'self'" in policy and "unsafe" not in policy
+
+
+def test_the_files_are_sent_without_a_key_and_kept_by_browsers(http: TestClient) -> None:
+    for file in re.findall(r'(?:src|href)="(static/[^"]+)"', http.get("/").text):
+        answer = http.get(f"/{file}")
+        assert answer.status_code == 200
+        assert "immutable" in answer.headers["cache-control"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        kind = "text/css" if file.endswith(".css") else "text/javascript"
+        assert answer.headers["content-type"] == f"{kind}; charset=utf-8"
+        older = re.sub(r"static/\w+/", "static/older/", file)
+        assert http.get(f"/{older}").headers["cache-control"] == "no-cache"
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/", "/x", "/x/../docs.html", "/x/..%2fdocs.html", "/x/y/main.js", "/x/"]
+)
+def test_other_files_are_not_sent(http: TestClient, path: str) -> None:
+    assert http.get(f"/static{path}").status_code == 404
 
 
 def test_an_unclosed_tag_is_noticed() -> None:

@@ -67,7 +67,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/v1/models":
-            self._json(200, {"data": [{"id": "stub-model"}]})
+            names = self.server.behaviour.get("models", ["stub-model"])
+            self._json(200, {"data": [{"id": name} for name in names]})
         elif self.path == "/health":
             self._json(200, {})
         else:
@@ -124,6 +125,8 @@ class Handler(BaseHTTPRequestHandler):
             "/v1/completions": self._stream,
             "/v1/chat/completions": self._stream,
         }
+        if self.server.behaviour.get("tokenizer"):
+            routes |= {"/tokenize": self._tokenize, "/detokenize": self._detokenize}
         if self.path not in routes:
             self._json(404, {"error": {"message": f"there is no route {self.path}"}})
             return
@@ -141,6 +144,28 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, b"\0" * 32 * len(rows), {"metadata": json.dumps({"usage": usage})})
             return
         self._json(200, {"object": "list", "data": data, "usage": usage})
+
+    def _tokenize(self, body: dict[str, Any]) -> None:
+        """Several texts in one request, but no more than `max_rows`."""
+        rows = body["input"]
+        if len(rows) > self.server.behaviour.get("max_rows", 2048):
+            self._json(400, {"error": {"message": "too many rows"}})
+            return
+        ids = self.server.behaviour["tokenizer"].encode(rows, body["add_special_tokens"])
+        self._json(200, {"data": [{"tokens": row, "count": len(row)} for row in ids]})
+
+    def _detokenize(self, body: dict[str, Any]) -> None:
+        tokenizer, rows = self.server.behaviour["tokenizer"], body["tokens"]
+        is_one = isinstance(rows[0], int)
+        rows = [rows] if is_one else rows
+        if max(map(max, rows)) >= tokenizer.vocab_size:
+            self._json(400, {"error": {"message": "an id that the tokenizer does not know"}})
+            return
+        special = set(range(tokenizer.vocab_size)) - set(tokenizer.ordinary.tolist())
+        if body.get("skip_special_tokens"):
+            rows = [[i for i in row if i not in special] for row in rows]
+        texts = tokenizer.decode(rows)
+        self._json(200, {"prompt": texts[0]} if is_one else {"data": [{"prompt": text} for text in texts]})
 
     def _pooling(self, body: dict[str, Any]) -> None:
         rows = body["input"] if isinstance(body["input"], list) else [body["input"]]

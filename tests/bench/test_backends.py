@@ -6,10 +6,11 @@ from typing import Any
 import orjson
 import pytest
 
-from penstock.bench.backends import BACKENDS
+from penstock.bench.backends import BACKENDS, fitting_backends
 from penstock.bench.datasets.item import Item
 from penstock.bench.options import BackendName, BodyOptions, DataOptions, DatasetName, ServerOptions
 from penstock.bench.prepare import prepare, send_trial_request
+from penstock.bench.selftest import null_body
 from penstock.bench.target import target_of
 from penstock.errors import BadValue
 from tests.bench.stub import Stub, stub
@@ -40,6 +41,26 @@ STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
             {"model": "m", "query": "q", "documents": ["d", "e"], "truncate_prompt_tokens": -1},
         ),
         ("cohere-rerank", RANKING, {"model": "m", "query": "q", "documents": ["d", "e"]}),
+        ("infinity-rerank", RANKING, {"model": "m", "query": "q", "documents": ["d", "e"]}),
+        (
+            "vllm-score",
+            RANKING,
+            {"model": "m", "text_1": "q", "text_2": ["d", "e"], "truncate_prompt_tokens": -1},
+        ),
+        ("vllm-classify", TEXT, {"model": "m", "input": "t", "truncate_prompt_tokens": -1}),
+        (
+            "cohere-embed",
+            TEXT,
+            {
+                "model": "m",
+                "texts": ["t"],
+                "input_type": "search_document",
+                "embedding_types": ["float"],
+                "truncate": "END",
+            },
+        ),
+        ("ollama-embed", TEXT, {"model": "m", "input": ["t"], "truncate": True}),
+        ("tei-predict", Item(["t", "u"], rows=2), {"inputs": [["t"], ["u"]], "truncate": True}),
         ("tei", TEXT, {"inputs": "t", "truncate": True}),
         ("tei", RANKING, {"query": "q", "texts": ["d", "e"], "truncate": True}),
         ("infinity-embeddings", TEXT, {"model": "m", "input": "t"}),
@@ -60,7 +81,7 @@ def test_each_backend_builds_its_body(name: str, item: Item, body: dict[str, Any
     assert BACKENDS[BackendName(name)].make(item, "m") == body
 
 
-@pytest.mark.parametrize("name", ["vllm-rerank", "cohere-rerank"])
+@pytest.mark.parametrize("name", ["vllm-rerank", "cohere-rerank", "infinity-rerank", "vllm-score"])
 def test_ranking_without_documents_is_refused(name: str) -> None:
     with pytest.raises(BadValue, match="random-rerank"):
         BACKENDS[BackendName(name)].make(TEXT, "m")
@@ -70,6 +91,36 @@ def test_ranking_without_documents_is_refused(name: str) -> None:
 def test_other_backends_refuse_documents_to_rank(name: str) -> None:
     with pytest.raises(BadValue, match="rerank"):
         BACKENDS[BackendName(name)].make(RANKING, "m")
+
+
+@pytest.mark.parametrize("name", ["cohere-embed", "ollama-embed", "tei-predict"])
+def test_backends_of_texts_refuse_token_ids(name: str) -> None:
+    with pytest.raises(BadValue, match="prompts that are texts"):
+        BACKENDS[BackendName(name)].make(Item([1, 2]), "m")
+
+
+@pytest.mark.parametrize(
+    ("name", "tasks", "proposed"),
+    [
+        ("openai", ["embed", "score"], ["openai-embeddings", "vllm-rerank"]),
+        ("vllm-classify", ["generate", "embed"], ["openai-embeddings", "openai"]),
+        ("openai-embeddings", ["token_classify"], ["vllm-pooling"]),
+        ("openai-embeddings", ["embed"], []),
+    ],
+)
+def test_a_backend_that_fits_is_proposed(name: str, tasks: list[str], proposed: list[str]) -> None:
+    assert fitting_backends(BackendName(name), tasks) == proposed
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_self_test_answers_as_every_backend_expects(name: BackendName) -> None:
+    backend = BACKENDS[name]
+    if backend.generates:
+        return
+    is_ranking = backend.tasks == frozenset({"score"})
+    item = RANKING if is_ranking else Item(["t", "u"], rows=2)
+    (answer,) = null_body(name, backend, item)
+    assert backend.missing(orjson.loads(answer), item) is None
 
 
 def prepared(server: Stub, prompts: Path, body: BodyOptions | None = None, **fields: Any) -> Any:

@@ -19,7 +19,7 @@ from penstock.errors import BadValue
 
 @pytest.fixture(scope="module")
 def tokenizer(model: Path) -> BenchTokenizer:
-    return load_tokenizer(None, str(model))
+    return load_tokenizer(str(model))
 
 
 def items(tokenizer: BenchTokenizer, **fields: Any) -> list[Item]:
@@ -231,7 +231,7 @@ def test_the_chat_template_is_applied_to_prompts(tmp_path: Path, tokenizer: Benc
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"chat_template": template, "bos_token": {"content": "<s>"}})
     )
-    talking = load_tokenizer(str(tmp_path), None)
+    talking = load_tokenizer(str(tmp_path))
     done = templated([Item("hello"), Item(["left", "alone"])], talking)
     assert done is not None
     assert [item.prompt for item in done] == ["<s><user>hello<bot>", ["left", "alone"]]
@@ -252,8 +252,8 @@ def test_tokens_are_counted_for_every_kind_of_item(tokenizer: BenchTokenizer) ->
 
 def test_the_error_about_a_missing_tokenizer_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(BadValue, match="--tokenizer"):
-        load_tokenizer(None, "no-such-model-anywhere")
+        load_tokenizer("no-such-model-anywhere")
     broken = tmp_path / "tokenizer.json"
     broken.write_text("{}")
     with pytest.raises(BadValue, match="is not a tokenizer"):
-        load_tokenizer(str(broken), None)
+        load_tokenizer(str(broken))

@@ -105,7 +105,7 @@ def test_requirements_that_are_missing_or_too_old_are_named(monkeypatch: pytest.
 
 def test_every_extra_of_the_package_is_checked() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    others = {"clients", "demo", "dev", "docs", "fuzz"}
+    others = {"clients", "demo", "dev", "docs", "frameworks", "fuzz"}
     assert set(project["optional-dependencies"]) == {*doctor._EXTRAS, *others}
 
 

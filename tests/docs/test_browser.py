@@ -1,44 +1,496 @@
-"""Every page opens in a real browser, without an error and without a request to another host."""
+"""Every page opens in a real browser, without an error and without a request to another host.
+
+The playground is tried with every kind of model: small seeded ones, which one server in this process holds.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from docs.tools.screenshots import SIZE, Camera
-from penstock.api.app import ROUTES
+from docs.tools.screenshots import API_PAGES, PICTURES, SIZE, SUBJECTS, Camera, chromium, take_picture
+from tests.docs.model_server import serving_models
+from tests.docs.playground_page import Playground
+from tests.docs.stand_ins import STAND_INS
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium package")
+pytestmark = pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="needs Debian's chromium package: apt-get install chromium"
+)
+
+TABS = {
+    "prompts": ["Embed", "Search", "Tokens", "Live"],
+    "m3": ["Embed", "Search", "Sparse", "Tokens", "Live"],
+    "splade": ["Sparse", "Tokens", "Live"],
+    "cross-encoder": ["Rerank", "Tokens", "Live"],
+    "colbert": ["Rerank", "Tokens", "Live"],
+    "classifier": ["Classify", "Tokens", "Live"],
+    "nli": ["Classify", "Zero-shot", "Tokens", "Live"],
+    "tagger": ["Entities", "Tokens", "Live"],
+    "llama": ["Chat", "Complete", "Tokens", "Live"],
+}
+NASTY = 'It\'s "quoted", $HOME `id` \\n \\ ünï 水 🙂 %s {} <b>&amp;</b>'
+MARKUP = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>"
+KEY = "secret-key"
+SHORT = {  # the seeded models read 64 tokens
+    "Rerank": {"documents": "the water is there\nhow do they find oil\none word"},
+    "Entities": {"input": "she said it to him"},
+    "Complete": {"prompt": "the water"},
+    "Chat": {"message": "how are they"},
+}
+BLOCKED = "Failed to load resource"  # how the console tells of an error status, which some tests ask for
 
 
 @pytest.fixture(scope="module")
-def camera() -> Iterator[Camera]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield Camera(browser.new_page(viewport=SIZE))
-        browser.close()
+def browser() -> Iterator[Any]:
+    with chromium() as found:
+        yield found
 
 
-def opened(camera: Camera, address: str) -> Any:
-    camera.problems.clear()
-    camera.page.goto(address, wait_until="networkidle")
+@pytest.fixture
+def camera(browser: Any) -> Iterator[Camera]:
+    page = browser.new_page(viewport=SIZE)
+    yield Camera(page)
+    page.close()
+
+
+@pytest.fixture
+def playground(camera: Camera) -> Iterator[Playground]:
+    """A page on which no error may appear, except of requests that a test wants refused."""
+    yield Playground(camera.page)
+    assert [problem for problem in camera.problems if BLOCKED not in problem] == []
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server that holds a model of every kind, under the name of its kind."""
+    folder = tmp_path_factory.mktemp("models")
+    with serving_models({kind: STAND_INS[kind](folder / kind) for kind in TABS}) as address:
+        yield address
+
+
+def prepare(page: Playground, tab: str) -> Playground:
+    """Open a tab, with texts that the seeded models can read."""
+    page.choose(tab).fill(**SHORT.get(tab, {}))
+    if tab in ("Chat", "Complete"):
+        page.open_options().fill(max_tokens="12")
+    return page
+
+
+def requests_of(page: Playground) -> list[Any]:
+    sent: list[Any] = []
+    page.page.on("request", lambda request: sent.append(request))
+    return sent
+
+
+def posted(sent: list[Any]) -> list[str]:
+    return [request.url.split("/", 3)[3] for request in sent if request.method == "POST"]
+
+
+# ── Every tab of every kind of model ──────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", TABS)
+def test_every_tab_of_a_model_works(camera: Camera, playground: Playground, url: str, kind: str) -> None:
+    playground.open(url, model=kind)
+    assert playground.tabs == TABS[kind]
+    for tab in TABS[kind]:
+        prepare(playground, tab) if tab != "Live" else playground.choose(tab)
+        if tab == "Live":
+            sync_api.expect(playground.panel.locator(".said")).to_have_text("Updated every second.")
+        else:
+            playground.run()
+            assert playground.said != "", tab
+            assert playground.results.locator(".empty").count() == 0
+        assert playground.errors == []
+        assert url in playground.code("python") and playground.code("curl").startswith("curl -s")
+        assert not playground.scrolls_sideways, tab
+        playground.page.set_viewport_size({"width": 360, "height": 740})
+        assert not playground.scrolls_sideways, f"{tab} on a phone"
+        playground.page.set_viewport_size(SIZE)
     assert camera.problems == []
-    return camera.page
 
 
-def test_the_api_page_lists_every_route(camera: Camera, url_of: Callable[[str | None], str]) -> None:
-    text = opened(camera, url_of(None) + "/docs").inner_text("body")
-    assert [route.path for route in ROUTES if route.path not in text] == []
+@pytest.mark.parametrize("name", ["playground-dark", "playground-phone", "playground-compare", "api-docs"])
+def test_the_pictures_of_the_documentation_can_be_taken(
+    browser: Any, url: str, tmp_path: Path, name: str
+) -> None:
+    """`python -m docs.tools.screenshots` takes all of them, of better models."""
+    kind = PICTURES[name].subject if name in PICTURES else API_PAGES[name]
+    model = SUBJECTS[kind].stand_in or "prompts"
+    problems = take_picture(browser, url, name, tmp_path, model)
+    assert [problem for problem in problems if BLOCKED not in problem and "bytes" not in problem] == []
+    assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 
-def test_the_playground_embeds(camera: Camera, url_of: Callable[[str | None], str]) -> None:
-    page = opened(camera, url_of(None) + "/")
-    with page.expect_response("**/v1/embeddings") as answer:
-        page.get_by_role("button", name="Embed", exact=True).click()
-    assert answer.value.status == 200
-    assert camera.problems == []
+# ── What the views show ───────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", ["prompts", "cross-encoder", "colbert"])
+def test_rankings_come_from_the_rerank_route(playground: Playground, url: str, kind: str) -> None:
+    playground.open(url, model=kind).choose("Search" if kind == "prompts" else "Rerank")
+    documents = ["the water is there", "how do they find oil", "one word"]
+    sent = requests_of(playground)
+    playground.fill(query="find water", documents="\n".join(documents)).run()
+    assert posted(sent)[0] == "rerank" and "v1/embeddings" not in posted(sent)
+    body = {"model": kind, "query": "find water", "documents": documents}
+    expected = [row["index"] for row in httpx.post(url + "/rerank", json=body).json()["results"]]
+    shown = playground.results.locator(".ranked li :first-child").all_inner_texts()
+    assert [documents.index(text) for text in shown if text in documents] == expected
+
+
+def test_the_token_map_adds_up_to_the_score(playground: Playground, url: str) -> None:
+    playground.open(url, model="colbert").choose("Rerank")
+    documents = ["the water, is there!", "how do they find oil?"]
+    playground.fill(query="who will find water", documents="\n".join(documents)).run()
+    seen = []
+    for _ in range(2):
+        check = playground.results.locator(".check-sum")
+        found = [float(check.get_attribute(name)) for name in ("data-sum", "data-score")]
+        assert found[0] == pytest.approx(found[1], rel=1e-3)
+        assert "error" not in check.get_attribute("class")
+        rows = playground.results.locator(".map tbody th").all_inner_texts()
+        assert rows[:6] == ["[CLS]", "[Q]", "who", "will", "find", "water"] and rows[-1] == "[MASK]"
+        seen.append(playground.results.locator(".map thead th span").all_inner_texts())
+        other = playground.results.locator(".ranked button[aria-pressed=false]").first
+        quote = playground.results.locator(".quote")
+        before = quote.inner_text()
+        other.click()
+        sync_api.expect(quote).not_to_have_text(before)
+    first, second = seen
+    assert ["[CLS]", "[D]", "the", "water", "is", "there", "[SEP]"] in (first, second)  # without punctuation
+
+
+def test_tokens_are_readable(playground: Playground, url: str) -> None:
+    text = "The water – 水力発電 🙂👩‍👩‍👧 naïve\nnew line"
+    playground.open(url, model="llama").choose("Tokens").fill(prompt=text).run()
+    chips = playground.results.locator(".chip .token").all_inner_texts()
+    assert "".join(chips).replace("␣", " ").replace("↵", "\n") == text
+    split = playground.results.locator(".chip.split").first
+    assert split.locator("small").count() > 1  # one character of several tokens, with their bytes
+    playground.page.select_option("#model", "classifier")
+    playground.choose("Tokens").fill(prompt="finding waters").run()
+    chips = playground.results.locator(".chip .token").all_inner_texts()
+    assert "".join(chips) == "[CLS]findingwaters[SEP]"
+    assert playground.results.locator(".chip.special").count() == 2
+    assert playground.results.locator(".chip.joins").count() > 0
+
+
+def test_bytes_and_spaces_of_sentence_pieces_are_read(playground: Playground, url: str) -> None:
+    playground.open(url)
+    tokens = ["<s>", "▁the", "▁", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "<0xE6>", "end"]
+    module = playground.page.get_attribute("script[type=module]", "src").replace("main.js", "readable.js")
+    groups = playground.page.evaluate(
+        """([module, tokens]) => import(new URL(module, location.href))
+           .then((readable) => readable.groups(tokens, 'metaspace'))""",
+        [module, tokens],
+    )
+    assert [group["text"] for group in groups] == ["<s>", " the", " ", "🙂", "‹E6›", "end"]
+    assert [len(group["tokens"]) for group in groups] == [1, 1, 1, 4, 1, 1]
+
+
+def test_entities_are_marked_where_they_are(playground: Playground, url: str) -> None:
+    text = "🙂🙂 she said it to him and they find oil"
+    playground.open(url, model="tagger").choose("Entities").fill(input=text).run()
+    answer = httpx.post(url + "/v1/entities", json={"model": "tagger", "input": [text]}).json()
+    expected = [entity["text"] for entity in answer["data"][0]["entities"]]
+    assert expected
+    marked = playground.results.locator("mark").evaluate_all("all => all.map((m) => m.firstChild.data)")
+    assert marked == expected
+
+
+def test_a_conversation_streams_and_goes_on(playground: Playground, url: str) -> None:
+    playground.open(url, model="llama").choose("Chat").open_options()
+    sent = requests_of(playground)
+    playground.fill(message="how are they", max_tokens="6").run()
+    facts = playground.results.locator(".facts")
+    for words in ("first token", "tokens/s", "prompt"):
+        sync_api.expect(facts).to_contain_text(words)
+    playground.fill(message="and then")
+    playground.field("message").press("Enter")
+    playground.wait()
+    bodies = [request.post_data_json for request in sent if request.method == "POST"]
+    assert [message["role"] for message in bodies[1]["messages"]] == ["user", "assistant", "user"]
+    assert bodies[1]["stream"] is True
+    assert playground.results.locator(".bubble").count() == 4
+    assert json.loads(playground.code("curl").split("-d '")[1].removesuffix("'")) == bodies[1]
+
+
+def test_the_live_view_shows_the_load_and_rests_when_it_is_closed(
+    playground: Playground, url_of: Callable[[str | None], str]
+) -> None:
+    address = url_of(None)
+    playground.page.clock.install()
+    playground.open(address).choose("Live")
+    sent = requests_of(playground)
+
+    def polled() -> int:
+        return sum(request.url.endswith("/metrics") for request in sent)
+
+    requests = playground.page.locator("#live-requests b")
+    with playground.page.expect_response("**/metrics"):
+        playground.page.clock.run_for(100)
+    for _ in range(30):
+        httpx.post(address + "/v1/embeddings", json={"input": ["one", "two"]})
+        with playground.page.expect_response("**/metrics"):
+            playground.page.clock.run_for(1100)
+        if requests.inner_text() not in ("–", "0"):
+            break
+    assert requests.inner_text() not in ("–", "0")
+    assert playground.page.locator("#live .spark").count() == 9
+    for name in ("tokens", "queue", "running", "fill"):
+        assert playground.page.locator(f"#live-{name} b").inner_text() != "–"
+    playground.choose("Tokens")
+    playground.page.wait_for_load_state("networkidle")
+    before = polled()
+    playground.page.clock.run_for(10_000)
+    assert polled() == before
+
+
+# ── Several models ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_models_stand_side_by_side(playground: Playground, url: str) -> None:
+    playground.open(url, model="prompts")
+    playground.page.click("#compare-toggle")
+    for other in ("m3", "classifier"):
+        playground.page.check(f"#compare input[value='{other}']")
+    playground.choose("Search").fill(query="find water", documents="the water\none word").run()
+    titles = playground.results.locator(".column > .model").all_inner_texts()
+    assert titles == ["prompts", "m3", "classifier"]
+    columns = playground.results.locator(".column")
+    assert [columns.nth(place).locator(".ranked li").count() for place in range(3)] == [2, 2, 0]
+    assert playground.errors == ["classifier cannot do this."]
+    playground.page.set_viewport_size({"width": 360, "height": 740})
+    assert not playground.scrolls_sideways
+
+
+def test_other_names_of_a_model_are_not_other_models(playground: Playground, url: str) -> None:
+    def answer(route: Any) -> None:
+        body = route.fetch().json()
+        first = next(entry for entry in body["data"] if entry["id"] == "prompts")
+        route.fulfill(json={**body, "data": [first, {**first, "id": "alias"}]})
+
+    playground.page.route("**/v1/models", answer)
+    playground.open(url)
+    assert playground.page.locator("#model option").all_inner_texts() == ["prompts"]
+    assert playground.page.locator("#model").is_hidden()
+    assert playground.page.locator("#model-name").inner_text() == "prompts"
+
+
+# ── Errors, keys, hostile texts ───────────────────────────────────────────────────────────────────
+
+
+def test_no_result_stands_beside_an_error(playground: Playground, url: str) -> None:
+    playground.open(url, model="prompts").choose("Embed").run()
+    assert playground.results.locator(".matrix").count() == 1
+    playground.open_options().fill(dimensions="9999").run()
+    (error,) = playground.errors
+    assert error.startswith("400 · dimensions")
+    assert playground.field("dimensions").get_attribute("aria-invalid") == "true"
+    assert playground.results.locator(".matrix, .timing").count() == 0
+    assert playground.said == ""
+    playground.fill(dimensions="").run()
+    assert playground.errors == [] and playground.results.locator(".matrix").count() == 1
+    playground.fill(input="").run()
+    assert playground.errors == ["input Give at least one text."]
+    assert playground.results.locator(".matrix").count() == 0
+
+
+def test_a_late_answer_does_not_replace_a_newer_one(playground: Playground, url: str) -> None:
+    held: list[Any] = []
+
+    def hold_first(route: Any) -> None:
+        if held:
+            route.continue_()
+        else:
+            held.append(route)
+
+    playground.open(url, model="prompts").choose("Embed").fill(input="one\ntwo\nthree")
+    playground.page.route("**/v1/embeddings", hold_first)
+    with playground.page.expect_request("**/v1/embeddings"):
+        playground.panel.locator("button.main").click()
+    with playground.page.expect_event("requestfailed"):  # the page gives the first up
+        playground.fill(input="one").run()
+    assert playground.said == "1 vector"
+    assert playground.results.locator(".vector").count() == 1
+
+
+def test_a_request_can_be_stopped(playground: Playground, url: str) -> None:
+    playground.open(url, model="prompts").choose("Embed")
+    playground.page.route("**/v1/embeddings", lambda route: None)  # never answered
+    playground.panel.locator("button.main").click()
+    playground.panel.get_by_role("button", name="Stop").click()
+    playground.wait()
+    assert playground.said == "Stopped." and playground.errors == []
+
+
+def test_a_server_with_a_key_asks_for_it(
+    playground: Playground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving_models({"bert": STAND_INS["prompts"](tmp_path / "bert")}, api_key=KEY) as address:
+        page = playground.page
+        page.goto(address + "/")
+        page.locator("#key-form").wait_for()
+        assert playground.errors == ["This server needs an API key."]
+        for given in ("wrong", KEY):
+            page.fill("#key", given)
+            with page.expect_response("**/v1/models"):
+                page.click("#key-form button")
+            if given == "wrong":
+                sync_api.expect(page.locator("#key-error")).to_contain_text("401")
+        page.locator("[role=tab]").first.wait_for()
+        assert page.locator("#key-form").is_hidden()
+        playground.run()
+        assert playground.errors == [] and playground.said != ""
+        command = playground.code("curl")
+        assert KEY not in command and "$PENSTOCK_API_KEY" in command
+        monkeypatch.setenv("PENSTOCK_API_KEY", KEY)
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+        assert "data" in json.loads(done.stdout)
+        assert page.evaluate("localStorage.length") == 0
+        playground.open(address)  # the key is kept for this tab
+        assert playground.errors == []
+        page.evaluate("sessionStorage.clear()")
+        playground.open_without_tabs(address)
+        assert playground.errors == ["This server needs an API key."]
+
+
+def test_texts_and_names_are_never_markup(playground: Playground, url: str) -> None:
+    def answer(route: Any) -> None:
+        body = route.fetch().json()
+        for entry in body["data"]:
+            entry["labels"] = [MARKUP] * len(entry["labels"])
+        body["data"].append({**body["data"][0], "id": MARKUP, "root": MARKUP, "prompts": {MARKUP: MARKUP}})
+        route.fulfill(json=body)
+
+    playground.page.route("**/v1/models", answer)
+    playground.open(url, model="classifier").choose("Classify").fill(input=MARKUP[:40]).run()
+    assert MARKUP in playground.results.locator(".bars").first.inner_text()
+    playground.choose("Tokens").fill(prompt=MARKUP).run()
+    playground.page.select_option("#model", "prompts")
+    playground.choose("Embed").fill(input="<img src=x onerror=alert(1)>\nb").run()
+    playground.choose("Search").fill(query="<b>b</b>", documents="<img src=x>\n<b>a").run()
+    playground.page.select_option("#model", "tagger")
+    playground.choose("Entities").fill(input="<img src=x onerror=a>").run()
+    assert playground.page.locator("main img, main script, main b b").count() == 0
+    assert playground.page.title() == "Penstock playground"
+
+
+def test_the_policy_of_the_page_forbids_other_hosts_and_inline_scripts(url: str) -> None:
+    policy = httpx.get(url + "/").headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+
+
+# ── Code ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def run_bash(command: str) -> Any:
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_the_curl_command_sends_what_is_on_screen(playground: Playground, url: str) -> None:
+    playground.open(url, model="llama").choose("Tokens").fill(prompt=f"{NASTY}\nsecond 'line'\t")
+    with playground.page.expect_response("**/tokenize") as shown:
+        playground.panel.locator("button.main").click()
+    expected = shown.value.json()
+    assert run_bash(playground.code("curl"))["tokens"] == expected["tokens"]
+    program = playground.code("python")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert str(expected["tokens"]) in done.stdout
+    playground.choose("Complete").fill(prompt=f"{NASTY} 'x'")
+    playground.open_options().fill(max_tokens="3")
+    command = playground.code("curl")
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("data: {") and done.stdout.rstrip().endswith("data: [DONE]")
+    playground.page.select_option("#model", "prompts")
+    playground.choose("Embed").fill(input='It\'s\nsaid "so"').open_options().fill(dimensions="8")
+    answer = run_bash(playground.code("curl"))
+    assert [len(row["embedding"]) for row in answer["data"]] == [8, 8]
+    program = playground.code("python")
+    assert "from openai import OpenAI" in program
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 8\n"
+
+
+# ── For everybody ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_keyboard_is_enough(playground: Playground, url: str) -> None:
+    playground.open(url, model="prompts")
+    first, second = playground.page.locator("[role=tab]").all()[:2]
+    first.focus()
+    playground.page.keyboard.press("ArrowRight")
+    sync_api.expect(second).to_be_focused()
+    sync_api.expect(second).to_have_attribute("aria-selected", "true")
+    playground.page.keyboard.press("Home")
+    sync_api.expect(first).to_be_focused()
+    playground.field("input").press("Control+Enter")
+    sync_api.expect(playground.results.locator(".matrix")).to_be_visible()
+    playground.page.goto(f"{url}/#tokens")
+    playground.page.reload()
+    sync_api.expect(playground.page.get_by_role("tab", name="Tokens")).to_have_attribute(
+        "aria-selected", "true"
+    )
+
+
+@pytest.mark.parametrize("kind", ["prompts", "nli", "llama"])
+def test_every_field_has_a_label(playground: Playground, url: str, kind: str) -> None:
+    playground.open(url, model=kind)
+    unnamed = playground.page.locator("input, select, textarea").evaluate_all(
+        "all => all.filter((f) => !f.labels.length && !f.getAttribute('aria-label')).map((f) => f.outerHTML)"
+    )
+    assert unnamed == []
+
+
+CONTRAST = """(selectors) => {
+  const channel = (v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const light = (rgb) => 0.2126 * channel(rgb[0]) + 0.7152 * channel(rgb[1]) + 0.0722 * channel(rgb[2]);
+  const parse = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
+  const solid = (node) => {
+    for (; node; node = node.parentElement) {
+      const colour = parse(getComputedStyle(node).backgroundColor);
+      if (colour.length === 3 || colour[3] === 1) return colour;
+    }
+    return [255, 255, 255];
+  };
+  return selectors.map((selector) => {
+    const node = document.querySelector(selector);
+    const [a, b] = [light(parse(getComputedStyle(node).color)), light(solid(node))].sort((x, y) => y - x);
+    return [selector, (a + 0.05) / (b + 0.05)];
+  });
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_in_both_colour_schemes(playground: Playground, url: str, scheme: str) -> None:
+    playground.page.emulate_media(color_scheme=scheme)
+    playground.open(url, model="prompts").choose("Embed").run()
+    selectors = [
+        "h1",
+        ".about",
+        "#model-facts",
+        ".timing p",
+        ".legend",
+        "button.main",
+        "pre",
+        ".vector small",
+    ]
+    selectors += ["[role=tab][aria-selected=false]", "label", ".said", "textarea", "nav a"]
+    ratios = dict(playground.page.evaluate(CONTRAST, selectors))
+    assert {name: ratio for name, ratio in ratios.items() if ratio < 4.5} == {}
+    background = playground.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (background == "rgb(14, 21, 27)") is (scheme == "dark")
+
+
+def test_every_kind_of_model_is_tried() -> None:
+    assert set(TABS) == set(STAND_INS)

@@ -10,6 +10,7 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import penstock
@@ -79,7 +80,7 @@ def test_the_reference_has_every_route() -> None:
     from penstock.api.app import ROUTES
 
     text = RENDERERS["http"]()
-    for route in ROUTES:
+    for route in (each for each in ROUTES if each.is_listed):
         assert f"{'GET' if route.body is None else 'POST'} {route.path}`" in text
 
 
@@ -125,3 +126,18 @@ def test_the_changelog_has_this_release() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert "## Unreleased" in text
     assert f"## {penstock.__version__}" in text
+
+
+def test_the_table_of_dialects_has_every_route_and_field() -> None:
+    from penstock.api.app import ROUTES
+    from penstock.api.schema import kinds_of
+
+    text = RENDERERS["dialects"]()
+    for route in (each for each in ROUTES if each.is_listed):
+        assert f" {route.path}`" in text
+        for kind in kinds_of(route):
+            names = (
+                [] if kind.body is None else [each.encode_name for each in msgspec.structs.fields(kind.body)]
+            )
+            assert [name for name in names if f"`{name}`" not in text] == []
+    assert "| no effect | `user`: requests are not told apart by user |" in text

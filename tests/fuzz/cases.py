@@ -148,7 +148,12 @@ class Schema:
     def __init__(self, document: Json) -> None:
         self.document = document
         self.paths: list[str] = list(document["paths"])
-        self.posts = [path for path, methods in document["paths"].items() if "post" in methods]
+        self.posts = [path for path in self.paths if self._content(path) is not None]
+
+    def _content(self, path: str) -> Json:
+        """The JSON that a POST to the path takes; None if it takes none."""
+        body = self.document["paths"][path].get("post", {}).get("requestBody", {})
+        return body.get("content", {}).get("application/json")
 
     def resolve(self, schema: Json) -> Json:
         while "$ref" in schema:
@@ -157,13 +162,13 @@ class Schema:
 
     def bodies(self, path: str) -> list[Json]:
         """The schemas of the bodies that a route takes."""
-        content = self.document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
-        schema = content["schema"]
-        return [self.resolve(each) for each in schema.get("oneOf", [schema])]
+        schema = self._content(path)["schema"]
+        return [self.resolve(each) for each in schema.get("anyOf", [schema])]
 
     def example(self, path: str, body: Json) -> dict[str, Json]:
         """A small body that the route accepts, unless its model lacks the task."""
-        known = EXAMPLES.get(path, {})
+        shown = self._content(path).get("examples", {}).get(body.get("title"))
+        known = EXAMPLES.get(path, {} if shown is None else shown["value"])
         missing = {name: self.plausible(body["properties"][name]) for name in body.get("required", [])}
         return {**missing, **{name: value for name, value in known.items() if name in body["properties"]}}
 

@@ -22,7 +22,7 @@ class Outcome:
     """`fault` says which promise was broken; None if none was."""
 
     status: int | None
-    fault: Literal["5xx", "closed", "hang", "echo", "not JSON"] | None = None
+    fault: Literal["5xx", "closed", "hang", "echo", "not JSON", "schema"] | None = None
     detail: str = ""
     seconds: float = field(default=0.0, compare=False)
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoints import write_cross_encoder, write_late, write_m3, write_token_classifier
+from tests.checkpoints import write_cross_encoder, write_json, write_late, write_m3, write_token_classifier
+from tests.docs.stand_ins import STAND_INS
 from tests.e2e.llama import write_llama
 
 FLAGS = ("--device", "cpu", "--threads", "1")
@@ -44,3 +45,24 @@ TARGETS = (
     Target("m3", 0.1, "/v1/sparse", {"input": TEXT}, write_m3),
     Target("entities", 0.1, "/v1/entities", {"input": TEXT}, write_token_classifier),
 )
+
+
+def _classifier(folder: Path) -> Path:
+    """A model for natural-language inference that reads messages too."""
+    folder = STAND_INS["nli"](folder)
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    write_json(folder / "tokenizer_config.json", {"chat_template": template})
+    return folder
+
+
+# One tiny model of each kind, for what needs every route to succeed somewhere.
+KINDS: dict[str, Callable[[Path], Path]] = {
+    "embedder": STAND_INS["prompts"],
+    "generator": STAND_INS["llama"],
+    "cross-encoder": STAND_INS["cross-encoder"],
+    "classifier": _classifier,
+    "token-classifier": STAND_INS["tagger"],
+    "late": STAND_INS["colbert"],
+    "sparse": STAND_INS["splade"],
+    "multi-task": STAND_INS["m3"],
+}

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from penstock.api.endpoint import Call, Reply, Streamed, streamed
-from penstock.api.generation import Generation, TextFields, begin, events
+from penstock.api.fields import Refused
+from penstock.api.generation import (
+    Generation,
+    GenerationUsage,
+    OpenAITextFields,
+    PromptLogprobs,
+    begin,
+    events,
+)
 from penstock.api.replies import json_reply
 from penstock.api.routes import RouteSpec
 from penstock.errors import BadValue
@@ -14,21 +24,22 @@ from penstock.tasks.generate import Generate, TextPrompts
 from penstock.tasks.text_stream import TextDelta
 
 
-class CompletionRequest(TextFields, kw_only=True):
+class CompletionRequest(OpenAITextFields, kw_only=True):
     """Body of `POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
     echo: bool | None = False
     logprobs: int | None = None
     add_special_tokens: bool = True
-    suffix: str | None = None
+    suffix: Annotated[str | None, Refused("a prompt is continued at its end", (None, ""))] = None
     best_of: int | None = None
+    prompt_embeds: Annotated[
+        str | list[str] | None, Refused("give the prompt as text or token ids", (None, []))
+    ] = None
 
 
 async def completions(call: Call, body: CompletionRequest) -> Reply | Streamed:
     """Continue texts or token ids; `stream` sends the text while it is generated."""
-    if body.suffix:
-        raise BadValue("suffix is not supported: a prompt is continued at its end", param="suffix")
     if body.best_of not in (None, body.n):
         raise BadValue("best_of is not supported; ask for n and choose among them", param="best_of")
     task = Generate(
@@ -68,6 +79,8 @@ class _Choice:
         self._prompt_logprobs: list[dict[str, Any] | None] | None = None
         self._text: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
+        self._token_ids: list[int] = []
+        self._shows_prompt_ids = generation.shows_token_ids  # until they have been shown
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
 
@@ -96,6 +109,7 @@ class _Choice:
             logprobs.append(self._shape.scored(delta.logprobs.ids, delta.logprobs.values))
         self._finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
         self._text += texts
+        self._token_ids += delta.token_ids
         self._logprobs += logprobs
         return "".join(texts), concat_logprobs(logprobs) if logprobs else None
 
@@ -109,7 +123,9 @@ class _Choice:
         self._logprobs.clear()
         if not text and logprobs is None and delta.finish_reason is None:
             return []
-        return [self._shaped(text, logprobs)]
+        choice = self._shaped(text, logprobs)
+        self._token_ids = []
+        return [choice]
 
     def whole(self) -> dict[str, Any]:
         choice = self._shaped(
@@ -120,13 +136,59 @@ class _Choice:
         return choice
 
     def _shaped(self, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        return {
+        choice = {
             "index": self._index,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": self._finish_reason,
             "stop_reason": self._stop_reason,
         }
+        if self._generation.shows_token_ids:
+            choice["token_ids"] = self._token_ids
+        if self._shows_prompt_ids:
+            choice["prompt_token_ids"] = self._prompt.tolist()
+            self._shows_prompt_ids = False
+        return choice
 
 
-ROUTES = (RouteSpec("/v1/completions", CompletionRequest, completions, "OpenAI"),)
+class CompletionLogprobLists(msgspec.Struct, kw_only=True):
+    """One value for each token."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobLists | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # with return_token_ids
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # with return_token_ids
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionAnswer(msgspec.Struct, kw_only=True):
+    """Texts that continue prompts."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: GenerationUsage
+
+
+ROUTES = (
+    RouteSpec(
+        "/v1/completions",
+        CompletionRequest,
+        completions,
+        "OpenAI",
+        CompletionAnswer,
+        example={"prompt": "A penstock is", "max_tokens": 16},
+    ),
+)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
+from penstock.api.answers import ListAnswer
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import InputFields
 from penstock.api.replies import list_reply
@@ -12,7 +15,7 @@ from penstock.api.run import run
 from penstock.errors import BadValue
 from penstock.inputs.long_texts import MAX_REQUEST_TOKENS
 from penstock.inputs.offsets import require_texts
-from penstock.outputs.entities import Aggregation
+from penstock.outputs.entities import Aggregation, Entity
 from penstock.outputs.spans import SpanOptions
 from penstock.tasks.entities import FindEntities, FindLabelledEntities
 from penstock.tasks.labels import row_options
@@ -61,4 +64,24 @@ async def entities(call: Call, body: EntitiesRequest) -> Reply:
     return await list_reply(call, body, result, "entities", data)
 
 
-ROUTES = (RouteSpec("/v1/entities", EntitiesRequest, entities, "native"),)
+class TextEntities(msgspec.Struct, kw_only=True):
+    """The entities of one text."""
+
+    index: int
+    entities: list[Entity]
+
+
+class EntitiesAnswer(ListAnswer, kw_only=True):
+    data: list[TextEntities]
+
+
+ROUTES = (
+    RouteSpec(
+        "/v1/entities",
+        EntitiesRequest,
+        entities,
+        "native",
+        EntitiesAnswer,
+        example={"input": ["Ada Lovelace was born in London."]},
+    ),
+)

@@ -16,7 +16,14 @@ from penstock.api import pipelines
 from penstock.api.decoding import refused_fields
 from penstock.api.endpoint import Call, Reply, Streamed
 from penstock.api.fields import NoEffect, Refused, User
-from penstock.api.pipelines import TEI_ERRORS, Direction, TextOptions, label_rows, labels_reply, num_chars
+from penstock.api.pipelines import (
+    INFERENCE_ERRORS,
+    Direction,
+    TextOptions,
+    label_rows,
+    labels_reply,
+    num_chars,
+)
 from penstock.api.replies import json_reply, record_phases
 from penstock.api.routes import RouteSpec
 from penstock.api.run import Result, run
@@ -413,9 +420,29 @@ _HANDLERS: dict[str, Any] = {
 _EXAMPLE = {"inputs": "Water finds its level."}
 _HF = "Hugging Face"
 ROUTES = (
-    RouteSpec("/", InferenceRequest, inference, _HF, list[Any], TEI_ERRORS, _EXAMPLE),
-    RouteSpec("/models/{model}", InferenceRequest, inference_of_model, _HF, list[Any], TEI_ERRORS, _EXAMPLE),
-    RouteSpec("/pipeline/{task}", InferenceRequest, inference_of_task, _HF, list[Any], TEI_ERRORS, _EXAMPLE),
-    RouteSpec("/generate", GenerateRequest, generate, _HF, GeneratedText, TEI_ERRORS, _EXAMPLE),
-    RouteSpec("/generate_stream", GenerateRequest, generate_stream, _HF, None, TEI_ERRORS, _EXAMPLE),
+    RouteSpec("/", InferenceRequest, inference, _HF, list[Any], INFERENCE_ERRORS, _EXAMPLE),
+    RouteSpec(
+        "/models/{model}", InferenceRequest, inference_of_model, _HF, list[Any], INFERENCE_ERRORS, _EXAMPLE
+    ),
+    RouteSpec(
+        "/pipeline/{task}",
+        InferenceRequest,
+        inference_of_task,
+        _HF,
+        list[Any],
+        INFERENCE_ERRORS,
+        _EXAMPLE,
+        path_example="feature-extraction",
+    ),
+    RouteSpec("/generate", GenerateRequest, generate, _HF, GeneratedText, INFERENCE_ERRORS, _EXAMPLE),
+    RouteSpec(
+        "/generate_stream",
+        GenerateRequest,
+        generate_stream,
+        _HF,
+        None,
+        INFERENCE_ERRORS,
+        _EXAMPLE,
+        media=("text/event-stream",),
+    ),
 )

@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from penstock.api.answers import ListHead
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import User
 from penstock.api.replies import json_reply
@@ -74,4 +75,25 @@ def _comparison(request_id: str, body: MaxsimRequest) -> Comparison:
     return comparison
 
 
-ROUTES = (RouteSpec("/v1/maxsim", MaxsimRequest, maxsim, "native"),)
+class MaxsimScore(msgspec.Struct, kw_only=True):
+    """The score of one document."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class MaxsimAnswer(ListHead, kw_only=True):
+    data: list[MaxsimScore]
+
+
+ROUTES = (
+    RouteSpec(
+        "/v1/maxsim",
+        MaxsimRequest,
+        maxsim,
+        "native",
+        MaxsimAnswer,
+        example={"queries": [[[0.6, 0.8], [1, 0]]], "documents": [[[1, 0]], [[0, 1], [0.6, 0.8]]]},
+    ),
+)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
+import msgspec
+
+from penstock.api.answers import ListAnswer, SparseTerm
 from penstock.api.endpoint import Call, Reply
-from penstock.api.fields import InputFields
+from penstock.api.fields import InputFields, Refused
 from penstock.api.routes import RouteSpec
 from penstock.api.sparse import sparse_reply
 from penstock.types import PoolingParams, Task
@@ -14,6 +19,7 @@ class SparseRequest(InputFields, kw_only=True):
 
     top_k: int | None = None
     min_weight: float = 0.0
+    dimensions: Annotated[int | None, Refused("sparse weights have no dimensions to cut; use top_k")] = None
 
 
 async def sparse(call: Call, body: SparseRequest) -> Reply:
@@ -22,4 +28,25 @@ async def sparse(call: Call, body: SparseRequest) -> Reply:
     return await sparse_reply(call, body, params, body.min_weight, "sparse", "sparse")
 
 
-ROUTES = (RouteSpec("/v1/sparse", SparseRequest, sparse, "native"),)
+class SparseEntry(msgspec.Struct, kw_only=True):
+    """The terms of one text."""
+
+    object: Literal["sparse"]
+    index: int
+    sparse: list[SparseTerm]
+
+
+class SparseAnswer(ListAnswer, kw_only=True):
+    data: list[SparseEntry]
+
+
+ROUTES = (
+    RouteSpec(
+        "/v1/sparse",
+        SparseRequest,
+        sparse,
+        "native",
+        SparseAnswer,
+        example={"input": ["Water finds its level."], "top_k": 8},
+    ),
+)

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from penstock.api.embeddings import vectors
+from penstock.api.embeddings import EmbeddingsAnswer, embedding_items, vectors
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import ChunkFields
 from penstock.api.routes import RouteSpec
 from penstock.api.state import ServedModel
-from penstock.errors import BadValue
-from penstock.inputs.processor import InputOptions
+from penstock.checkpoint.labels import nli_labels
+from penstock.inputs.late import LateLayout
+from penstock.inputs.tokenizer import TokenStyle
 from penstock.types import Task
 
 
 class EmbeddingsRequest(ChunkFields, kw_only=True):
-    """Body of `POST /v1/embeddings`. Clients of Jina's models call the `adapter` field `task`."""
-
-    task: str | None = None
-
-    def options(self) -> InputOptions:
-        if self.task is None:
-            return super().options()
-        if self.adapter is not None and self.adapter != self.task:
-            raise BadValue("task and adapter contradict each other", param="task")
-        return replace(super().options(), adapter=self.task)
+    """Body of `POST /v1/embeddings`."""
 
 
 async def embeddings(call: Call, body: EmbeddingsRequest) -> Reply:
@@ -36,12 +27,9 @@ async def embeddings(call: Call, body: EmbeddingsRequest) -> Reply:
     return await vectors(call, body, model, body.params(Task.EMBED), prefix="embd", items=embedding_items)
 
 
-def embedding_items(rows: list[Any]) -> list[dict[str, Any]]:
-    return [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]
-
-
 class ModelEntry(msgspec.Struct, kw_only=True):
-    """A model that this server holds, under one of its names."""
+    """A model that this server holds, under one of its names. The fields after `root` tell clients, such as
+    the playground, what the model can do."""
 
     id: str
     object: Literal["model"] = "model"
@@ -51,6 +39,19 @@ class ModelEntry(msgspec.Struct, kw_only=True):
     max_model_len: int
     tasks: list[Task]
     dimensions: int | None  # of its vectors; None: it has none
+    is_embedder: bool  # its vectors are made to be compared
+    similarity: str  # of its vectors: cosine, dot, euclidean or manhattan
+    prompts: dict[str, str]  # name → text that precedes an input
+    default_prompt_name: str | None
+    adapters: list[str]  # a request may choose one of them
+    requires_adapter: bool  # a request has to
+    labels: list[str]  # of a classifier or token classifier
+    reads_pairs: bool  # it classifies pairs of texts: natural-language inference
+    zero_shot: bool  # it classifies by labels in the request: /v1/zero-shot
+    score_kind: Literal["cross", "list", "bi", "late"] | None  # how it ranks; None: it does not
+    late: LateLayout | None  # of a late-interaction model
+    has_chat_template: bool  # /v1/chat/completions works
+    token_style: TokenStyle  # how its tokens write spaces, parts of words and bytes
 
 
 class ModelsAnswer(msgspec.Struct, kw_only=True):
@@ -72,7 +73,10 @@ async def model(call: Call) -> Reply:
 
 
 def model_entry(name: str, model: ServedModel) -> ModelEntry:
-    spec = model.spec
+    spec, text = model.spec, model.text
+    has_labels = not {Task.CLASSIFY, Task.TOKEN_CLASSIFY}.isdisjoint(spec.tasks)
+    reads_pairs = Task.CLASSIFY in spec.tasks and nli_labels(spec.labels) is not None
+    late = text.processor.late
     return ModelEntry(
         id=name,
         created=model.created_s,
@@ -80,39 +84,20 @@ def model_entry(name: str, model: ServedModel) -> ModelEntry:
         max_model_len=spec.max_model_len,
         tasks=list(spec.tasks),
         dimensions=spec.embed_dim,
+        is_embedder=spec.tasks[0] is Task.EMBED and not spec.is_unmarked,
+        similarity=spec.similarity,
+        prompts=spec.prompts,
+        default_prompt_name=spec.default_prompt_name,
+        adapters=list(spec.adapters),
+        requires_adapter=spec.requires_adapter,
+        labels=list(spec.labels) if has_labels else [],
+        reads_pairs=reads_pairs,
+        zero_shot=reads_pairs or Task.ZERO_SHOT in spec.tasks,
+        score_kind=spec.score_kind,
+        late=None if late is None else late.layout,
+        has_chat_template=spec.generates and text.generation.chat.exists,
+        token_style=text.tokenizer.token_style,
     )
-
-
-class Usage(msgspec.Struct, kw_only=True):
-    prompt_tokens: int
-    total_tokens: int
-
-
-class ChunkEntry(msgspec.Struct, kw_only=True):
-    """A part of a text, with chunking: late."""
-
-    index: int
-    embedding: list[float] | str
-    start_token: int
-    end_token: int
-    start_char: int | None
-    end_char: int | None
-
-
-class EmbeddingEntry(msgspec.Struct, kw_only=True, omit_defaults=True):
-    object: Literal["embedding"]
-    index: int
-    embedding: list[float] | str  # a string with encoding_format: base64
-    chunks: list[ChunkEntry] | msgspec.UnsetType = msgspec.UNSET
-
-
-class EmbeddingsAnswer(msgspec.Struct, kw_only=True):
-    object: Literal["list"]
-    id: str
-    created: int
-    model: str
-    data: list[EmbeddingEntry]
-    usage: Usage
 
 
 ROUTES = (

@@ -439,7 +439,7 @@ ROUTES = (
         TEI_ERRORS,
         {"inputs": {"source_sentence": "Water", "sentences": ["A river", "A letter"]}},
     ),
-    RouteSpec("/decode", DecodeRequest, decode, "TEI", list[str], TEI_ERRORS, {"ids": [101, 2300, 102]}),
+    RouteSpec("/decode", DecodeRequest, decode, "TEI", list[str], TEI_ERRORS, {"ids": [5, 6, 7]}),
     RouteSpec("/vertex", VertexRequest, vertex, "TEI", VertexAnswer, TEI_ERRORS, {"instances": [_TEXTS]}),
     RouteSpec("/info", None, info, "TEI", Info, TEI_ERRORS),
 )

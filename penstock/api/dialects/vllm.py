@@ -1,39 +1,32 @@
-"""The dialect of vLLM's pooling routes: any task, classification, scores, rankings, and the tokenizer."""
+"""The dialect of vLLM's pooling routes, on texts or messages: any task, classification, the tokenizer."""
 
 from __future__ import annotations
 
-import time
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import orjson
 
+from penstock.api.answers import ListAnswer, SparseTerm
 from penstock.api.classify import classifier_task
-from penstock.api.embeddings import vectors
-from penstock.api.endpoint import Call, Reply
-from penstock.api.fields import ChunkFields, InputFields, agreed
-from penstock.api.ranking import (
-    RankFields,
-    RerankRequest,
-    Side,
-    check_query,
-    document_texts,
-    listed,
-    ranked_rows,
-    returned_documents,
-    run_pairs,
-    run_ranking,
-    search_units,
+from penstock.api.conversations import (
+    Conversations,
+    Message,
+    are_conversations,
+    conversation_rows,
+    listed_conversations,
 )
-from penstock.api.replies import json_reply, list_reply, record_phases, sparse_terms
-from penstock.api.routes import RouteSpec
+from penstock.api.embeddings import EmbeddingsAnswer, embedding_items, vectors
+from penstock.api.endpoint import Call, Reply
+from penstock.api.fields import ChunkFields, InputFields, MediaOptions, agreed
+from penstock.api.replies import list_reply, sparse_terms
+from penstock.api.routes import RouteSpec, Variant, VariantTable
 from penstock.api.run import check_num_rows, run
 from penstock.api.sparse import sparse_reply
 from penstock.api.state import ServedModel
 from penstock.errors import BadValue, BodyTooLarge
-from penstock.inputs.pair_options import make_pairs
 from penstock.outputs.encoders import encode_rows
 from penstock.tasks.multi_task import MultiTask
 from penstock.types import Ints, PoolingParams, Task
@@ -49,6 +42,7 @@ class PoolingRequest(ChunkFields, kw_only=True):
     task: Task | list[Task] | None = None
     top_k: int | None = None
     min_weight: float | None = None
+    mm_processor_kwargs: MediaOptions = None
 
 
 class ClassifyRequest(InputFields, kw_only=True):
@@ -57,9 +51,88 @@ class ClassifyRequest(InputFields, kw_only=True):
     input: str | list[str | int | list[int | str]]  # type: ignore[assignment]
     use_activation: bool | None = None
     normalize: bool | None = None
+    mm_processor_kwargs: MediaOptions = None
 
 
-async def pooling(call: Call, body: PoolingRequest) -> Reply:
+class ChatEmbeddingsRequest(ChunkFields, kw_only=True):
+    """Body of `POST /v1/embeddings` with a conversation, or a list of them, in place of texts."""
+
+    input: Conversations | None = None  # type: ignore[assignment]
+    messages: Conversations | None = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    add_special_tokens: bool = False  # templates write them out
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: MediaOptions = None
+    mm_processor_kwargs: MediaOptions = None
+
+
+class ChatPoolingRequest(ChatEmbeddingsRequest, kw_only=True):
+    """Body of `POST /pooling` with a conversation, or a list of them, in place of texts."""
+
+    task: Task | list[Task] | None = None
+    top_k: int | None = None
+    min_weight: float | None = None
+
+
+class ChatClassifyRequest(InputFields, kw_only=True):
+    """Body of `POST /classify` with a conversation, or a list of them, in place of texts."""
+
+    input: Conversations | None = None  # type: ignore[assignment]
+    messages: Conversations | None = None
+    use_activation: bool | None = None
+    normalize: bool | None = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    add_special_tokens: bool = False  # templates write them out
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: MediaOptions = None
+    mm_processor_kwargs: MediaOptions = None
+
+
+PoolingBody = PoolingRequest | ChatPoolingRequest
+ChatBody = ChatEmbeddingsRequest | ChatPoolingRequest | ChatClassifyRequest
+_PROMPTS = ("prompt_name", "prompt", "instruction", "input_type")
+
+
+async def chat_embeddings(call: Call, body: ChatEmbeddingsRequest) -> Reply:
+    """Embed conversations, rendered by the model's chat template."""
+    await _take_conversations(call, body)
+    model = call.model(body)
+    return await vectors(call, body, model, body.params(Task.EMBED), prefix="embd", items=embedding_items)
+
+
+async def chat_pooling(call: Call, body: ChatPoolingRequest) -> Reply:
+    """Run any task on conversations, rendered by the model's chat template."""
+    await _take_conversations(call, body)
+    return await pooling(call, body)
+
+
+async def chat_classify(call: Call, body: ChatClassifyRequest) -> Reply:
+    """Classify conversations, rendered by the model's chat template."""
+    await _take_conversations(call, body)
+    return await classify(call, body)
+
+
+async def _take_conversations(call: Call, body: ChatBody) -> None:
+    """Put the token ids of the conversations in the place of the inputs."""
+    model = call.model(body)
+    if (given := next((name for name in _PROMPTS if getattr(body, name) is not None), None)) is not None:
+        raise BadValue(f"{given} does not apply to messages; write it into a message", param=given)
+    conversations = listed_conversations(body.messages, body.input)
+    check_num_rows(call, len(conversations), "messages")
+    may_be_long = isinstance(body, ChunkFields) and (
+        body.wants_chunks or call.state.config.default_chunking != "none"
+    )
+    options = body.options()
+    limit = None if may_be_long else model.text.processor.row_limit(PoolingParams(), options)
+    rows = await conversation_rows(call, model, body, conversations, limit)
+    body.input = [row.tolist() for row in rows]
+
+
+async def pooling(call: Call, body: PoolingBody) -> Reply:
     """Run any task: a row of values for each text, or a matrix with a row for each token."""
     model = call.model(body)
     if isinstance(body.task, list):
@@ -74,7 +147,7 @@ async def pooling(call: Call, body: PoolingRequest) -> Reply:
     return await vectors(call, body, model, params, prefix="pool", items=_pooling_items)
 
 
-def _refuse_for_sparse(body: PoolingRequest) -> None:
+def _refuse_for_sparse(body: PoolingBody) -> None:
     if body.is_chunked:
         raise BadValue("chunking is for task 'embed'; task 'sparse' has none", param="chunking")
     if body.encoding_format != "float":
@@ -85,13 +158,13 @@ def _pooling_items(rows: list[Any]) -> list[dict[str, Any]]:
     return [{"index": i, "object": "pooling", "data": row} for i, row in enumerate(rows)]
 
 
-async def _multi_task(call: Call, body: PoolingRequest, model: ServedModel, tasks: list[Task]) -> Reply:
+async def _multi_task(call: Call, body: PoolingBody, model: ServedModel, tasks: list[Task]) -> Reply:
     """Several outputs of one forward pass: each row's data is an object with a field for each task."""
     if not tasks:
         raise BadValue("task is an empty list; name at least one", param="task")
     if body.is_chunked:
         raise BadValue("chunking is for task 'embed' alone", param="chunking")
-    if body.encoding_format == "bytes":
+    if body.wants_bytes:
         raise BadValue("several tasks answer as float or base64, not as bytes", param="encoding_format")
     first, *more = [_task_params(body, task) for task in tasks]
     task = MultiTask(
@@ -119,7 +192,7 @@ async def _multi_task(call: Call, body: PoolingRequest, model: ServedModel, task
     return await list_reply(call, body, result, "pool", data)
 
 
-def _task_params(body: PoolingRequest, task: Task) -> PoolingParams:
+def _task_params(body: PoolingBody, task: Task) -> PoolingParams:
     """The body's fields as far as the task has them."""
     params = body.params(task)
     if task not in (Task.EMBED, Task.TOKEN_EMBED):
@@ -129,7 +202,7 @@ def _task_params(body: PoolingRequest, task: Task) -> PoolingParams:
     return params
 
 
-async def classify(call: Call, body: ClassifyRequest) -> Reply:
+async def classify(call: Call, body: ClassifyRequest | ChatClassifyRequest) -> Reply:
     """Classify each text or pair of texts: its most likely label, and the probabilities of all labels."""
     model = call.model(body)
     params = PoolingParams(Task.CLASSIFY, normalize=agreed(body.normalize, body.use_activation))
@@ -146,60 +219,6 @@ async def classify(call: Call, body: ClassifyRequest) -> Reply:
     return await list_reply(call, body, result, "classify", data)
 
 
-class ScoreRequest(RankFields, kw_only=True):
-    """Body of `POST /score`: two sides under any of their names, one to one, one to many, or many to many."""
-
-    queries: Side | None = None
-    documents: Side | None = None
-    items: Side | None = None
-    text_1: Side | None = None
-    text_2: Side | None = None
-    data_1: Side | None = None
-    data_2: Side | None = None
-
-    def sides(self) -> tuple[Side, Side]:
-        kinds = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
-        given = [name for name in dict.fromkeys(sum(kinds, ())) if getattr(self, name) is not None]
-        for first, second in kinds:
-            if given == [first, second]:
-                return getattr(self, first), getattr(self, second)
-        known = ", ".join(f"{first} and {second}" for first, second in kinds)
-        have = f"not {' and '.join(given)}" if given else "and no other"
-        raise BadValue(f"give one of {known}, {have}", param=given[0] if given else "queries")
-
-
-async def score(call: Call, body: ScoreRequest) -> Reply:
-    """Score how well each document answers its query."""
-    first, second = (listed(side) for side in body.sides())
-    check_num_rows(call, max(len(first), len(second)), "documents")
-    queries, documents = document_texts(first, "queries"), document_texts(second, "documents")
-    for index, query in enumerate(queries):
-        check_query(query, f"query {index}", "queries")
-    pairs = make_pairs(queries, documents)
-    result = await run_pairs(call, body, pairs, body.options(), activate=body.use_activation)
-
-    def data() -> list[dict[str, Any]]:
-        return [
-            {"index": index, "object": "score", "score": value} for index, value in enumerate(result.value)
-        ]
-
-    return await list_reply(call, body, result, "score", data)
-
-
-async def rerank(call: Call, body: RerankRequest) -> Reply:
-    """Rank documents from best to worst."""
-    documents = returned_documents(body)
-    result = await run_ranking(call, body)
-    began = time.monotonic()
-    head = result.head(body, "rerank")
-    meta = {"billed_units": {"search_units": search_units(body)}}
-    reply = json_reply(
-        {**head, "results": ranked_rows(body, result.value, documents), "usage": result.usage, "meta": meta}
-    )
-    record_phases(call, began)
-    return reply
-
-
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Body of `POST /tokenize`: one text as `prompt`, or several as `input`."""
 
@@ -208,6 +227,22 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
+
+
+class TokenizeChatRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of `POST /tokenize` with a conversation in place of a text."""
+
+    messages: list[Message]
+    model: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False  # templates write them out
+    return_token_strs: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    media_io_kwargs: MediaOptions = None
+    mm_processor_kwargs: MediaOptions = None
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -229,12 +264,25 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Reply:
     if not texts:
         raise BadValue("input is empty; give at least one text", param="input")
     rows = await model.text.batcher.encode(texts, body.add_special_tokens)
-    make = partial(_tokenize_reply, model, body, rows, one=isinstance(given, str))
+    return await _tokenized(model, rows, body.return_token_strs, one=isinstance(given, str))
+
+
+async def tokenize_chat(call: Call, body: TokenizeChatRequest) -> Reply:
+    """Tokenise a conversation as the model does, after its chat template."""
+    model = call.model(body)
+    if body.tools:
+        body.chat_template_kwargs = {"tools": body.tools, **(body.chat_template_kwargs or {})}
+    rows = await conversation_rows(call, model, body, [body.messages])
+    return await _tokenized(model, rows, body.return_token_strs, one=True)
+
+
+async def _tokenized(model: ServedModel, rows: list[Ints], with_strings: bool, *, one: bool) -> Reply:
+    make = partial(_tokenize_reply, model, rows, with_strings, one=one)
     num_tokens = sum(map(len, rows))
     return make() if num_tokens <= _MAX_LOOP_IDS else await model.text.batcher.call(make, num_tokens)
 
 
-def _tokenize_reply(model: ServedModel, body: TokenizeRequest, rows: list[Ints], *, one: bool) -> Reply:
+def _tokenize_reply(model: ServedModel, rows: list[Ints], with_strings: bool, *, one: bool) -> Reply:
     answers = []
     for row in rows:
         tokens = row if len(row) <= _MAX_LOOP_IDS else orjson.Fragment(_long_json(row))
@@ -242,8 +290,9 @@ def _tokenize_reply(model: ServedModel, body: TokenizeRequest, rows: list[Ints],
             "count": len(row),
             "max_model_len": model.spec.max_model_len,
             "tokens": tokens,
+            "token_strs": None,
         }
-        if body.return_token_strs:
+        if with_strings:
             ids, places = np.unique(row, return_inverse=True)
             strings = model.text.tokenizer.token_strings(ids.tolist())
             answer["token_strs"] = [strings[place] for place in places.tolist()]
@@ -285,13 +334,139 @@ def _decoded(model: ServedModel, rows: list[Any], skip_special_tokens: bool) -> 
     return model.text.tokenizer.decode_rows(rows, skip_special_tokens)
 
 
+PooledRow = str | list[float | list[float] | SparseTerm]
+
+
+class PoolingEntry(msgspec.Struct, kw_only=True):
+    """The values of one input: a row of numbers, a row for each token, terms of a sparse vector, one of these
+    under the name of each task, or base64."""
+
+    index: int
+    object: Literal["pooling"]
+    data: PooledRow | dict[str, PooledRow]
+
+
+class PoolingAnswer(ListAnswer, kw_only=True):
+    data: list[PoolingEntry]
+
+
+class ClassifyEntry(msgspec.Struct, kw_only=True):
+    index: int
+    label: str  # the likeliest
+    probs: list[float]  # of all labels; raw scores with use_activation: false
+    num_classes: int
+
+
+class ClassifyAnswer(ListAnswer, kw_only=True):
+    data: list[ClassifyEntry]
+
+
+class TokenizedText(msgspec.Struct, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class TokenizeAnswer(msgspec.Struct, kw_only=True):
+    """The tokens of one text, or under `data` those of several."""
+
+    count: int
+    max_model_len: int | msgspec.UnsetType = msgspec.UNSET
+    tokens: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_strs: list[str] | msgspec.UnsetType | None = msgspec.UNSET
+    data: list[TokenizedText] | msgspec.UnsetType = msgspec.UNSET
+
+
+class DetokenizedText(msgspec.Struct, kw_only=True):
+    prompt: str
+
+
+class DetokenizeAnswer(msgspec.Struct, kw_only=True):
+    """One text, or several under `data`."""
+
+    prompt: str | msgspec.UnsetType = msgspec.UNSET
+    data: list[DetokenizedText] | msgspec.UnsetType = msgspec.UNSET
+
+
+_TALK = {"messages": [{"role": "user", "content": "What is a penstock?"}]}
 ROUTES = (
-    RouteSpec("/pooling", PoolingRequest, pooling, "vLLM"),
-    RouteSpec("/classify", ClassifyRequest, classify, "vLLM"),
-    RouteSpec("/score", ScoreRequest, score, "vLLM"),
-    RouteSpec("/v1/score", ScoreRequest, score, "vLLM"),
-    RouteSpec("/rerank", RerankRequest, rerank, "vLLM"),
-    RouteSpec("/v1/rerank", RerankRequest, rerank, "vLLM"),
-    RouteSpec("/tokenize", TokenizeRequest, tokenize, "vLLM"),
-    RouteSpec("/detokenize", DetokenizeRequest, detokenize, "vLLM"),
+    RouteSpec(
+        "/pooling",
+        PoolingRequest,
+        pooling,
+        "vLLM",
+        PoolingAnswer,
+        example={"input": ["Water finds its level."]},
+    ),
+    RouteSpec(
+        "/classify", ClassifyRequest, classify, "vLLM", ClassifyAnswer, example={"input": ["I love this."]}
+    ),
+    RouteSpec(
+        "/tokenize",
+        TokenizeRequest,
+        tokenize,
+        "vLLM",
+        TokenizeAnswer,
+        example={"prompt": "Water finds its level."},
+    ),
+    RouteSpec(
+        "/detokenize",
+        DetokenizeRequest,
+        detokenize,
+        "vLLM",
+        DetokenizeAnswer,
+        example={"tokens": [1, 2, 3]},
+    ),
+)
+_MARKER = ("messages",)
+VARIANTS: VariantTable = (
+    (
+        "/v1/embeddings",
+        Variant(
+            _MARKER,
+            ChatEmbeddingsRequest,
+            chat_embeddings,
+            "vLLM",
+            answer=EmbeddingsAnswer,
+            example=_TALK,
+            claims=are_conversations,
+        ),
+    ),
+    (
+        "/pooling",
+        Variant(
+            _MARKER,
+            ChatPoolingRequest,
+            chat_pooling,
+            "vLLM",
+            answer=PoolingAnswer,
+            example=_TALK,
+            claims=are_conversations,
+        ),
+    ),
+    (
+        "/classify",
+        Variant(
+            _MARKER,
+            ChatClassifyRequest,
+            chat_classify,
+            "vLLM",
+            answer=ClassifyAnswer,
+            example=_TALK,
+            claims=are_conversations,
+        ),
+    ),
+    (
+        "/tokenize",
+        Variant(
+            _MARKER,
+            TokenizeChatRequest,
+            tokenize_chat,
+            "vLLM",
+            answer=TokenizedText,
+            example=_TALK,
+            claims=are_conversations,
+        ),
+    ),
 )

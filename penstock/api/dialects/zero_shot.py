@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.api.answers import ListAnswer
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import CacheSalt, User
 from penstock.api.replies import list_reply
@@ -55,4 +56,25 @@ async def zero_shot(call: Call, body: ZeroShotRequest) -> Reply:
     return await list_reply(call, body, result, "zero-shot", data)
 
 
-ROUTES = (RouteSpec("/v1/zero-shot", ZeroShotRequest, zero_shot, "native"),)
+class ZeroShotEntry(msgspec.Struct, kw_only=True):
+    """The labels of the request with their scores for one text, the best first."""
+
+    index: int
+    labels: list[str]
+    scores: list[float]
+
+
+class ZeroShotAnswer(ListAnswer, kw_only=True):
+    data: list[ZeroShotEntry]
+
+
+ROUTES = (
+    RouteSpec(
+        "/v1/zero-shot",
+        ZeroShotRequest,
+        zero_shot,
+        "native",
+        ZeroShotAnswer,
+        example={"input": ["The match ended in a draw."], "labels": ["sport", "politics"]},
+    ),
+)

@@ -11,11 +11,20 @@ import msgspec
 from penstock.errors import BadValue
 
 
-def chat_template(folder: Path) -> str | None:
-    """The template in the model's folder, if it has one."""
+def tokenizer_config(folder: Path) -> dict[str, Any]:
+    """`tokenizer_config.json` of a folder, with the chat template that has a file of its own."""
+    try:
+        value = msgspec.json.decode((folder / "tokenizer_config.json").read_bytes())
+    except (FileNotFoundError, msgspec.DecodeError):
+        value = {}
+    config = value if isinstance(value, dict) else {}
     if (file := folder / "chat_template.jinja").is_file():
-        return file.read_text()
-    config = _config(folder)
+        config["chat_template"] = file.read_text()
+    return config
+
+
+def chat_template(config: dict[str, Any]) -> str | None:
+    """The template of a tokenizer's configuration, if it has one."""
     template = config.get("chat_template")
     if isinstance(template, list):  # several by name
         named = {entry.get("name"): entry.get("template") for entry in template}
@@ -23,7 +32,7 @@ def chat_template(folder: Path) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def apply(template: str, folder: Path, prompts: list[str]) -> list[str]:
+def apply(template: str, config: dict[str, Any], prompts: list[str]) -> list[str]:
     """Each prompt as one user message, ready for the model's answer."""
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
@@ -34,9 +43,7 @@ def apply(template: str, folder: Path, prompts: list[str]) -> list[str]:
     )
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    names = {
-        name: _token(value) for name, value in _config(folder).items() if name.endswith("_token") and value
-    }
+    names = {name: _token(value) for name, value in config.items() if name.endswith("_token") and value}
     try:
         compiled = environment.from_string(template)
         return [
@@ -47,17 +54,9 @@ def apply(template: str, folder: Path, prompts: list[str]) -> list[str]:
         ]
     except TemplateError as error:
         raise BadValue(
-            f"the chat template of {folder} cannot be applied: {error}; use --skip-chat-template",
+            f"the model's chat template cannot be applied: {error}; use --skip-chat-template",
             param="skip_chat_template",
         ) from None
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    try:
-        value = msgspec.json.decode((folder / "tokenizer_config.json").read_bytes())
-    except (FileNotFoundError, msgspec.DecodeError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _token(value: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from penstock.bench.datasets.item import Item, item_of
-from penstock.bench.datasets.tokens import BenchTokenizer
+from penstock.bench.datasets.tokens import PromptTokenizer
 from penstock.bench.options import DataOptions
 from penstock.errors import BadValue
 
@@ -43,7 +43,7 @@ def parquet_items(options: DataOptions) -> list[Item]:
     return _fill([item_of(value, options.custom_output_len) for value in values], options, path)
 
 
-def sharegpt_items(options: DataOptions, tokenizer: BenchTokenizer) -> list[Item]:
+def sharegpt_items(options: DataOptions, tokenizer: PromptTokenizer) -> list[Item]:
     """The first question and answer of each conversation, without very short and very long ones."""
     path = existing(options.dataset_path, "sharegpt")
     try:

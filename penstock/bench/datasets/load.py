@@ -9,11 +9,11 @@ from penstock.bench.datasets import chat
 from penstock.bench.datasets.files import custom_items, parquet_items, sharegpt_items
 from penstock.bench.datasets.item import Item
 from penstock.bench.datasets.random import random_items, random_rerank_items
-from penstock.bench.datasets.tokens import BenchTokenizer
+from penstock.bench.datasets.tokens import PromptTokenizer
 from penstock.bench.options import DataOptions, DatasetName
 from penstock.errors import BadValue
 
-FindTokenizer = Callable[[], BenchTokenizer]
+FindTokenizer = Callable[[], PromptTokenizer]
 
 
 def load_items(options: DataOptions, find_tokenizer: FindTokenizer) -> list[Item]:
@@ -40,17 +40,18 @@ def load_items(options: DataOptions, find_tokenizer: FindTokenizer) -> list[Item
             return sharegpt_items(options, find_tokenizer())
 
 
-def templated(items: list[Item], tokenizer: BenchTokenizer) -> list[Item] | None:
+def templated(items: list[Item], tokenizer: PromptTokenizer) -> list[Item] | None:
     """Plain-text prompts in the model's chat template; None if it has none."""
-    template = chat.chat_template(tokenizer.folder)
+    config = tokenizer.config()
+    template = chat.chat_template(config)
     if template is None:
         return None
     plain = [item for item in items if isinstance(item.prompt, str)]
-    rendered = iter(chat.apply(template, tokenizer.folder, [str(item.prompt) for item in plain]))
+    rendered = iter(chat.apply(template, config, [str(item.prompt) for item in plain]))
     return [replace(item, prompt=next(rendered)) if isinstance(item.prompt, str) else item for item in items]
 
 
-def count_tokens(items: list[Item], tokenizer: BenchTokenizer) -> list[int]:
+def count_tokens(items: list[Item], tokenizer: PromptTokenizer) -> list[int]:
     """Input tokens of each item: as known, else by encoding its texts (a query once for each document)."""
     unknown = {i: item.texts for i, item in enumerate(items) if item.tokens is None}
     counts = iter(

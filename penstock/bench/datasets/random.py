@@ -14,7 +14,7 @@ import orjson
 from numpy.typing import NDArray
 
 from penstock.bench.datasets.item import Item
-from penstock.bench.datasets.tokens import BenchTokenizer
+from penstock.bench.datasets.tokens import PromptTokenizer
 from penstock.bench.options import DataOptions
 from penstock.errors import BadValue
 
@@ -22,7 +22,7 @@ _MAX_TRIES = 10  # a text may not encode to the tokens that it was decoded from
 Lengths = NDArray[np.int64]
 
 
-def random_items(options: DataOptions, tokenizer: BenchTokenizer) -> list[Item]:
+def random_items(options: DataOptions, tokenizer: PromptTokenizer) -> list[Item]:
     check(options)
     rng = np.random.default_rng(options.seed)
     inputs, outputs, offsets = _draw(
@@ -48,7 +48,7 @@ def random_items(options: DataOptions, tokenizer: BenchTokenizer) -> list[Item]:
     return _batched(prompts, tokens, [int(n) for n in outputs], options.random_batch_size)
 
 
-def random_rerank_items(options: DataOptions, tokenizer: BenchTokenizer) -> list[Item]:
+def random_rerank_items(options: DataOptions, tokenizer: PromptTokenizer) -> list[Item]:
     """One query for all requests, and documents that fill each pair to its length."""
     check(options)
     if options.send_token_ids:
@@ -109,7 +109,7 @@ def range_ratios(text: str) -> tuple[float, float]:
     return ratios
 
 
-def texts_of(rows: list[Lengths], tokenizer: BenchTokenizer, rng: np.random.Generator) -> list[str]:
+def texts_of(rows: list[Lengths], tokenizer: PromptTokenizer, rng: np.random.Generator) -> list[str]:
     """Texts that encode to the lengths of `rows`, adjusted over a few rounds."""
     wanted = [len(row) for row in rows]
     ids = [row.tolist() for row in rows]
@@ -135,7 +135,7 @@ def texts_of(rows: list[Lengths], tokenizer: BenchTokenizer, rng: np.random.Gene
 def _draw(
     rng: np.random.Generator,
     options: DataOptions,
-    tokenizer: BenchTokenizer,
+    tokenizer: PromptTokenizer,
     count: int,
     input_len: int,
     output_len: int,
@@ -153,7 +153,7 @@ def _draw(
     )
 
 
-def _run(tokenizer: BenchTokenizer, offset: int, length: int) -> Lengths:
+def _run(tokenizer: PromptTokenizer, offset: int, length: int) -> Lengths:
     """Consecutive tokens of the vocabulary, so that no two prompts share a prefix."""
     ordinary = tokenizer.ordinary
     return ordinary[(offset + np.arange(length)) % len(ordinary)]

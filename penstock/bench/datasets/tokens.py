@@ -1,20 +1,56 @@
-"""The tokenizer of the load client: makes random prompts of exact lengths and counts tokens."""
+"""The tokenizer of the load client: makes random prompts of exact lengths and counts tokens.
+
+It is a file that the client reads, or the tokenizer of the server (`penstock.bench.server_tokenizer`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer as RustTokenizer
 
+from penstock.bench.datasets.chat import tokenizer_config
 from penstock.errors import BadValue, PenstockError
+
+TokenIds = list[int]
+
+
+class PromptTokenizer(Protocol):
+    """What making prompts and counting tokens needs of a tokenizer."""
+
+    ordinary: NDArray[np.int64]  # ids that are not special
+    opening: TokenIds  # special tokens before a text
+    closing: TokenIds  # and behind it
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def num_special(self) -> int: ...
+
+    def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[TokenIds]: ...
+
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]: ...
+
+    def config(self) -> dict[str, Any]:
+        """The tokenizer's configuration, which may hold a chat template; empty if there is none."""
+        ...
+
+
+def frame_of(bare: TokenIds, full: TokenIds) -> tuple[TokenIds, TokenIds]:
+    """Special tokens before and behind a text, from its ids without and with them."""
+    extra = len(full) - len(bare)
+    at = next((i for i in range(extra + 1) if full[i : i + len(bare)] == bare), extra)
+    return full[:at], full[at + len(bare) :]
 
 
 class BenchTokenizer:
-    """`folder` is the model's, which also holds the chat template."""
+    """A tokenizer.json. `folder` is the model's, which also holds the chat template."""
 
     def __init__(self, file: Path, folder: Path) -> None:
         try:
@@ -27,7 +63,7 @@ class BenchTokenizer:
         self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=False)
         special = [i for i, token in self._rust.get_added_tokens_decoder().items() if token.special]
         self.ordinary: NDArray[np.int64] = np.setdiff1d(np.arange(self.vocab_size), special)
-        self.opening, self.closing = self._frame()
+        self.opening, self.closing = frame_of(*(self.encode(["a"], special)[0] for special in (False, True)))
 
     @property
     def num_special(self) -> int:
@@ -42,53 +78,63 @@ class BenchTokenizer:
         texts: list[str] = self._rust.decode_batch([list(row) for row in rows], skip_special_tokens=False)
         return texts
 
-    def _frame(self) -> tuple[list[int], list[int]]:
-        bare: list[int] = self._rust.encode("a", add_special_tokens=False).ids
-        full: list[int] = self._rust.encode("a", add_special_tokens=True).ids
-        extra = len(full) - len(bare)
-        at = next((i for i in range(extra + 1) if full[i : i + len(bare)] == bare), extra)
-        return full[:at], full[at + len(bare) :]
+    def config(self) -> dict[str, Any]:
+        return tokenizer_config(self.folder)
 
 
-def load_tokenizer(tokenizer: str | None, model: str | None) -> BenchTokenizer:
-    """By --tokenizer, else by --model: a tokenizer.json, a folder that has one, or a hub id.
+def is_local(name: str | None) -> bool:
+    """Whether a name is a folder or a file of this machine."""
+    return name is not None and Path(name).expanduser().exists()
 
-    Without either, the embedded default model's.
+
+def load_tokenizer(name: str | None, *, asks_hub: bool = True) -> BenchTokenizer:
+    """A tokenizer.json, a folder that has one, or a hub id, downloaded only if `asks_hub`.
+
+    Without a name, the embedded default model's.
     """
-    wanted = tokenizer or model
     try:
-        return _find(wanted)
+        return _find(name, asks_hub)
     except PenstockError as error:
         raise BadValue(
-            f"no tokenizer for {wanted or 'the default model'!r}: {error.message}; "
+            f"no tokenizer for {name or 'the default model'!r}: {error.message}; "
             "give --tokenizer a folder or a tokenizer.json",
             param="tokenizer",
         ) from None
 
 
-def _find(wanted: str | None) -> BenchTokenizer:
+def _find(name: str | None, asks_hub: bool) -> BenchTokenizer:
     from penstock.checkpoint.convert import tokenizer_file
     from penstock.checkpoint.find import DEFAULT_NAME, default_folder
 
-    path = Path(wanted).expanduser() if wanted else None
+    path = Path(name).expanduser() if name else None
     if path is not None and path.is_file():
         return BenchTokenizer(path, path.parent)
     if path is not None and path.is_dir():
         return BenchTokenizer(tokenizer_file(path), path)
-    if wanted is None or wanted == DEFAULT_NAME:
+    if name is None or name == DEFAULT_NAME:
         folder = default_folder()
         return BenchTokenizer(folder / "tokenizer.json", folder)
-    file = _from_hub(wanted)
+    file = _from_hub(name) if asks_hub else _from_cache(name)
     return BenchTokenizer(file, file.parent)
+
+
+def _from_cache(model: str) -> Path:
+    from huggingface_hub import try_to_load_from_cache
+
+    with contextlib.suppress(Exception):  # names that are no hub id
+        if isinstance(cached := try_to_load_from_cache(model, "tokenizer.json"), str):
+            return Path(cached)
+    raise BadValue("it is not a folder")
 
 
 def _from_hub(model: str) -> Path:
     """Download only the tokenizer's files: the server loads the weights."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import hf_hub_download
 
+    with contextlib.suppress(BadValue):
+        return _from_cache(model)
     try:
-        cached = try_to_load_from_cache(model, "tokenizer.json")
-        file = Path(cached) if isinstance(cached, str) else Path(hf_hub_download(model, "tokenizer.json"))
+        file = Path(hf_hub_download(model, "tokenizer.json"))
     except Exception as error:  # names that are no hub id, no network, no such repository
         raise BadValue(f"it is not a folder, and the hub raised {type(error).__name__}") from None
     with contextlib.suppress(Exception):

@@ -16,7 +16,7 @@ import httptools
 from penstock.bench.load.sse import TokenStream
 
 _KEPT_BYTES = 4096  # of the beginning and of the end of a body
-_USAGE = re.compile(rb'"(?:prompt_tokens|input_tokens|total_tokens)"\s*:\s*(\d+)')
+_USAGE = re.compile(rb'"(?:prompt_tokens|input_tokens|total_tokens|prompt_eval_count)"\s*:\s*(\d+)')
 _LENGTH_KNOWN = re.compile(rb"\r\n(?:content-length|transfer-encoding):", re.IGNORECASE)
 _TOKEN_HEADERS = (b"x-compute-tokens", b"metadata")
 

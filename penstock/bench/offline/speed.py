@@ -33,7 +33,7 @@ class Timed:
 def texts_for(options: TextOptions, model: str | None) -> tuple[list[str], BenchTokenizer]:
     """The texts of a data set; a request with several texts gives several."""
     fields = {name: getattr(options, name) for name in options.__struct_fields__}
-    tokenizer = load_tokenizer(None, model)
+    tokenizer = load_tokenizer(model)
     items = load_items(DataOptions(**fields, skip_chat_template=True), lambda: tokenizer)
     texts = [text for item in items for text in item.texts]
     if not texts:

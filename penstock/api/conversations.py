@@ -1,0 +1,172 @@
+"""Conversations for every route that takes `messages`: checked, and rendered by the model's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+import orjson
+
+from penstock.api.endpoint import Call
+from penstock.api.state import ServedModel
+from penstock.errors import BadValue
+from penstock.inputs.chat import ChatTemplate, part_texts
+from penstock.inputs.long_texts import RowLimit
+
+Message = dict[str, Any]
+Conversations = list[Message | list[Message]]  # one conversation, or a list of them
+MAX_MESSAGES = 4096  # of one conversation
+_NULL = msgspec.Raw(b"null")
+_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class ConversationBody(Protocol):
+    """The fields that say how a conversation is rendered."""
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+    add_special_tokens: bool
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
+def are_conversations(fields: Mapping[str, msgspec.Raw]) -> bool:
+    """Whether a body has messages, under `messages` or `input`."""
+    if fields.get("messages", _NULL) != _NULL:
+        return True
+    return "input" in fields and _has_role(fields["input"])
+
+
+def _has_role(raw: msgspec.Raw) -> bool:
+    """Whether a value is a list whose first message, at either level, has a role."""
+    try:
+        for _ in range(2):
+            items = _ITEMS.decode(raw)
+            if not items:
+                return False
+            raw = items[0]
+            if bytes(memoryview(raw)[:1]) == b"{":
+                return "role" in _FIELDS.decode(raw)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        pass
+    return False
+
+
+def listed_conversations(messages: Conversations | None, given: Any) -> list[list[Message]]:
+    """The conversations of a body, which has them under `messages` or `input`."""
+    if messages is not None and given is not None:
+        raise BadValue("give either messages or input", param="messages")
+    found: Any = messages if messages is not None else given
+    name = "messages" if messages is not None else "input"
+    if not found:
+        raise BadValue(f"{name} is empty; give at least one message", param=name)
+    if all(isinstance(each, dict) for each in found):
+        return [found]
+    if all(isinstance(each, list) for each in found):
+        return list(found)
+    raise BadValue(
+        f"{name} mixes messages and lists of messages; give one conversation, or a list of conversations",
+        param=name,
+    )
+
+
+def check_messages(messages: list[Message]) -> list[Message]:
+    """The messages as a chat template reads them."""
+    if len(messages) > MAX_MESSAGES:
+        raise BadValue(f"messages has {len(messages)} entries; give at most {MAX_MESSAGES}", param="messages")
+    return [_checked(message, index) for index, message in enumerate(messages)]
+
+
+def check_template(call: Call, template: str | None) -> None:
+    """Refuse a template that came with a request, unless the operator trusts clients to send them."""
+    if template is not None and not call.state.config.trust_request_chat_template:
+        raise BadValue(
+            "chat_template is accepted only by a server that runs with --trust-request-chat-template; "
+            "the operator sets the template with --chat-template",
+            param="chat_template",
+        )
+
+
+def _checked(message: Message, index: int) -> Message:
+    """A message without the empty fields that clients send along, and with the arguments of its tool calls
+    as objects."""
+    if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
+        raise BadValue(f"message {index} has no role", param="messages")
+    given = {name: value for name, value in message.items() if value is not None}
+    if role == "function":
+        raise BadValue(f"message {index} has the role 'function'; use 'tool'", param="messages")
+    for name, instead in _UNSUPPORTED.items():
+        if name in given:
+            raise BadValue(f"message {index} has {name!r}, which is refused; {instead}", param="messages")
+    content = given.pop("content", None)
+    if content is None:
+        content = given.get("refusal") if role == "assistant" else None
+    if content is None and role != "assistant":
+        raise BadValue(f"message {index} has no content", param="messages")
+    if content is not None:
+        part_texts(content, index)
+    if not given.get("tool_calls"):
+        given.pop("tool_calls", None)
+    else:
+        given["tool_calls"] = _tool_calls(given["tool_calls"], index)
+    return {**given, "content": content}
+
+
+_UNSUPPORTED = {"function_call": "send it under `tool_calls`", "audio": "send its text"}
+
+
+def _tool_calls(calls: Any, index: int) -> list[Any]:
+    """Earlier tool calls. Templates write out their arguments as JSON, so they are parsed here."""
+    if not isinstance(calls, list):
+        raise BadValue(f"message {index} has tool_calls that are not a list", param="messages")
+    return [_tool_call(call, index) for call in calls]
+
+
+def _tool_call(call: Any, index: int) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or call.get("type", "function") != "function":
+        raise BadValue(
+            f"message {index} has a tool call that is not of type 'function'; only these are supported",
+            param="messages",
+        )
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = orjson.loads(arguments) if arguments.strip() else {}
+        except ValueError:
+            raise BadValue(
+                f"message {index} has a tool call whose arguments are not valid JSON", param="messages"
+            ) from None
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+
+
+async def conversation_rows(
+    call: Call,
+    model: ServedModel,
+    body: ConversationBody,
+    conversations: list[list[Message]],
+    limit: RowLimit | None = None,
+) -> list[Any]:
+    """The token ids of each conversation. They are not texts: no prompt of the model goes before them."""
+    check_template(call, body.chat_template)
+    checked = [check_messages(each) for each in conversations]
+    size = sum(len(str(message["content"])) for each in checked for message in each)
+    texts = await model.text.batcher.call(partial(_render, model, body, checked), size)
+    return await model.text.batcher.encode(texts, body.add_special_tokens, limit)
+
+
+def _render(model: ServedModel, body: ConversationBody, conversations: list[list[Message]]) -> list[str]:
+    chat = model.text.chat
+    template: ChatTemplate = chat.template if body.chat_template is None else chat.given(body.chat_template)
+    return [
+        template.render(
+            messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            template_kwargs=body.chat_template_kwargs,
+        )
+        for messages in conversations
+    ]

@@ -1,0 +1,111 @@
+"""The dialect of vLLM's routes about the server itself: liveness, load, configuration, tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import orjson
+
+from penstock import __version__
+from penstock.api.endpoint import Call, Reply
+from penstock.api.routes import RouteSpec
+from penstock.checkpoint.files import optional_json
+from penstock.config import ServerConfig
+from penstock.errors import BadValue, NotFound
+from penstock.types import Task
+
+_SECRET = ("api_key", "api_keys", "chat_template")
+_PATHS = ("vocab_file", "merges_file", "name_or_path", "tokenizer_file")  # of the machine that made the model
+
+
+async def ping(call: Call) -> Reply:
+    """Report whether requests can be served, as SageMaker asks; 503 with the reason otherwise."""
+    call.state.check_engines()
+    return Reply(b"{}")
+
+
+class LoadAnswer(msgspec.Struct, kw_only=True):
+    server_load: int  # requests in flight in the API process that answers
+
+
+async def load(call: Call) -> Reply:
+    """Count the requests in flight in the API process that answers."""
+    return Reply(orjson.dumps({"server_load": call.state.in_flight}))
+
+
+class ServedModelInfo(msgspec.Struct, kw_only=True):
+    name: str
+    architecture: str
+    tasks: list[Task]
+    max_model_len: int
+    dimensions: int | None
+    labels: list[str]
+
+
+class ServerInfoAnswer(msgspec.Struct, kw_only=True):
+    """How the server was started, without keys and paths."""
+
+    version: str
+    server_config: dict[str, Any]
+    models: list[ServedModelInfo]
+
+
+async def server_info(call: Call) -> Reply:
+    """Show the server's configuration, without keys, and its models."""
+    models = [
+        ServedModelInfo(
+            name=model.spec.name,
+            architecture=model.spec.architecture,
+            tasks=list(model.spec.tasks),
+            max_model_len=model.spec.max_model_len,
+            dimensions=model.spec.embed_dim,
+            labels=list(model.spec.labels),
+        )
+        for model in call.state.models.values()
+    ]
+    answer = ServerInfoAnswer(version=__version__, server_config=shown(call.state.config), models=models)
+    return Reply(msgspec.json.encode(answer))
+
+
+def shown(config: ServerConfig) -> dict[str, Any]:
+    """The configuration as far as clients may see it."""
+    return {name: value for name, value in msgspec.structs.asdict(config).items() if name not in _SECRET}
+
+
+async def tokenizer_info(call: Call) -> Reply:
+    """Show the tokenizer's configuration, where the operator allows it."""
+    if not call.state.config.enable_tokenizer_info_endpoint:
+        raise NotFound("/tokenizer_info needs the flag --enable-tokenizer-info-endpoint")
+    model, _ = call.state.find(None)
+    settings = optional_json(model.spec.path / "tokenizer_config.json")
+    info = {name: _plain(value) for name, value in settings.items() if name not in _PATHS}
+    info["tokenizer_class"] = str(settings.get("tokenizer_class") or "PreTrainedTokenizerFast")
+    try:
+        info["chat_template"] = model.text.chat.template.source
+    except BadValue:  # it has none
+        info.pop("chat_template", None)
+    return Reply(orjson.dumps(info))
+
+
+def _plain(value: Any) -> Any:
+    """A special token as its text: files have it as text or with its options."""
+    if isinstance(value, dict):
+        return value.get("content", {name: _plain(each) for name, each in value.items()})
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+ROUTES = (
+    RouteSpec(
+        "/ping",
+        None,
+        ping,
+        "vLLM",
+        dict[str, Any],
+        open_to_all=True,
+        methods=("GET", "HEAD", "POST"),
+    ),
+    RouteSpec("/load", None, load, "vLLM", LoadAnswer, open_to_all=True),
+    RouteSpec("/server_info", None, server_info, "vLLM", ServerInfoAnswer),
+    RouteSpec("/tokenizer_info", None, tokenizer_info, "vLLM", dict[str, Any]),
+)

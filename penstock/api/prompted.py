@@ -1,0 +1,36 @@
+"""Fields of bodies whose dialect has its own names for inputs and outputs: model, prompt and scheduling."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.api.fields import CacheSalt, User
+from penstock.inputs.processor import InputOptions
+
+
+class PromptedFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Which model reads the texts, after which prompt, and when."""
+
+    model: str | None = None
+    prompt_name: str | None = None
+    instruction: str | None = None
+    input_type: str | None = None
+    adapter: str | None = None
+    priority: int = 0
+    timeout: float | None = None
+    request_id: str | None = None
+    user: User = None
+    cache_salt: CacheSalt = ""
+
+    def input_options(
+        self, truncate_prompt_tokens: int | None = None, prompt: str | None = None
+    ) -> InputOptions:
+        return InputOptions(
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            prompt_name=self.prompt_name,
+            prompt=prompt,
+            instruction=self.instruction,
+            input_type=self.input_type,
+            cache_salt=self.cache_salt,
+            adapter=self.adapter,
+        )

@@ -1,0 +1,16 @@
+"""Checks that an answer is what its route declares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import msgspec
+
+
+def checked(response: httpx.Response, kind: Any) -> Any:
+    """The JSON of a successful answer, which has exactly the fields of its declared type."""
+    assert response.status_code == 200, response.text
+    decoded = msgspec.json.decode(response.content, type=kind)
+    assert msgspec.to_builtins(decoded) == response.json()
+    return response.json()
