@@ -7,6 +7,7 @@ import importlib.util
 import os
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.clients.reference import reachable
@@ -44,4 +45,13 @@ def test_an_example_of_the_guide_runs(block: Block, embedder: Server) -> None:
     if missing := [module for module in modules(block.code) if not is_installed(module)]:
         pytest.skip(f"{missing[0]} is not installed")
     names: dict[str, Any] = {"__name__": "__main__"}
+    before = num_answered(embedder)
     exec(compile(block.code.replace("http://127.0.0.1:8000", embedder.url), block.name, "exec"), names)
+    assert num_answered(embedder) > before
+
+
+def num_answered(server: Server) -> float:
+    """How many requests the server has answered with 200."""
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    found = [line for line in lines if line.startswith("penstock_requests_total") and 'status="200"' in line]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in found if "/metrics" not in line)

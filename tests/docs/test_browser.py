@@ -21,7 +21,7 @@ from tests.docs.model_server import serving_models
 from tests.docs.playground_page import Playground
 from tests.docs.stand_ins import STAND_INS
 from tests.parity.labelled import write_gliclass, write_gliner
-from tests.parity.test_rewards import write_reward_model
+from tests.parity.rewards import write_reward_model
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
 pytestmark = pytest.mark.skipif(

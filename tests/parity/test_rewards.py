@@ -12,33 +12,16 @@ pytest.importorskip("sentence_transformers")
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from penstock import Engine
 from penstock.config import PoolerConfig
 from penstock.errors import BadValue, ModelLoadError, NotPossible
-from tests.parity.decoders import FAMILIES, change_config
+from tests.parity.decoders import FAMILIES
+from tests.parity.rewards import write_reward_model
 
 TEXTS = ["a short text", "one step and then another, which is longer", "the end"]
-
-
-def write_reward_model(folder: Path, kind: str, labels: int, family: str = "qwen2") -> dict[str, Tensor]:
-    """A backbone with the two layers of a reward head; returns the head."""
-    FAMILIES[family].write(folder, vocab_size=408)
-    file = folder / "model.safetensors"
-    tensors = {f"model.{name}": tensor for name, tensor in load_file(file).items()}
-    generator = torch.Generator().manual_seed(3)
-    hidden = 48
-    head = {
-        "score.0.weight": torch.randn((hidden, hidden), generator=generator),
-        "score.0.bias": torch.randn(hidden, generator=generator),
-        "score.2.weight": torch.randn((labels, hidden), generator=generator),
-        "score.2.bias": torch.randn(labels, generator=generator),
-    }
-    save_file(tensors | head, file, metadata={"format": "pt"})
-    change_config(folder, lambda config: config | {"architectures": [kind]})
-    return head
 
 
 def head_values(folder: Path, head: dict[str, Tensor], rows: list[list[int]]) -> list[Tensor]:

@@ -6,7 +6,8 @@ model's task and the fields of the body decide what is run.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, Literal, TypeGuard
 
 import msgspec
 import numpy as np
@@ -47,7 +48,7 @@ TASKS = (FEATURES, SIMILARITY, LABELS, ENTITIES, ZERO_SHOT, GENERATION, RANKING)
 class InferenceParameters(GenerateParameters, kw_only=True):
     """The parameters of all tasks. Those of another task than the one that runs are refused."""
 
-    truncate: bool | int | None = None  # type: ignore[assignment]
+    truncate: bool | int | None = None
     truncation_direction: Direction | None = None
     normalize: bool | None = None
     prompt_name: str | None = None
@@ -252,7 +253,7 @@ async def _similarity(call: Call, body: InferenceRequest, model: ServedModel) ->
     return await pipelines.similarity(call, body, source, sentences, body.text_options())
 
 
-def _are_texts(given: Any) -> bool:
+def _are_texts(given: Any) -> TypeGuard[list[str]]:
     return isinstance(given, list) and all(isinstance(each, str) for each in given)
 
 
@@ -409,7 +410,7 @@ async def _generate(call: Call, body: GenerateRequest, *, streams: bool) -> Repl
     return await generate_text(call, body, body.inputs, parameters, streams=streams)
 
 
-_HANDLERS: dict[str, Any] = {
+_HANDLERS: dict[str, Callable[[Call, InferenceRequest, ServedModel], Awaitable[Reply | Streamed]]] = {
     FEATURES: _features,
     SIMILARITY: _similarity,
     LABELS: _labels,
