@@ -24,6 +24,7 @@ class PoolerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     normalize: bool | None = None
     step_tag_id: int | None = None  # the token that ends a step; for pooling_type STEP
     score_labels: tuple[int, ...] | None = None  # a score is the first of these outputs minus the second
+    task: str | None = None  # of requests to /pooling that name none
     use_activation: bool | None = None  # whether vectors are normalised and scores activated by default
     seq_pooling_type: str | None = None  # another name of pooling_type
     enable_chunked_processing: bool = False  # of a server: --default-chunking mean

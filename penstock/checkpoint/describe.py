@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from penstock.checkpoint import static
 from penstock.checkpoint.adapters import adapter_names
 from penstock.checkpoint.families import Family, read_architecture, text_tower
@@ -70,7 +72,20 @@ def describe(config: EngineConfig) -> ModelSpec:
             native=native,
         )
     spec = with_default_prompt(spec, config.default_prompt_name, config.default_prompt)
-    return with_generation(spec, config.enable_generation) if native else run_by_transformers(spec)
+    spec = with_generation(spec, config.enable_generation) if native else run_by_transformers(spec)
+    return _with_default_task(spec, config.pooler_config.task)
+
+
+def _with_default_task(spec: ModelSpec, name: str | None) -> ModelSpec:
+    if name is None:
+        return spec
+    known = (*spec.tasks, Task.TOKEN_CLASSIFY) if spec.classifies_each_token else spec.tasks
+    if name not in known:
+        raise ModelLoadError(
+            f"the pooler config names task {name!r}, but {spec.name} has: {', '.join(known)}",
+            param="pooler_config",
+        )
+    return msgspec.structs.replace(spec, default_task=Task(name))
 
 
 def read_spec(

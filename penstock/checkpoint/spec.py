@@ -47,6 +47,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     similarity: str
     lower_case: bool
     tasks: tuple[Task, ...]
+    default_task: Task | None = None  # of requests that name none; None: the first
     labels: tuple[str, ...] = ()
     is_causal: bool = False  # no token sees a later one
     instruction_template: str | None = None  # with {instruction}; precedes a text
@@ -70,6 +71,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def generates(self) -> bool:
         return Task.GENERATE in self.tasks
+
+    @property
+    def classifies_each_token(self) -> bool:
+        """Whether a sequence classifier can judge every token: a causal one, whose head reads one token, and
+        each token stands for the text up to it."""
+        return self.is_causal and Task.CLASSIFY in self.tasks and Task.TOKEN_CLASSIFY not in self.tasks
 
     @property
     def reads_labels(self) -> bool:

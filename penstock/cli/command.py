@@ -18,6 +18,7 @@ from typer.core import TyperCommand
 from typer.models import OptionInfo
 
 from penstock.cli.config_file import config_file, read_config
+from penstock.cli.json_flags import with_json_keys
 
 _WIDEST_NAME = 24  # columns; the help of a flag with a longer name begins on the next line
 _LAST_PANELS = (  # after a command's own, in this order
@@ -207,7 +208,7 @@ class ServeCommand(Command):
     Reads --config before the other flags."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        args = plain_flags(args, self.params)
+        args = with_json_keys(plain_flags(args, self.params), _JSON_FLAGS)
         file = config_file(args)
         if file is not None:
             ctx.default_map = read_config(file, self.params)
@@ -219,6 +220,9 @@ class ServeCommand(Command):
         if file is not None and not names_model and ctx.params["model_argument"] is not None:
             ctx.params["engineconfig_model"] = None  # the argument comes before the file
         return rest
+
+
+_JSON_FLAGS = ("--pooler-config", "--override-pooler-config", "--hf-overrides")
 
 
 def _names_model(args: list[str]) -> bool:

@@ -252,6 +252,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         field="pooler_config",
+        names=("--pooler-config", "--override-pooler-config"),
         panel=MODEL,
         metavar=_JSON,
         help='Override the model\'s pooling, such as \'{"pooling_type": "cls", "normalize": true}\'.',

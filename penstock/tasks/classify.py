@@ -81,10 +81,3 @@ class TokenClassify(ListTask[Array]):
 
     def finish(self, model: TextModel, request: Request, output: PooledOutput) -> list[Array]:
         return token_rows(request, output.values)
-
-
-def classifies_each_token(model: TextModel) -> bool:
-    """Whether a sequence classifier can judge every token: a causal one, whose head reads one token, and
-    each token stands for the text up to it."""
-    spec = model.spec
-    return Task.TOKEN_CLASSIFY not in spec.tasks and Task.CLASSIFY in spec.tasks and spec.is_causal

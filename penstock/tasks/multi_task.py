@@ -14,7 +14,7 @@ from penstock.inputs.processor import DEFAULT_OPTIONS, InputOptions, Inputs
 from penstock.outputs.sparse import check_min_weight, sparse_rows
 from penstock.outputs.steps import check_steps, step_rows
 from penstock.outputs.tokens import token_rows
-from penstock.tasks.classify import Classify, TokenClassify, classifies_each_token
+from penstock.tasks.classify import Classify, TokenClassify
 from penstock.tasks.embed import Embed
 from penstock.tasks.model import TextModel
 from penstock.tasks.reward import Reward, StepRewards, rewards_steps
@@ -129,7 +129,7 @@ def pooling_task(
 ) -> TextTask[Any]:
     """The task that `params` name, over texts or token ids."""
     kind = _TASKS.get(params.task)
-    if kind is TokenClassify and classifies_each_token(model):
+    if kind is TokenClassify and model.spec.classifies_each_token:
         params = msgspec.structs.replace(params, task=Task.CLASSIFY, steps=True)
     if kind is None:
         refuse_other_routes(params.task)

@@ -12,6 +12,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock.api.app import build_app
+from penstock.config import EngineConfig, PoolerConfig, from_mapping
+from penstock.errors import ConfigError, ModelLoadError
+from penstock.inputs.tokenizer import Tokenizer
 from penstock.types import Task
 from tests.api.local_app import local_app
 from tests.api.scripted_app import make_state
@@ -33,7 +36,7 @@ def post(http: TestClient, path: str, **body: Any) -> Any:
     return answer.json()
 
 
-def refused(http: TestClient, path: str, status: int = 400, **body: Any) -> dict[str, Any]:
+def refused(http: TestClient, path: str, status: int = 400, /, **body: Any) -> dict[str, Any]:
     answer = http.post(path, json=body)
     assert answer.status_code == status, answer.text
     return answer.json()["error"]  # type: ignore[no-any-return]
@@ -97,7 +100,12 @@ def test_conversations_come_in_lists_and_under_either_name(http: TestClient) -> 
             http, "/v1/embeddings", messages=one, continue_final_message=True, add_generation_prompt=True
         )["message"]
     )
-    for wrong in ({"messages": [one[0], two]}, {"messages": []}, {"messages": one, "input": "text"}):
+    wrongs: tuple[dict[str, Any], ...] = (
+        {"messages": [one[0], two]},
+        {"messages": []},
+        {"messages": one, "input": "text"},
+    )
+    for wrong in wrongs:
         assert refused(http, "/v1/embeddings", **wrong)["param"] in ("messages", "input")
 
 
@@ -152,7 +160,7 @@ def test_a_model_without_a_template_says_so(reranker: TestClient) -> None:
 
 
 def test_a_request_brings_a_template_only_where_clients_are_trusted(folder: Path, http: TestClient) -> None:
-    body = {"messages": TALK, "chat_template": "{{ messages[0].content }}"}
+    body: dict[str, Any] = {"messages": TALK, "chat_template": "{{ messages[0].content }}"}
     error = refused(http, "/tokenize", **body)
     assert error["param"] == "chat_template" and "--trust-request-chat-template" in error["message"]
     with local_app(folder, server={"trust_request_chat_template": True}) as (trusting, _):
@@ -171,8 +179,12 @@ def test_bytes_only_are_the_bytes_without_their_description(http: TestClient) ->
     assert plain.content == described.content and "metadata" not in plain.headers
     assert plain.headers["content-type"] == "application/octet-stream"
     assert json.loads(described.headers["metadata"])["data"][1]["embed_dtype"] == "float16"
-    several = {"input": "a", "task": ["embed", "token_embed"], "encoding_format": "bytes_only"}
-    assert refused(http, "/pooling", **several)["param"] == "encoding_format"
+    several: dict[str, Any] = {
+        "input": "a",
+        "task": ["embed", "token_embed"],
+        "encoding_format": "bytes_only",
+    }
+    assert refused(http, "/pooling", input="a", **several)["param"] == "encoding_format"
 
 
 def test_token_strings_are_null_unless_asked_for(http: TestClient) -> None:
@@ -211,6 +223,96 @@ def test_an_instruction_may_be_a_variable_of_the_template(reranker: TestClient) 
     assert refused(reranker, "/rerank", 422, **body, chat_template_kwargs={"instruction": "a"}) == direct
     wrong = refused(reranker, "/score", queries="a", documents="b", chat_template_kwargs={"other": 1})
     assert wrong["param"] == "chat_template_kwargs"
+
+
+# --- pooler options -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def causal_classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama that classifies texts by their last token."""
+    import torch
+    import transformers
+
+    folder = write_text_model(tmp_path_factory.mktemp("causal"))
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=Tokenizer(folder).max_token_id + 4,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    config.num_labels = 3
+    transformers.LlamaForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 8, "enable_chunked_prefill": True}])
+def test_a_causal_classifier_judges_each_token_as_the_end_of_a_text(
+    causal_classifier: Path, options: dict[str, Any]
+) -> None:
+    import torch
+    import transformers
+
+    reference = transformers.LlamaForSequenceClassification.from_pretrained(causal_classifier)
+    with local_app(causal_classifier, **options) as (http, _):
+        ids = ids_of(http, "find the water was long and see how they look")
+        with torch.inference_mode():
+            hidden = reference.model(torch.tensor([ids])).last_hidden_state
+            logits = reference.score(hidden)[0].float()
+        for activates, expected in ((None, logits.softmax(-1)), (False, logits)):
+            body = {"input": [ids, ids[:3]], "task": "token_classify", "use_activation": activates}
+            rows = [np.array(row["data"]) for row in post(http, "/pooling", **body)["data"]]
+            np.testing.assert_allclose(rows[0], expected.numpy(), atol=1e-5)
+            np.testing.assert_allclose(rows[1], expected.numpy()[:3], atol=1e-5)
+        prefix = post(http, "/classify", input=[ids[:3]])["data"][0]["probs"]
+        assert prefix == pytest.approx(logits.softmax(-1)[2].tolist(), abs=1e-5)
+
+
+def test_an_encoder_classifies_whole_texts_only(classifier: TestClient) -> None:
+    error = refused(classifier, "/pooling", 422, input="water", task="token_classify")
+    assert "its tasks are: classify" in error["message"]
+
+
+def test_the_pooler_config_sets_the_task_and_the_activation(causal_classifier: Path) -> None:
+    pooler = PoolerConfig(task="token_classify", use_activation=False)
+    with local_app(causal_classifier, pooler_config=pooler) as (http, _):
+        rows = post(http, "/pooling", input="find the water")["data"][0]["data"]
+        assert len(rows) == len(ids_of(http, "find the water")) and len(rows[0]) == 3
+        assert abs(sum(rows[-1]) - 1) > 1e-3
+        probs = post(http, "/classify", input="find the water")["data"][0]["probs"]
+        assert probs == pytest.approx(rows[-1], abs=1e-6)
+        activated = post(http, "/classify", input="find the water", use_activation=True)["data"][0]["probs"]
+        assert sum(activated) == pytest.approx(1)
+    with (
+        pytest.raises(ModelLoadError, match="names task 'sparse'"),
+        local_app(causal_classifier, pooler_config=PoolerConfig(task="sparse")),
+    ):
+        pass
+
+
+def test_the_pooler_config_turns_off_normalisation(folder: Path) -> None:
+    with local_app(folder, pooler_config=PoolerConfig(use_activation=True)) as (http, _):
+        unit = post(http, "/v1/embeddings", input="water")["data"][0]["embedding"]
+        raw = post(http, "/v1/embeddings", input="water", use_activation=False)["data"][0]["embedding"]
+    assert np.linalg.norm(unit) == pytest.approx(1, abs=1e-5)
+    with local_app(folder, pooler_config=PoolerConfig(use_activation=False)) as (http, _):
+        assert post(http, "/v1/embeddings", input="water")["data"][0]["embedding"] == pytest.approx(raw)
+
+
+def test_pooler_options_that_contradict_each_other_are_refused() -> None:
+    for wrong in (
+        {"normalize": True, "use_activation": False},
+        {"pooling_type": "CLS", "seq_pooling_type": "CLS"},
+        {"max_embed_len": 100},
+    ):
+        with pytest.raises(ConfigError):
+            from_mapping(EngineConfig, {"pooler_config": wrong})
+    named = from_mapping(EngineConfig, {"pooler_config": {"seq_pooling_type": "MEAN"}})
+    assert named.pooler_config.pooling_type == "MEAN"
 
 
 # --- the server ---------------------------------------------------------------------------------------------
@@ -283,8 +385,6 @@ def writer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(writer_folder: Path) -> ScriptedEngine:
-    from penstock.inputs.tokenizer import Tokenizer
-
     return ScriptedEngine(continue_with(Tokenizer(writer_folder), "the water was long", "another"))
 
 
@@ -312,16 +412,16 @@ def test_token_ids_are_returned_where_asked_for(writer: TestClient) -> None:
     text = post(writer, "/detokenize", tokens=choice["token_ids"], skip_special_tokens=True)["prompt"]
     assert text == choice["message"]["content"]
     assert len(choice["token_ids"]) == shown["usage"]["completion_tokens"]
-    body = {"prompt": ["find", "the water"], "max_tokens": 40, "return_token_ids": True}
-    rows = post(writer, "/v1/completions", **body)["choices"]
-    for row, prompt in zip(rows, body["prompt"], strict=True):
+    prompts = ["find", "the water"]
+    rows = post(writer, "/v1/completions", prompt=prompts, max_tokens=40, return_token_ids=True)["choices"]
+    for row, prompt in zip(rows, prompts, strict=True):
         assert row["prompt_token_ids"] == post(writer, "/tokenize", prompt=prompt)["tokens"]
         assert row["token_ids"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_a_stream_has_all_token_ids_once(writer: TestClient, path: str) -> None:
-    body = {"messages": TALK[:1]} if "chat" in path else {"prompt": "find"}
+    body: dict[str, Any] = {"messages": TALK[:1]} if "chat" in path else {"prompt": "find"}
     body |= {"max_tokens": 40, "return_token_ids": True}
     whole = post(writer, path, **body)
     text = writer.post(path, json=body | {"stream": True}).text

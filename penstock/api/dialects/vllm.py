@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 import numpy as np
@@ -137,7 +137,7 @@ async def pooling(call: Call, body: PoolingBody) -> Reply:
     model = call.model(body)
     if isinstance(body.task, list):
         return await _multi_task(call, body, model, body.task)
-    task = body.task or model.spec.tasks[0]
+    task = body.task or model.spec.default_task or model.spec.tasks[0]
     params = msgspec.structs.replace(body.params(task), top_k=body.top_k)
     if task is Task.SPARSE:
         _refuse_for_sparse(body)
@@ -168,7 +168,7 @@ async def _multi_task(call: Call, body: PoolingBody, model: ServedModel, tasks: 
         raise BadValue("several tasks answer as float or base64, not as bytes", param="encoding_format")
     first, *more = [_task_params(body, task) for task in tasks]
     task = MultiTask(
-        inputs=body.input,
+        inputs=cast(Any, body.input),
         params=first,
         options=body.options(),
         more=tuple(more),
