@@ -11,6 +11,8 @@ from starlette.testclient import TestClient
 
 from penstock.api.app import ROUTES, build_app
 from penstock.api.nesting import MAX_NESTING, check_nesting
+from penstock.api.routes import RouteSpec
+from penstock.api.schema import kinds_of
 from penstock.errors import BadValue
 from tests.api.scripted_app import make_state
 from tests.text_models import ScriptedEngine, write_text_model
@@ -57,9 +59,13 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield client
 
 
-@pytest.mark.parametrize("path", [route.path for route in ROUTES if route.body is not None])
+WITH_BODY = [route for route in ROUTES if route.body is not None]
+
+
+@pytest.mark.parametrize("route", WITH_BODY, ids=[route.path for route in WITH_BODY])
 @pytest.mark.parametrize("levels", [200, 2000, 100_000])
-def test_deep_json_gets_400_on_every_route(http: TestClient, path: str, levels: int) -> None:
+def test_deep_json_is_refused_on_every_route(http: TestClient, route: RouteSpec, levels: int) -> None:
+    wanted = {kind.errors.status(BadValue("too deep")) for kind in kinds_of(route)}  # 400 in most dialects
     for field in ("input", "query", "messages", "text_1", "texts", "guided_json"):
         raw = b'{"%s":' % field.encode() + nested(levels) + b"}"
-        assert http.post(path, content=raw).status_code == 400, field
+        assert http.post(route.path, content=raw).status_code in wanted, field

@@ -109,7 +109,7 @@ def table(runs: list[Run]) -> str:
     for run in runs:
         faults, statuses = run.faults, run.statuses
         unanswered = faults["closed"] + faults["hang"]
-        odd = faults["echo"] + faults["not JSON"] + run.busy.num_wrong
+        odd = faults["echo"] + faults["not JSON"] + faults["schema"] + run.busy.num_wrong
         rows.append(
             [
                 run.server,
