@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
+import msgspec.inspect
 
 from docs.tools.source import Field, fields_of, signature
 from penstock.api import meanings
-from penstock.api.fields import NoEffect
+from penstock.api.fields import NoEffect, Refused
 
 METRIC_MODULES = (
     "penstock.api.metrics",
@@ -113,25 +114,50 @@ def _dialect_table(kinds: list[tuple[Any, Any]]) -> str:
         routes.setdefault(kind.body or route, []).append(f"`{methods} {route.path}`")
     rows = []
     for key, paths in routes.items():
-        supported, others = _support(key) if isinstance(key, type) else ([], [])
+        supported, others = _support(key) if isinstance(key, type) else ([], {})
         rows.append((", ".join(paths), "supported", ", ".join(supported)))
-        rows += [("", *other) for other in others]
+        rows += [("", what, f"{', '.join(names)}: {why}") for (what, why), names in sorted(others.items())]
     return table(("route", "support", "fields"), rows)
 
 
-def _support(body: type[msgspec.Struct]) -> tuple[list[str], list[tuple[str, str]]]:
-    """The fields that do what they say, and of the others (support, field with the reason)."""
+Others = dict[tuple[str, str], list[str]]  # (support, reason) → fields
+
+
+def _support(body: type[msgspec.Struct], path: str = "") -> tuple[list[str], Others]:
+    """The fields that do what they say, and the others.
+
+    Fields of an object inside the body follow it, as `parameters.truncate`.
+    """
     notes = meanings.limits(body)
-    supported, others = [], []
+    supported: list[str] = []
+    others: Others = {}
     for field in msgspec.structs.fields(body):
-        name, note = _code(field.encode_name), notes.get(field.encode_name)
-        if note is None:
-            supported.append(name)
-        elif isinstance(note, NoEffect):
-            others.append(("no effect", f"{name}: {note.reason}"))
-        else:
-            others.append(("refused", f"{name}{_unless(field.default, note.accepts)}: {note.reason}"))
-    return supported, sorted(others)
+        name, note = _code(path + field.encode_name), notes.get(field.encode_name)
+        if isinstance(note, NoEffect):
+            others.setdefault(("no effect", note.reason), []).append(name)
+            continue
+        if isinstance(note, Refused):
+            shown = name + _unless(field.default, note.accepts)
+            others.setdefault(("refused", note.reason), []).append(shown)
+            continue
+        supported.append(name)
+        for inner in () if path else _objects(msgspec.inspect.type_info(field.type)):
+            its_supported, its_others = _support(inner, f"{field.encode_name}.")
+            supported += its_supported
+            for key, names in its_others.items():
+                others.setdefault(key, []).extend(names)
+    return supported, others
+
+
+def _objects(kind: msgspec.inspect.Type) -> list[type[msgspec.Struct]]:
+    """The types of objects that a field holds, by itself or in a list."""
+    if isinstance(kind, msgspec.inspect.StructType):
+        return [kind.cls]
+    if isinstance(kind, msgspec.inspect.UnionType):
+        return [found for part in kind.types for found in _objects(part)]
+    if isinstance(kind, msgspec.inspect.Metadata):
+        return _objects(kind.type)
+    return _objects(kind.item_type) if isinstance(kind, msgspec.inspect.ListType) else []
 
 
 def _unless(default: Any, accepts: Iterable[Any]) -> str:

@@ -27,6 +27,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from tests.docs.playground_page import Playground
+from tests.waiting import wait_until
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 MAX_BYTES = 150_000
@@ -72,11 +73,15 @@ class Camera:
         if message.type == "error":
             self.problems.append(f"{self.page.url}: {message.text}")
 
-    def take(self, name: str) -> None:
-        height = self.page.evaluate("document.documentElement.scrollHeight")
-        width = self.page.viewport_size["width"]
-        clip = {"x": 0, "y": 0, "width": width, "height": min(height, MAX_HEIGHT)}
-        picture = shrunk(self.page.screenshot(full_page=True, clip=clip, animations="disabled"))
+    def take(self, name: str, *, in_sight: bool = False) -> None:
+        """Take a picture of the page from its top, or of what is in sight."""
+        options: dict[str, Any] = {"animations": "disabled"}
+        if not in_sight:
+            height = self.page.evaluate("document.documentElement.scrollHeight")
+            width = self.page.viewport_size["width"]
+            clip = {"x": 0, "y": 0, "width": width, "height": min(height, MAX_HEIGHT)}
+            options |= {"full_page": True, "clip": clip}
+        picture = shrunk(self.page.screenshot(**options))
         file = self.folder / f"{name}.png"
         file.write_bytes(picture)
         if len(picture) > MAX_BYTES:
@@ -227,18 +232,29 @@ PICTURES = {
     "playground-dark": Picture("late", show_token_map, dark=True),
     "playground-phone": Picture("token-classifier", show_entities, phone=True),
 }
-API_PAGES = {
-    "api-docs": "embedder",
-    **{
-        f"api-docs-{kind}": kind
-        for kind in ("reranker", "late", "classifier", "token-classifier", "generator")
-    },
+
+
+@dataclass(frozen=True)
+class ApiPicture:
+    """A picture of /docs: the route that the model is made for."""
+
+    subject: str
+    operation: str  # the end of its address within the page
+
+
+API_PICTURES = {
+    "api-docs": ApiPicture("embedder", "openai/POST/v1/embeddings"),
+    "api-docs-reranker": ApiPicture("reranker", "vllm/POST/rerank"),
+    "api-docs-late": ApiPicture("late", "native/POST/v1/maxsim"),
+    "api-docs-classifier": ApiPicture("classifier", "vllm/POST/classify"),
+    "api-docs-token-classifier": ApiPicture("token-classifier", "native/POST/v1/entities"),
+    "api-docs-generator": ApiPicture("generator", "openai/POST/v1/chat/completions"),
 }
 
 
 def take_picture(browser: Any, url: str, name: str, folder: Path, model: str | None = None) -> list[str]:
     """Take one picture; return what went wrong. `model` is chosen first, where the server has several."""
-    picture = PICTURES.get(name, Picture("", lambda page: None))
+    picture = PICTURES[name]
     page = browser.new_page(
         viewport=PHONE if picture.phone else SIZE,
         color_scheme="dark" if picture.dark else "light",
@@ -246,12 +262,27 @@ def take_picture(browser: Any, url: str, name: str, folder: Path, model: str | N
     )
     camera = Camera(page, folder)
     try:
-        if name in PICTURES:
-            picture.show(Playground(page).open(url, model=model))
-        else:
-            page.goto(url + "/docs", wait_until="networkidle")
+        picture.show(Playground(page).open(url, model=model))
         page.mouse.move(0, 0)
         camera.take(name)
+    finally:
+        page.close()
+    return [f"{name}: {problem}" for problem in camera.problems]
+
+
+def take_api_picture(browser: Any, url: str, name: str, folder: Path) -> list[str]:
+    """Take a picture of one route on /docs; return what went wrong."""
+    operation = API_PICTURES[name].operation
+    page = browser.new_page(viewport={**SIZE, "height": 900}, device_scale_factor=SCALE)
+    camera = Camera(page, folder)
+    try:
+        page.goto(f"{url}/docs#tag/{operation}")
+        place = page.locator(f'[id$="{operation}"]').first
+        place.wait_for()
+        wait_until(lambda: abs(place.bounding_box()["y"]) < 2)  # the page has scrolled there
+        page.wait_for_load_state("networkidle")
+        page.evaluate("document.activeElement.blur()")
+        camera.take(name, in_sight=True)
     finally:
         page.close()
     return [f"{name}: {problem}" for problem in camera.problems]
@@ -303,7 +334,8 @@ def _stand_in(kind: str, scratch: Path) -> Path:
 def take_all(browser: Any, models: Path | None, only: list[str]) -> list[str]:
     """Take every picture, one server after the other; return what went wrong."""
     problems: list[str] = []
-    wanted = {**{name: picture.subject for name, picture in PICTURES.items()}, **API_PAGES}
+    wanted = {name: picture.subject for name, picture in PICTURES.items()}
+    wanted |= {name: picture.subject for name, picture in API_PICTURES.items()}
     with tempfile.TemporaryDirectory() as scratch:
         for kind, subject in SUBJECTS.items():
             names = [name for name, of in wanted.items() if of == kind and (not only or name in only)]
@@ -311,7 +343,8 @@ def take_all(browser: Any, models: Path | None, only: list[str]) -> list[str]:
                 continue
             with serving_subject(subject, models, Path(scratch)) as url:
                 for name in names:
-                    problems += take_picture(browser, url, name, ASSETS)
+                    take = take_api_picture if name in API_PICTURES else take_picture
+                    problems += take(browser, url, name, ASSETS)
                     print(f"{name}.png", flush=True)
     return problems
 

@@ -48,7 +48,6 @@ INVOCATIONS = RouteSpec(
     example={"input": ["Water finds its level."]},
 )
 _POOLING = {Task.EMBED: "/v1/embeddings", Task.CLASSIFY: "/classify"}
-_TEI = {Task.EMBED: "/embed", Task.CLASSIFY: "/predict"}
 
 
 def path_of(fields: Mapping[str, Any], model: ServedModel) -> str | None:
@@ -60,7 +59,7 @@ def path_of(fields: Mapping[str, Any], model: ServedModel) -> str | None:
         found = None if "task" in fields else _first(_POOLING, tasks)
         return found or "/pooling"
     if "inputs" in fields:
-        return _first(_TEI, tasks)
+        return "/"  # TEI's and Hugging Face's bodies: the model's own task
     if "prompt" in fields:
         return "/v1/completions"
     if "query" in fields:

@@ -35,6 +35,7 @@ def without_links(text: str) -> str:
     return _LINK.sub(r"\1", text)
 
 
+@cache
 def limits(body: type[msgspec.Struct]) -> dict[str, NoEffect | Refused]:
     """The fields that have no effect or are refused, under the names that they have in JSON."""
     hints = typing.get_type_hints(body, include_extras=True)

@@ -261,7 +261,8 @@ async def rank(
     if not query and not all(texts):
         raise EmptyInput("query and a text are empty; give at least one character", param="texts")
     activate = False if raw_scores else None
-    result = await run_pairs(call, body, make_pairs(query, texts), options.pairs(call), activate=activate)
+    model, pairs = call.model(body), make_pairs(query, texts)
+    result = await run_pairs(call, body, model, pairs, options.pairs(call), activate=activate)
     began, scores = time.monotonic(), result.value
     rows: list[dict[str, Any]] = [{"index": index, "score": scores[index]} for index in top_indices(scores)]
     if return_text:
@@ -284,7 +285,8 @@ async def similarity(
         raise EmptyInput("inputs has an empty text; give at least one character for each", param="inputs")
     check_num_rows(call, len(sentences), "sentences")
     pairs = make_pairs(source, sentences)
-    result = await run_pairs(call, body, pairs, options.pairs(call, is_symmetric=True), activate=None)
+    symmetric = options.pairs(call, is_symmetric=True)
+    result = await run_pairs(call, body, model, pairs, symmetric, activate=None)
     return bare_reply(call, result, result.value, len(source) + num_chars(sentences), time.monotonic())
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 import orjson
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from penstock.api.endpoint import Call
 from penstock.api.fields import CacheSalt, User
 from penstock.api.run import Result, Scheduled, check_num_rows, run
+from penstock.api.state import ServedModel
 from penstock.errors import BadValue
 from penstock.inputs.long_texts import MAX_REQUEST_TOKENS
 from penstock.inputs.pair_options import Pair, PairOptions, make_pairs
@@ -56,6 +57,11 @@ class RankFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         )
 
 
+def cut_by_default(options: PairOptions) -> PairOptions:
+    """Cut pairs at the model's limit, unless the options say where."""
+    return replace(options, truncate_prompt_tokens=-1) if options.truncate_prompt_tokens is None else options
+
+
 class RerankRequest(RankFields, kw_only=True):
     """Body of `POST /rerank` and `/v1/rerank`, as Jina and Cohere v1 have it."""
 
@@ -65,29 +71,33 @@ class RerankRequest(RankFields, kw_only=True):
     return_documents: bool = False
 
 
-class PairBody(Scheduled, Protocol):
-    model: str | None
-
-
 async def run_pairs(
-    call: Call, body: PairBody, pairs: list[Pair], options: PairOptions, *, activate: bool | None
+    call: Call,
+    body: Scheduled,
+    model: ServedModel,
+    pairs: list[Pair],
+    options: PairOptions,
+    *,
+    activate: bool | None,
 ) -> Result[Scores]:
     """Score pairs. Scores stay NumPy scalars: the encoder writes them as the short decimals of a float32."""
     options = replace(options, max_request_tokens=MAX_REQUEST_TOKENS)
     task = Score(pairs=pairs, params=PoolingParams(Task.SCORE, normalize=activate), options=options)
-    return await run(call, body, call.model(body), task, rows_name="documents")
+    return await run(call, body, model, task, rows_name="documents")
 
 
-async def run_ranking(call: Call, body: RerankRequest) -> Result[Scores]:
+async def run_ranking(call: Call, body: RerankRequest, model: ServedModel) -> Result[Scores]:
+    """Score the documents of a body. Its model comes first: looking it up settles how long texts are cut."""
     check_top_n(body.top_n)
     return await score_documents(
-        call, body, body.query, body.documents, body.options(), activate=body.use_activation
+        call, body, model, body.query, body.documents, body.options(), activate=body.use_activation
     )
 
 
 async def score_documents(
     call: Call,
-    body: PairBody,
+    body: Scheduled,
+    model: ServedModel,
     query: str,
     documents: Sequence[Document],
     options: PairOptions,
@@ -98,7 +108,7 @@ async def score_documents(
     check_query(query, "query", "query")
     check_num_rows(call, len(documents), "documents")
     pairs = make_pairs(query, document_texts(documents, "documents"))
-    return await run_pairs(call, body, pairs, options, activate=activate)
+    return await run_pairs(call, body, model, pairs, options, activate=activate)
 
 
 def returned_documents(body: RerankRequest) -> list[Any] | None:

@@ -55,9 +55,7 @@ class RouteSpec:
     # Content types of the 200 answer beside JSON. Where none is named, a body with `stream` has
     # text/event-stream, and one whose `encoding_format` takes "bytes" has application/octet-stream.
     media: tuple[str, ...] = ()
-    is_listed: bool = (
-        True  # in the OpenAPI document and the reference; False: a file of a page, or never served
-    )
+    is_listed: bool = True  # in the OpenAPI document; False: a file of a page, or a route that only refuses
     path_example: str | None = None  # of the path's parameter; one called `model` needs none
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -279,7 +280,7 @@ def _nullable(schema: Json) -> Json:
         return schema
     if "default" in schema and set(schema) == {"default"}:  # any value
         return schema
-    outer = {key: schema[key] for key in ("default", "description", "title") if key in schema}
+    outer: Json = {key: schema[key] for key in ("default", "description", "title") if key in schema}
     inner = {key: value for key, value in schema.items() if key not in outer}
     if "enum" in inner:
         return {**inner, "enum": [*inner["enum"], None], **outer}
@@ -310,9 +311,12 @@ def _description(body: str, field: str, note: NoEffect | Refused | None) -> str:
 def _operation(route: RouteSpec, schemas: _Schemas, model: str | None) -> Json:
     kinds = kinds_of(route)
     summary, _, more = (inspect.getdoc(route.handler) or "").partition("\n\n")
+    sentence = " ".join(summary.split())
+    title = re.split("[;:]", sentence)[0].replace("`", "").removesuffix(".")  # a title has no markup
+    more = more if sentence.removesuffix(".") == title else f"{sentence}\n\n{more}"
     operation: Json = {
         "tags": list(dict.fromkeys(kind.dialect for kind in kinds)),
-        "summary": summary.replace("\n", " ").removesuffix("."),
+        "summary": title,
         "description": _about(route, more),
     }
     if (prefix := route.prefix) is not None:
@@ -328,7 +332,7 @@ def _operation(route: RouteSpec, schemas: _Schemas, model: str | None) -> Json:
 
 def _about(route: RouteSpec, more: str) -> str:
     """Everything that the docstrings of a route's handlers say, by the dialect of each."""
-    parts = [more.strip()]
+    parts = [f"{more.strip()}\n" if more.strip() else ""]
     for kind in route.variants:
         words = " ".join((inspect.getdoc(kind.handler) or "").split())
         parts.append(f"- A body with {_or(kind.markers)} is of the dialect **{kind.dialect}**: {words}")

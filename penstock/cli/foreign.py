@@ -170,6 +170,8 @@ _STEPS = "steps are planned by Penstock's own scheduler"
 _KERNELS = "Penstock chooses its kernels and CUDA graphs itself"
 _LOADING = "weights are read by Penstock's own loader"
 _TRACES = "no traces are exported"
+_TLS = "the server speaks plain HTTP; terminate TLS in a proxy before it"
+_ADAPTERS = "no LoRA adapter is loaded; merge it into the model"
 _NO_CODE = "no code of a checkpoint is run"
 _CACHE = "the cache has its own size; see --kv-cache-gb"
 
@@ -277,6 +279,7 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
         "--disable-log-stats", server=VLLM, why="no statistics are logged; they are served at /metrics"
     ),
     no_effect("--disable-frontend-multiprocessing", server=VLLM, why="see --api-server-count"),
+    no_effect("--enable-server-load-tracking", server=VLLM, why="/load always counts requests"),
     no_effect("--enable-request-id-headers", server=VLLM, why="x-request-id is always honoured"),
     # --- of which only some values work ---
     only("--tensor-parallel-size", "-tp", accepts=("1",), server=VLLM, why=_ONE_DEVICE, value="N"),
@@ -335,6 +338,15 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     refused("--allow-credentials", server=VLLM, why="clients send the API key as a header, not as a cookie"),
     refused("--disable-fastapi-docs", server=VLLM, why="/docs and /openapi.json are always there"),
     refused("--uds", server=VLLM, value="PATH", why="the server listens on --host and --port"),
+    refused("--ssl-keyfile", server=VLLM, value="FILE", why=_TLS),
+    refused("--ssl-certfile", server=VLLM, value="FILE", why=_TLS),
+    refused("--ssl-ca-certs", server=VLLM, value="FILE", why=_TLS),
+    refused("--ssl-cert-reqs", server=VLLM, value="N", why=_TLS),
+    refused("--ssl-ciphers", server=VLLM, value="NAMES", why=_TLS),
+    refused("--enable-ssl-refresh", server=VLLM, why=_TLS),
+    refused("--enable-lora", server=VLLM, why=_ADAPTERS),
+    refused("--lora-modules", server=VLLM, value="MODULES", why=_ADAPTERS),
+    refused("--enable-force-include-usage", server=VLLM, why="set stream_options in requests"),
     refused("--headless", server=VLLM, why=_ONE_DEVICE),
     refused("--grpc", server=VLLM, why="the server speaks HTTP only"),
 )

@@ -70,6 +70,7 @@ class JsonSchema(msgspec.Struct, kw_only=True):
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    value: dict[str, Any] | None = None  # with json_object: a schema, as huggingface_hub sends it
 
 
 class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -540,7 +541,11 @@ def _constraining_format(given: ResponseFormat | None) -> ResponseFormat | None:
 def _grammar(kind: str, value: Any, name: str) -> Grammar:
     if isinstance(value, ResponseFormat):
         if value.type == "json_object":
-            return constraints.JSON_OBJECT
+            return (
+                constraints.JSON_OBJECT if value.value is None else constraints.json_schema(value.value, name)
+            )
+        if value.value is not None:
+            raise BadValue("response_format.value is for type json_object; use json_schema.schema")
         if value.json_schema is None or value.json_schema.schema is None:
             raise BadValue("response_format of type json_schema needs json_schema.schema")
         return constraints.json_schema(value.json_schema.schema, name)

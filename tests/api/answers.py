@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import msgspec
 
 
-def checked(response: httpx.Response, kind: Any) -> Any:
+def checked(response: Any, kind: Any) -> Any:
     """The JSON of a successful answer, which has exactly the fields of its declared type."""
     assert response.status_code == 200, response.text
     decoded = msgspec.json.decode(response.content, type=kind)

@@ -343,3 +343,17 @@ def test_an_embedder_does_not_generate(bert: TestClient) -> None:
 def test_the_name_that_huggingface_hub_sends_for_none_is_the_first_model(writer: TestClient) -> None:
     body = {"model": "dummy", "messages": [{"role": "user", "content": "find"}]}
     assert ask(writer, "/v1/chat/completions", **body)["choices"][0]["message"]["content"] == SAID
+
+
+def test_a_schema_of_a_chat_is_kept(writer: TestClient, engine: ScriptedEngine) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+    def grammar(**response_format: Any) -> Any:
+        body = {"messages": [{"role": "user", "content": "find"}], "response_format": response_format}
+        ask(writer, "/v1/chat/completions", **body)
+        sampling = engine.requests[-1].sampling
+        assert sampling is not None and sampling.grammar is not None
+        return sampling.grammar.text
+
+    expected = grammar(type="json_schema", json_schema={"name": "a", "schema": schema})
+    assert grammar(type="json_object", value=schema) == expected != grammar(type="json_object")

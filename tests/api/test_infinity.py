@@ -60,7 +60,7 @@ def refused(http: TestClient, path: str, status: int = 400, **body: Any) -> str:
 @pytest.mark.parametrize("path", ["/embeddings", "/v1/embeddings"])
 def test_embeddings_are_those_of_v1(http: TestClient, path: str) -> None:
     expected = http.post("/v1/embeddings", json={"input": TEXTS}).json()
-    body = {"input": TEXTS, "modality": "text", "dimensions": 0}
+    body: dict[str, Any] = {"input": TEXTS, "modality": "text", "dimensions": 0}
     answer = checked(http.post(path, json=body), InfinityEmbeddingsAnswer)
     assert [item["embedding"] for item in answer["data"]] == [each["embedding"] for each in expected["data"]]
     assert answer["usage"] == expected["usage"] and answer["id"].startswith("infinity-")
@@ -89,13 +89,13 @@ def test_long_texts_are_cut(http: TestClient, folder: Path) -> None:
 
 
 def test_scores_are_between_0_and_1_unless_they_are_raw(reranker: TestClient) -> None:
-    plain = {"query": "water", "documents": DOCUMENTS}
+    plain: dict[str, Any] = {"query": "water", "documents": DOCUMENTS}
     raw = reranker.post("/rerank", json={**plain, "use_activation": False}).json()["results"]
     logits = {row["index"]: row["relevance_score"] for row in raw}
     answer = checked(reranker.post("/rerank", json={**plain, "raw_scores": True}), InfinityRerankAnswer)
     assert {row["index"]: row["relevance_score"] for row in answer["results"]} == pytest.approx(logits)
     assert all(row["document"] is None for row in answer["results"])
-    body = {**plain, "raw_scores": False, "return_documents": True, "top_n": 2}
+    body: dict[str, Any] = {**plain, "raw_scores": False, "return_documents": True, "top_n": 2}
     answer = checked(reranker.post("/rerank", json=body), InfinityRerankAnswer)
     assert len(answer["results"]) == 2
     for row in answer["results"]:
@@ -118,7 +118,7 @@ def test_a_model_that_gives_logits_by_default_gives_scores_here(tmp_path: Path) 
 
 
 def test_rerank_cuts_long_texts_and_names_what_is_wrong(reranker: TestClient) -> None:
-    body = {"query": "water", "documents": [LONG, "a"], "raw_scores": False}
+    body: dict[str, Any] = {"query": "water", "documents": [LONG, "a"], "raw_scores": False}
     answer = reranker.post("/rerank", json=body)
     assert answer.status_code == 200 and answer.headers["x-truncated-rows"] == "1"
     assert "top_n is 0" in refused(reranker, "/rerank", **body, top_n=0)
@@ -133,13 +133,13 @@ def test_texts_in_the_dialect_of_tei_stay_its_own(reranker: TestClient) -> None:
 
 def test_all_labels_come_with_their_scores(classifier: TestClient) -> None:
     plain = classifier.post("/classify", json={"input": TEXTS}).json()["data"]
-    body = {"input": TEXTS, "raw_scores": False}
+    body: dict[str, Any] = {"input": TEXTS, "raw_scores": False}
     answer = checked(classifier.post("/classify", json=body), InfinityClassifyAnswer)
     for row, expected in zip(answer["data"], plain, strict=True):
         scores = {f"LABEL_{index}": value for index, value in enumerate(expected["probs"])}
         assert {each["label"]: each["score"] for each in row} == pytest.approx(scores)
         assert row[0]["label"] == expected["label"]
-    raw = {"input": TEXTS, "use_activation": False}
+    raw: dict[str, Any] = {"input": TEXTS, "use_activation": False}
     logits = classifier.post("/classify", json=raw).json()["data"]
     answer = classifier.post("/classify", json={"input": TEXTS, "raw_scores": True}).json()
     for row, expected in zip(answer["data"], logits, strict=True):

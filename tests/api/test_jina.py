@@ -203,28 +203,33 @@ def test_errors_have_the_shape_of_jina(http: TestClient) -> None:
 
 
 def test_rerank_returns_documents_and_cuts_long_ones(reranker: TestClient) -> None:
-    body = {"query": "water", "documents": ["the oil", LONG, "water"], "truncate": True, "top_n": 2}
+    body: dict[str, Any] = {
+        "query": "water",
+        "documents": ["the oil", LONG, "water"],
+        "truncate": True,
+        "top_n": 2,
+    }
     response = reranker.post("/v1/rerank", json=body)
     answer = checked(response, JinaRerankAnswer)
     assert response.headers["x-truncated-rows"] == "1"
-    plain = {"query": "water", "documents": body["documents"], "truncate_prompt_tokens": -1}
+    plain: dict[str, Any] = {"query": "water", "documents": body["documents"], "truncate_prompt_tokens": -1}
     expected = reranker.post("/v1/rerank", json=plain).json()["results"]
     for row, other in zip(answer["results"], expected[:2], strict=True):
         assert (row["index"], row["relevance_score"]) == (other["index"], other["relevance_score"])
-        assert row["document"] == {"text": body["documents"][row["index"]]}  # type: ignore[index]
+        assert row["document"] == {"text": body["documents"][row["index"]]}
 
 
 def test_rerank_takes_a_query_as_an_object(reranker: TestClient) -> None:
-    body = {"query": {"text": "water"}, "documents": [{"text": "the oil"}], "truncate": True}
+    body: dict[str, Any] = {"query": {"text": "water"}, "documents": [{"text": "the oil"}], "truncate": True}
     answer = checked(reranker.post("/v1/rerank", json=body), JinaRerankAnswer)
     assert answer["results"][0]["document"] == {"text": "the oil"}
     answer = checked(reranker.post("/v1/rerank", json={**body, "return_documents": False}), JinaRerankAnswer)
     assert "document" not in answer["results"][0]
-    image = {"query": {"image": "x"}, "documents": ["a"], "truncate": True}
+    image: dict[str, Any] = {"query": {"image": "x"}, "documents": ["a"], "truncate": True}
     assert "reads texts" in refused(reranker, path="/v1/rerank", **image)
 
 
 def test_rerank_refuses_vectors_and_long_texts(reranker: TestClient) -> None:
-    body = {"query": "water", "documents": [LONG]}
+    body: dict[str, Any] = {"query": "water", "documents": [LONG]}
     assert "/v1/embeddings" in refused(reranker, path="/v1/rerank", **body, return_embeddings=True)
     assert "set truncate to true" in refused(reranker, path="/v1/rerank", **body, truncate=False)

@@ -157,6 +157,19 @@ def test_long_texts_are_cut_where_the_operator_says_so(folder: Path) -> None:
         assert vector(http, input=long, truncate_prompt_tokens=-1) == expected
 
 
+def test_long_documents_are_cut_where_the_operator_or_the_dialect_says_so(folder: Path) -> None:
+    body = {"query": "water", "documents": ["water " * 400, "water"]}
+    with local_app(folder, server={"auto_truncate": True}) as (http, _):
+        for path in ("/rerank", "/v1/rerank"):
+            answer = http.post(path, json=body)
+            assert answer.status_code == 200 and answer.headers["x-truncated-rows"] == "1", path
+        score = http.post("/score", json={"queries": "water", "documents": body["documents"]})
+        assert score.status_code == 200 and score.headers["x-truncated-rows"] == "1"
+    with local_app(folder) as (http, _):
+        assert http.post("/rerank", json=body).status_code == 400
+        assert http.post("/v1/rerank", json=body).status_code == 200
+
+
 def test_long_texts_are_chunked_where_the_operator_says_so(folder: Path) -> None:
     long = "water oil " * 200
     with local_app(folder, server={"default_chunking": "mean"}) as (http, _):

@@ -90,7 +90,8 @@ def test_the_answer_tells_tokens_and_nanoseconds(http: TestClient) -> None:
 
 
 def test_nothing_to_embed_has_no_vectors(http: TestClient) -> None:
-    for body in ({}, {"input": ""}, {"input": []}):
+    bodies: list[dict[str, Any]] = [{}, {"input": ""}, {"input": []}]
+    for body in bodies:
         assert checked(http.post("/api/embed", json=body), EmbedAnswer)["embeddings"] == []
     assert vectors(http, input=[""]).shape == (1, 32)
     assert checked(http.post("/api/embeddings", json={}), EmbeddingAnswer) == {"embedding": []}
@@ -124,20 +125,20 @@ def test_the_older_route_does_not_normalise(http: TestClient) -> None:
 
 
 def test_rerank_has_the_scores_of_the_other_routes(reranker: TestClient) -> None:
-    body = {"query": "water", "documents": ["the oil", "water", "a way"]}
+    body: dict[str, Any] = {"query": "water", "documents": ["the oil", "water", "a way"]}
     expected = reranker.post("/rerank", json=body).json()["results"]
     answer = checked(reranker.post("/api/rerank", json={**body, "model": "model"}), OllamaRerankAnswer)
     assert [(row["index"], row["relevance_score"]) for row in answer["results"]] == [
         (row["index"], row["relevance_score"]) for row in expected
     ]
     assert answer["results"][0]["document"] == body["documents"][expected[0]["index"]]
-    short = {**body, "top_n": 1, "return_documents": False}
+    short: dict[str, Any] = {**body, "top_n": 1, "return_documents": False}
     answer = checked(reranker.post("/api/rerank", json=short), OllamaRerankAnswer)
     assert len(answer["results"]) == 1 and "document" not in answer["results"][0]
 
 
 def test_rerank_cuts_long_texts_unless_truncate_is_false(reranker: TestClient) -> None:
-    body = {"query": "water", "documents": [LONG]}
+    body: dict[str, Any] = {"query": "water", "documents": [LONG]}
     answer = reranker.post("/api/rerank", json=body)
     assert answer.status_code == 200 and answer.headers["x-truncated-rows"] == "1"
     assert "takes at most" in refused(reranker, "/api/rerank", **body, truncate=False)

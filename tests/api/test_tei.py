@@ -273,3 +273,9 @@ def test_a_large_answer_is_the_same_as_several_small_ones(http: TestClient) -> N
     np.testing.assert_allclose(found[700:710], ask(http, "/embed", inputs=texts[700:710]), atol=1e-5)
     (vertex,) = ask(http, "/vertex", instances=[{"inputs": texts}])["predictions"]
     assert vertex == found
+
+
+def test_sagemakers_route_takes_these_bodies(http: TestClient, moods: TestClient) -> None:
+    assert ask(http, "/invocations", inputs=TEXTS) == ask(http, "/embed", inputs=TEXTS)
+    assert ask(http, "/invocations", query="a", texts=TEXTS) == ask(http, "/rerank", query="a", texts=TEXTS)
+    assert ask(moods, "/invocations", inputs=TEXTS[0]) == ask(moods, "/predict", inputs=TEXTS[0])

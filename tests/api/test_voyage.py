@@ -63,7 +63,7 @@ def refused(http: TestClient, path: str, status: int = 400, **body: Any) -> str:
 def test_output_types_are_those_of_embed_dtype(http: TestClient, kind: str) -> None:
     expected = plain(http, embed_dtype="float32" if kind == "float" else kind)
     np.testing.assert_array_equal(vectors(http, output_dtype=kind), expected)
-    body = {"input": TEXTS, "output_dtype": kind, "encoding_format": "base64"}
+    body: dict[str, Any] = {"input": TEXTS, "output_dtype": kind, "encoding_format": "base64"}
     items = http.post("/v1/embeddings", json=body).json()["data"]
     found = [np.frombuffer(base64.b64decode(item["embedding"]), TYPES[kind]) for item in items]
     np.testing.assert_allclose(np.stack(found), expected, atol=1e-6)
@@ -119,18 +119,23 @@ def test_contextualized_chunks_are_late_chunks_of_their_document(http: TestClien
 
 
 def test_contextualized_types_and_prompts(http: TestClient) -> None:
-    body = {"inputs": ["water finds a way"], "input_type": "query"}
+    body: dict[str, Any] = {"inputs": ["water finds a way"], "input_type": "query"}
     (document,) = checked(http.post("/v1/contextualizedembeddings", json=body), ContextualizedAnswer)["data"]
     expected = plain(http, input="water finds a way", input_type="query")
     np.testing.assert_allclose(document["data"][0]["embedding"], expected[0], atol=1e-5)
-    packed = {**body, "output_dtype": "ubinary", "output_dimension": 16, "encoding_format": "base64"}
+    packed: dict[str, Any] = {
+        **body,
+        "output_dtype": "ubinary",
+        "output_dimension": 16,
+        "encoding_format": "base64",
+    }
     (document,) = http.post("/v1/contextualizedembeddings", json=packed).json()["data"]
     assert len(base64.b64decode(document["data"][0]["embedding"])) == 2
 
 
 def test_documents_are_chunked_where_the_client_asks_for_it(http: TestClient) -> None:
     text = "water finds a way in time, the oil is long."
-    body = {"inputs": [[text]], "enable_auto_chunking": True, "chunk_size": 4}
+    body: dict[str, Any] = {"inputs": [[text]], "enable_auto_chunking": True, "chunk_size": 4}
     (document,) = checked(http.post("/v1/contextualizedembeddings", json=body), ContextualizedAnswer)["data"]
     parts = [item["text"] for item in document["data"]]
     assert len(parts) == 4 and "".join(parts) == text
@@ -160,19 +165,20 @@ def test_what_contextualized_embeddings_refuse(http: TestClient, body: dict[str,
 
 def test_mixed_inputs_are_their_texts(http: TestClient) -> None:
     parts = [{"type": "text", "text": "water "}, {"type": "text", "text": "finds a way"}]
-    body = {"inputs": [{"content": parts}], "input_type": "document"}
+    body: dict[str, Any] = {"inputs": [{"content": parts}], "input_type": "document"}
     answer = checked(http.post("/v1/multimodalembeddings", json=body), MultimodalAnswer)
     expected = plain(http, input="water finds a way", input_type="document")
     np.testing.assert_array_equal(answer["data"][0]["embedding"], expected[0])
     assert answer["usage"]["image_pixels"] == 0 and answer["usage"]["text_tokens"] > 0
     image = [{"type": "image_url", "image_url": "https://example.org/cat.png"}]
     assert "reads text only" in refused(http, "/v1/multimodalembeddings", inputs=[{"content": image}])
-    for wrong in ([], [{"content": []}], [{"content": [{"type": "text"}]}]):
+    wrongs: list[Any] = [[], [{"content": []}], [{"content": [{"type": "text"}]}]]
+    for wrong in wrongs:
         refused(http, "/v1/multimodalembeddings", inputs=wrong)
 
 
 def test_rerank_has_the_scores_of_the_route(reranker: TestClient) -> None:
-    body = {"query": "water", "documents": ["the oil", "water", "a way"]}
+    body: dict[str, Any] = {"query": "water", "documents": ["the oil", "water", "a way"]}
     expected = reranker.post("/v1/rerank", json=body).json()["results"]
     for options in (
         {"top_k": 2},
@@ -189,7 +195,7 @@ def test_rerank_has_the_scores_of_the_route(reranker: TestClient) -> None:
 
 
 def test_rerank_cuts_long_texts_unless_truncation_is_false(reranker: TestClient) -> None:
-    body = {"query": "water", "documents": [LONG, "water"]}
+    body: dict[str, Any] = {"query": "water", "documents": [LONG, "water"]}
     answer = reranker.post("/v1/rerank", json={**body, "truncation": True})
     assert answer.status_code == 200 and answer.headers["x-truncated-rows"] == "1"
     assert "set truncation to true" in refused(reranker, "/v1/rerank", **body, truncation=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,12 +74,25 @@ def embedder(servers: ServerPool) -> Server:
 
 
 @pytest.fixture(scope="session")
+def reference() -> Any:
+    """The model of `embedder`, in sentence-transformers."""
+    from sentence_transformers import SentenceTransformer
+
+    from penstock.checkpoint.find import find
+
+    return SentenceTransformer(str(find(None)))
+
+
+@pytest.fixture(scope="session")
 def truncating_embedder(servers: ServerPool) -> Server:
     return servers.get(*FLAGS, "--auto-truncate")
 
 
 @pytest.fixture(scope="session")
 def reranker(start: Start) -> Server:
+    """The real reranker-mini has two labels, of which the second one is relevance."""
+    if real_model("reranker-mini") is not None:
+        return start("reranker-mini", write_cross_encoder, "--pooler-config", '{"score_labels": [1, 0]}')
     return start("reranker-mini", write_cross_encoder)
 
 

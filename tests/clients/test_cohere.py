@@ -238,6 +238,8 @@ class TestTokens:
     def test_models_can_be_found_by_name(self, embedder: Server) -> None:
         found = v1(embedder).models.get(MODEL)
         assert found.id == MODEL and found.tokenizer_url is None
+        listed = v1(embedder).models.list()
+        assert listed.models is None and listed.data[0]["id"] == MODEL
         with pytest.raises(cohere.NotFoundError):
             v1(embedder).models.get("no-such")
 
@@ -272,11 +274,13 @@ class TestChat:
         client = v2(generator)
         answer = client.chat(model="smollm2", messages=TALK, max_tokens=8, temperature=0)
         assert answer.message.role == "assistant" and answer.message.content[0].type == "text"
-        assert answer.finish_reason == "MAX_TOKENS" and answer.usage.tokens.output_tokens == 8
         assert answer.usage.billed_units.input_tokens == answer.usage.tokens.input_tokens > 0
         body = {"model": "smollm2", "messages": TALK, "max_tokens": 8, "temperature": 0}
         same = generator.post("/v1/chat/completions", **body).json()
-        assert answer.message.content[0].text == same["choices"][0]["message"]["content"]
+        (choice,) = same["choices"]
+        assert answer.message.content[0].text == choice["message"]["content"]
+        assert answer.usage.tokens.output_tokens == same["usage"]["completion_tokens"]
+        assert answer.finish_reason == {"length": "MAX_TOKENS", "stop": "COMPLETE"}[choice["finish_reason"]]
         messages = [*TALK, answer.message, {"role": "user", "content": "Why?"}]
         longer = client.chat(model="smollm2", messages=messages, max_tokens=4, temperature=0)
         assert longer.usage.tokens.input_tokens > answer.usage.tokens.input_tokens
@@ -291,7 +295,8 @@ class TestChat:
         assert kinds[-2:] == ["content-end", "message-end"]
         text = "".join(event.delta.message.content.text for event in events[2:-2])
         assert text == whole.message.content[0].text
-        assert events[-1].delta.finish_reason == "MAX_TOKENS" and events[-1].delta.usage == whole.usage
+        last = events[-1].delta
+        assert last.finish_reason == whole.finish_reason and last.usage == whole.usage
         assert events[0].id and events[0].delta.message.role == "assistant"
 
     def test_sampling_and_log_probabilities(self, generator: Server) -> None:
@@ -300,7 +305,8 @@ class TestChat:
         ask = {"model": "smollm2", "messages": TALK, "max_tokens": 6, "temperature": 0.7, "logprobs": True}
         first, second = (client.chat(**ask, **options) for _ in range(2))
         assert first.message.content[0].text == second.message.content[0].text
-        assert len(first.logprobs) == 6 and all(item.logprobs[0] <= 0 for item in first.logprobs)
+        assert len(first.logprobs) == first.usage.tokens.output_tokens
+        assert all(item.logprobs[0] <= 0 for item in first.logprobs)
         events = [event for event in client.chat_stream(**ask, **options) if event.type == "content-delta"]
         ids = [number for event in events if event.logprobs for number in event.logprobs.token_ids]
         assert ids == [item.token_ids[0] for item in first.logprobs]

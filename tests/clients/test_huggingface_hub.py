@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,16 @@ def test_a_chat_needs_no_name_of_a_model(generator: Server) -> None:
     assert answer.usage.completion_tokens <= 6
     pieces = client.chat_completion(messages, max_tokens=6, temperature=0, stream=True)
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == text
+
+
+def test_a_chat_keeps_to_the_schema(generator: Server) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema["additionalProperties"] = False
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    answer = client_of(generator).chat_completion(
+        [{"role": "user", "content": "Is water wet?"}], max_tokens=40, temperature=0, response_format=wanted
+    )
+    assert set(json.loads(answer.choices[0].message.content)) == {"ok"}
 
 
 def test_tasks_that_no_model_here_has_are_refused(embedder: Server) -> None:

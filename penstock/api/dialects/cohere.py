@@ -17,7 +17,14 @@ from penstock.api.embeddings import EmbeddingType, embedding_dtypes, embeddings_
 from penstock.api.endpoint import Call, Reply
 from penstock.api.error_styles import cohere_errors
 from penstock.api.fields import Refused, RequestFields
-from penstock.api.ranking import RerankRequest, ranked_rows, returned_documents, run_ranking, search_units
+from penstock.api.ranking import (
+    RerankRequest,
+    cut_by_default,
+    ranked_rows,
+    returned_documents,
+    run_ranking,
+    search_units,
+)
 from penstock.api.replies import json_reply, record_phases
 from penstock.api.routes import RouteSpec, Variant, VariantTable
 from penstock.api.run import Result, run
@@ -189,8 +196,7 @@ class CohereRerankRequest(RerankRequest, kw_only=True):
     ] = None
 
     def options(self) -> PairOptions:
-        options = super().options()
-        return replace(options, truncate_prompt_tokens=-1) if self.truncate_prompt_tokens is None else options
+        return cut_by_default(super().options())
 
 
 async def rerank_v1(call: Call, body: CohereRerankRequest) -> Reply:
@@ -210,7 +216,7 @@ async def _rerank(call: Call, body: CohereRerankRequest, version: str) -> Reply:
             raise BadValue("rank_fields names a field twice", param="rank_fields")
         texts = [_ranked_text(document, body.rank_fields, at) for at, document in enumerate(body.documents)]
         body = msgspec.structs.replace(body, documents=texts)
-    result = await run_ranking(call, body)
+    result = await run_ranking(call, body, call.model(body))
     began = time.monotonic()
     units = meta(version, search_units=search_units(body))
     units["tokens"] = {"input_tokens": result.request.num_tokens}

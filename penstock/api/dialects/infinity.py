@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -15,7 +14,7 @@ from penstock.api.embeddings import vectors
 from penstock.api.endpoint import Call, Reply
 from penstock.api.error_styles import ErrorStyle, OpenAIError, openai_error_body, status_400
 from penstock.api.fields import ChunkFields, InputFields
-from penstock.api.ranking import RankFields, Scores, score_documents
+from penstock.api.ranking import RankFields, Scores, cut_by_default, score_documents
 from penstock.api.replies import json_reply, record_phases
 from penstock.api.routes import RouteSpec, Variant, VariantTable
 from penstock.api.run import run
@@ -54,8 +53,7 @@ class InfinityRerankRequest(RankFields, kw_only=True):
         self.model = None if self.model == ANY_MODEL else self.model
 
     def options(self) -> PairOptions:
-        options = super().options()
-        return replace(options, truncate_prompt_tokens=-1) if self.truncate_prompt_tokens is None else options
+        return cut_by_default(super().options())
 
 
 class InfinityClassifyRequest(InputFields, kw_only=True):
@@ -90,11 +88,14 @@ def _items(rows: list[Any]) -> list[dict[str, Any]]:
 async def infinity_rerank(call: Call, body: InfinityRerankRequest) -> Reply:
     """Rank documents from best to worst, in the dialect of Infinity."""
     check_top_n(body.top_n)
-    spec = call.model(body, may_truncate=False).spec
-    is_cross = spec.score is not None and spec.score_kind == "cross"
-    is_logit = is_cross and (body.raw_scores or spec.score.activation == "identity")
+    model = call.model(body, may_truncate=False)
+    spec = model.spec
+    score = spec.score if spec.score_kind == "cross" else None
+    is_logit = score is not None and (body.raw_scores or score.activation == "identity")
     activate = False if is_logit else body.use_activation
-    result = await score_documents(call, body, body.query, body.documents, body.options(), activate=activate)
+    result = await score_documents(
+        call, body, model, body.query, body.documents, body.options(), activate=activate
+    )
     began, scores = time.monotonic(), result.value
     if is_logit and not body.raw_scores:
         scores = _sigmoid(scores)

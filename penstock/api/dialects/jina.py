@@ -194,7 +194,7 @@ async def jina_rerank(call: Call, body: JinaRerankRequest) -> Reply:
     if isinstance(body.query, JinaInput):
         body.query = input_text(body.query, "query", model)
     documents = returned_documents(body)
-    result = await run_ranking(call, body)
+    result = await run_ranking(call, body, model)
     began = time.monotonic()
     rows = ranked_rows(body, result.value, documents)
     reply = json_reply({"model": model.spec.name, "object": "list", "usage": result.usage, "results": rows})

@@ -195,8 +195,9 @@ def _duration_ns(call: Call) -> int:
 async def ollama_rerank(call: Call, body: OllamaRerankRequest) -> Reply:
     """Rank documents from best to worst, in the shape that is proposed for Ollama."""
     check_top_n(body.top_n)
+    model = call.model(body, may_truncate=False)
     result = await score_documents(
-        call, body, body.query, body.documents, body.options(), activate=body.use_activation
+        call, body, model, body.query, body.documents, body.options(), activate=body.use_activation
     )
     began, scores = time.monotonic(), result.value
     rows: list[dict[str, Any]] = []
@@ -464,7 +465,7 @@ ROUTES = (
             ("/api/push", ("POST",)),
             ("/api/create", ("POST",)),
             ("/api/copy", ("POST",)),
-            ("/api/delete", ("DELETE",)),
+            ("/api/delete", ("DELETE", "POST")),
         )
     ),
 )

@@ -298,7 +298,7 @@ def _max_tokens(num_predict: int | None) -> int | None:
     return num_predict
 
 
-def _penalties(given: TextOptions) -> dict[str, float]:
+def _penalties(given: TextOptions) -> dict[str, Any]:
     """The penalties that are given. They are for the whole text: a window of it is refused."""
     pairs = (
         ("repetition_penalty", given.repeat_penalty, 1.0),

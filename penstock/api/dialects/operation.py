@@ -124,7 +124,7 @@ class StatusAnswer(msgspec.Struct, kw_only=True):
     status: Literal["alive", "healthy", "ready"]
 
 
-class VersionAnswer(msgspec.Struct, kw_only=True):
+class ServerVersion(msgspec.Struct, kw_only=True):
     version: str
 
 
@@ -135,7 +135,7 @@ ROUTES = tuple(
         ("/health", health, StatusAnswer, ()),
         ("/ready", ready, StatusAnswer, ()),
         ("/metrics", metrics, None, ("text/plain",)),
-        ("/version", version, VersionAnswer, ()),
+        ("/version", version, ServerVersion, ()),
         ("/docs", docs, None, ("text/html",)),
         ("/", playground, None, ("text/html",)),
     )

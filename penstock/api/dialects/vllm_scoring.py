@@ -100,8 +100,8 @@ async def score(call: Call, body: ScoreRequest) -> Reply:
     documents = document_texts([with_text(each, "documents") for each in second], "documents")
     for index, query in enumerate(queries):
         check_query(query, f"query {index}", "queries")
-    pairs = make_pairs(queries, documents)
-    result = await run_pairs(call, body, pairs, body.options(), activate=body.use_activation)
+    model, pairs = call.model(body), make_pairs(queries, documents)
+    result = await run_pairs(call, body, model, pairs, body.options(), activate=body.use_activation)
 
     def data() -> list[dict[str, Any]]:
         return [
@@ -143,7 +143,7 @@ def _shown_documents(body: RankRequest) -> list[Any] | None:
 async def rerank(call: Call, body: RankRequest) -> Reply:
     """Rank documents from best to worst."""
     documents = _shown_documents(body)
-    result = await run_ranking(call, body)
+    result = await run_ranking(call, body, call.model(body))
     began = time.monotonic()
     head = result.head(body, "rerank")
     meta = {"billed_units": {"search_units": search_units(body)}}
@@ -152,6 +152,13 @@ async def rerank(call: Call, body: RankRequest) -> Reply:
     )
     record_phases(call, began)
     return reply
+
+
+async def cutting_rerank(call: Call, body: RankRequest) -> Reply:
+    """Rank documents from best to worst. As at Cohere and Jina, texts beyond the model's limit are cut."""
+    if body.truncate_prompt_tokens is None:
+        body.truncate_prompt_tokens = -1
+    return await rerank(call, body)
 
 
 class ScoreEntry(msgspec.Struct, kw_only=True):
@@ -197,5 +204,5 @@ ROUTES = (
     RouteSpec("/score", ScoreRequest, score, "vLLM", ScoreAnswer, example=_PAIR),
     RouteSpec("/v1/score", ScoreRequest, score, "vLLM", ScoreAnswer, example=_PAIR),
     RouteSpec("/rerank", RankRequest, rerank, "vLLM", RankAnswer, example=_LIST),
-    RouteSpec("/v1/rerank", RankRequest, rerank, "vLLM", RankAnswer, example=_LIST),
+    RouteSpec("/v1/rerank", RankRequest, cutting_rerank, "vLLM", RankAnswer, example=_LIST),
 )

@@ -239,8 +239,9 @@ async def voyage_rerank(call: Call, body: VoyageRerankRequest) -> Reply:
     """Rank documents from best to worst, in the dialect of Voyage."""
     if body.top_k is not None and body.top_k < 1:
         raise BadValue(f"top_k is {shown(body.top_k)}; it must be at least 1", param="top_k")
+    model = call.model(body, may_truncate=False)
     result = await score_documents(
-        call, body, body.query, body.documents, body.options(), activate=body.use_activation
+        call, body, model, body.query, body.documents, body.options(), activate=body.use_activation
     )
     began, scores = time.monotonic(), result.value
     data: list[dict[str, Any]] = []

@@ -23,9 +23,13 @@ TokenIds = list[int]
 class PromptTokenizer(Protocol):
     """What making prompts and counting tokens needs of a tokenizer."""
 
-    ordinary: NDArray[np.int64]  # ids that are not special
     opening: TokenIds  # special tokens before a text
     closing: TokenIds  # and behind it
+
+    @property
+    def ordinary(self) -> NDArray[np.int64]:
+        """Ids that are not special."""
+        ...
 
     @property
     def vocab_size(self) -> int: ...

@@ -59,7 +59,7 @@ async function loadModels() {
 }
 
 function showNothing(words) {
-  $("model-name").textContent = words;
+  $("model-name").textContent = "";
   $("panels").replaceChildren(el("p", { class: "card empty" }, words));
 }
 
@@ -145,7 +145,7 @@ function openKeyForm(open) {
 /** Asks for a key; `retry` runs once one is accepted. */
 function needKey(retry, error = null) {
   afterKey = retry;
-  if (!models.length) showNothing("This server needs an API key.");
+  if (!models.length) showNothing("With the key, this page shows what the server's models can do.");
   showError($("key-error"), error ?? new Refused(hasKey() ? "The server did not accept the key." : "This server needs an API key."));
   openKeyForm(true);
 }
