@@ -266,6 +266,8 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     no_effect("--max-cudagraph-capture-size", server=VLLM, value="N", why=_KERNELS),
     no_effect("--max-seq-len-to-capture", server=VLLM, value="N", why=_KERNELS),
     no_effect("--disable-cascade-attn", server=VLLM, why=_KERNELS),
+    no_effect("--enable-flash-late-interaction", server=VLLM, why=_KERNELS),
+    no_effect("--no-enable-flash-late-interaction", server=VLLM, why=_KERNELS),
     no_effect("--disable-hybrid-kv-cache-manager", server=VLLM, why=_CACHE),
     no_effect("--speculative-config", server=VLLM, value="JSON", why="no draft model runs"),
     no_effect("--uvicorn-log-level", server=VLLM, value="LEVEL", why="--log-level is for all messages"),

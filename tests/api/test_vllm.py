@@ -179,11 +179,7 @@ def test_bytes_only_are_the_bytes_without_their_description(http: TestClient) ->
     assert plain.content == described.content and "metadata" not in plain.headers
     assert plain.headers["content-type"] == "application/octet-stream"
     assert json.loads(described.headers["metadata"])["data"][1]["embed_dtype"] == "float16"
-    several: dict[str, Any] = {
-        "input": "a",
-        "task": ["embed", "token_embed"],
-        "encoding_format": "bytes_only",
-    }
+    several: dict[str, Any] = {"task": ["embed", "token_embed"], "encoding_format": "bytes_only"}
     assert refused(http, "/pooling", input="a", **several)["param"] == "encoding_format"
 
 
