@@ -16,27 +16,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.api.dialects import (
-    chat,
     cohere,
-    cohere_chat,
-    cohere_text,
-    completions,
-    entities,
     hugging_face,
     infinity,
     jina,
-    maxsim,
     native,
     ollama,
-    ollama_text,
     openai,
     operation,
+    pages,
     tei,
     vllm,
-    vllm_scoring,
-    vllm_server,
     voyage,
-    zero_shot,
 )
 from penstock.api.endpoint import Call, Endpoint, Reply
 from penstock.api.invocations import INVOCATIONS, InvocationEndpoint
@@ -48,26 +39,17 @@ from penstock.errors import NotFound
 
 DIALECTS: tuple[ModuleType, ...] = (
     openai,
-    completions,
-    chat,
     vllm,
-    vllm_scoring,
-    vllm_server,
     native,
-    zero_shot,
-    entities,
-    maxsim,
     cohere,
-    cohere_text,
-    cohere_chat,
     tei,
     hugging_face,
     jina,
     voyage,
     infinity,
     ollama,
-    ollama_text,
     operation,
+    pages,
 )
 
 

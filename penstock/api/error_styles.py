@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -71,30 +70,15 @@ def openai_error_body(error: PenstockError) -> dict[str, Any]:
 OPENAI_ERRORS = ErrorStyle(openai_error_body, answer=OpenAIError)
 
 
-class CohereError(msgspec.Struct, kw_only=True):
-    """An error as Cohere's clients read it."""
-
-    message: str
-
-
-def cohere_errors(own_names: Mapping[str, str] | None = None) -> ErrorStyle:
-    """Cohere's errors. `own_names` are its names of fields that are called otherwise elsewhere."""
-    return ErrorStyle(partial(_cohere_body, own_names or {}), answer=CohereError)
-
-
-def _cohere_body(own_names: Mapping[str, str], error: PenstockError) -> dict[str, Any]:
-    return {"message": _in_own_names(error, own_names)}
-
-
-def _in_own_names(error: PenstockError, own_names: Mapping[str, str]) -> str:
-    """The message with a dialect's own name of the field that it is about."""
-    own_name = own_names.get(error.param or "")
-    return error.message if own_name is None else re.sub(rf"\b{error.param}\b", own_name, error.message)
-
-
 # --- styles that several dialects share ---------------------------------------------------------------------
 
 _REMEDY = "set truncate_prompt_tokens to -1"  # for a text that is too long
+
+
+def in_own_names(error: PenstockError, own_names: Mapping[str, str]) -> str:
+    """The message with a dialect's own name of the field that it is about."""
+    own_name = own_names.get(error.param or "")
+    return error.message if own_name is None else re.sub(rf"\b{error.param}\b", own_name, error.message)
 
 
 def with_remedy(message: str, remedy: str) -> str:
@@ -117,24 +101,6 @@ def detail_errors(remedy: str, own_names: Mapping[str, str] | None = None) -> Er
     """The errors of Jina and Voyage. `remedy` is for texts that are too long."""
 
     def body(error: PenstockError) -> dict[str, Any]:
-        return {"detail": with_remedy(_in_own_names(error, own_names or {}), remedy)}
+        return {"detail": with_remedy(in_own_names(error, own_names or {}), remedy)}
 
     return ErrorStyle(body, status_400, DetailError)
-
-
-class OllamaError(msgspec.Struct, kw_only=True):
-    """An error as Ollama's clients read it."""
-
-    error: str
-
-
-def _ollama_body(error: PenstockError) -> dict[str, Any]:
-    message = with_remedy(error.message, "use /api/embed with truncate: true")
-    return {"error": f"model not found: {message}" if isinstance(error, ModelNotFound) else message}
-
-
-def _ollama_status(error: PenstockError) -> int:
-    return 400 if isinstance(error, NotPossible) else error.status
-
-
-OLLAMA_ERRORS = ErrorStyle(_ollama_body, _ollama_status, OllamaError)

@@ -216,9 +216,9 @@ class TestTime:
     def test_a_client_that_does_not_read_is_disconnected(
         self, folder: Path, engine: ScriptedEngine, connect: Connect, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        import penstock.api.dialects.operation as operation
+        import penstock.api.dialects.pages as pages
 
-        monkeypatch.setattr(operation, "page", lambda name: bytes(64_000_000))
+        monkeypatch.setattr(pages, "page", lambda name: bytes(64_000_000))
         with serving(folder, engine, write_timeout_s=0.2) as (url, state):
             client = connect(url)
             client.head("GET", "/docs")
@@ -279,9 +279,9 @@ class TestBytes:
     def test_a_large_answer_beyond_the_bytes_in_all_gets_503(
         self, folder: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        import penstock.api.dialects.operation as operation
+        import penstock.api.dialects.pages as pages
 
-        monkeypatch.setattr(operation, "page", lambda name: bytes(2_000_000))
+        monkeypatch.setattr(pages, "page", lambda name: bytes(2_000_000))
         with serving(folder, engine, max_buffered_bytes=1_000_000) as (url, _):
             assert httpx.get(f"{url}/docs").status_code == 503
             assert httpx.head(f"{url}/health").status_code == 200
@@ -289,10 +289,10 @@ class TestBytes:
     def test_a_large_answer_arrives_whole(
         self, folder: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        import penstock.api.dialects.operation as operation
+        import penstock.api.dialects.pages as pages
 
         content = bytes(range(256)) * 8000
-        monkeypatch.setattr(operation, "page", lambda name: content)
+        monkeypatch.setattr(pages, "page", lambda name: content)
         with serving(folder, engine) as (url, _):
             assert httpx.get(f"{url}/docs").content == content
             assert httpx.head(f"{url}/docs").headers["content-length"] == str(len(content))

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from penstock.api.app import build_app
 from penstock.api.conversations import MAX_MESSAGES
-from penstock.api.dialects import vllm
+from penstock.api.dialects.vllm import pooling
 from penstock.inputs import processor
 from penstock.inputs.chat import ChatTemplate
 from tests.api.local_app import local_app
@@ -35,7 +35,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> LoopThreads:
 
 
 def test_many_ids_are_decoded_off_the_event_loop(http: TestClient, threads: LoopThreads) -> None:
-    threads.watch(vllm, "_decoded")
+    threads.watch(pooling, "_decoded")
     short = http.post("/detokenize", json={"tokens": [5] * 10}).json()
     assert threads.ran_on_loop("_decoded") == {True}
     long = http.post("/detokenize", json={"tokens": [5] * 100_000}).json()
@@ -45,7 +45,7 @@ def test_many_ids_are_decoded_off_the_event_loop(http: TestClient, threads: Loop
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_more_ids_than_the_limit_are_refused(http: TestClient, nested: bool) -> None:
-    tokens: list[Any] = [5] * (vllm.MAX_DETOKENIZED_IDS // 2 + 1)
+    tokens: list[Any] = [5] * (pooling.MAX_DETOKENIZED_IDS // 2 + 1)
     tokens = [tokens, tokens] if nested else tokens * 2
     answer = http.post("/detokenize", json={"tokens": tokens})
     assert answer.status_code == 413 and answer.json()["error"]["param"] == "tokens"
@@ -54,7 +54,7 @@ def test_more_ids_than_the_limit_are_refused(http: TestClient, nested: bool) -> 
 
 
 def test_long_token_lists_are_written_off_the_event_loop(http: TestClient, threads: LoopThreads) -> None:
-    threads.watch(vllm, "_tokenize_reply")
+    threads.watch(pooling, "_tokenize_reply")
     text = "the water " * 40_000
     answer = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
     assert threads.ran_on_loop("_tokenize_reply") == {False}
@@ -78,11 +78,11 @@ def test_many_token_ids_are_converted_off_the_event_loop(http: TestClient, threa
 
 def test_too_many_documents_are_refused_before_they_are_read(tmp_path: Path, threads: LoopThreads) -> None:
     from penstock.api import pipelines, ranking
-    from penstock.api.dialects import vllm_scoring
+    from penstock.api.dialects.vllm import scoring
 
     write_cross_encoder(tmp_path)
     with local_app(tmp_path) as (http, _):
-        for owner in (ranking, pipelines, vllm_scoring):
+        for owner in (ranking, pipelines, scoring):
             threads.watch(owner, "make_pairs")
         for route, body in {
             "/rerank": {"query": "a", "documents": ["b"] * 2049},

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.api.dialects.openai import ModelEntry, ModelsAnswer
+from penstock.api.dialects.openai.embeddings import ModelEntry, ModelsAnswer
 from penstock.inputs.tokenizer import Tokenizer
 from tests.api.local_app import local_app
 from tests.docs.stand_ins import STAND_INS

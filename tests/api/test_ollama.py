@@ -12,7 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock import __version__
-from penstock.api.dialects.ollama import (
+from penstock.api.dialects.ollama.embed import (
     EmbedAnswer,
     EmbeddingAnswer,
     OllamaRerankAnswer,

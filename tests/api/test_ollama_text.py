@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock.api.app import build_app
-from penstock.api.dialects.ollama_text import OllamaChatAnswer, OllamaGenerateAnswer
+from penstock.api.dialects.ollama.text import OllamaChatAnswer, OllamaGenerateAnswer
 from penstock.api.state import ServerState
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.types import Task

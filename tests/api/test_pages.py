@@ -13,7 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock.api.app import ROUTES
-from penstock.api.dialects import operation
+from penstock.api.dialects import pages
 from penstock.types import OutputDtype
 from tests.api.local_app import local_app
 from tests.checkpoints import write_bert
@@ -52,8 +52,8 @@ class Outline(HTMLParser):
         return [value for _, name, value in self.attributes if name == wanted]
 
 
-PAGE = operation.page("playground.html").decode()
-FILES = {name: content.decode() for name, content in operation.assets().items()}
+PAGE = pages.page("playground.html").decode()
+FILES = {name: content.decode() for name, content in pages.assets().items()}
 SCRIPTS = {name: text for name, text in FILES.items() if name.endswith(".js")}
 EVERYTHING = {"playground.html": PAGE, **FILES}
 ALL_SCRIPTS = "\n".join(SCRIPTS.values())

@@ -14,12 +14,12 @@ import pytest
 
 from docs.tools.screenshots import Camera
 from penstock.api.app import ROUTES
-from penstock.api.dialects import operation
+from penstock.api.dialects import pages
 from tests.api.local_app import local_app
 from tests.checkpoints import write_bert
 from tests.e2e.server import serving
 
-PAGES = Path(operation.__file__).parents[1] / "pages"
+PAGES = Path(pages.__file__).parents[1] / "pages"
 CHROMIUM = shutil.which("chromium")
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium package")
 KEY = "secret-17"

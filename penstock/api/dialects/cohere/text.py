@@ -12,9 +12,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.api.cohere import CohereMeta, Truncate, meta, refusing_longer, truncating
+from penstock.api.dialects.cohere.shared import (
+    CohereMeta,
+    Truncate,
+    cohere_errors,
+    meta,
+    refusing_longer,
+    truncating,
+)
 from penstock.api.endpoint import Call, Reply
-from penstock.api.error_styles import cohere_errors
 from penstock.api.fields import Refused, RequestFields
 from penstock.api.replies import json_reply, record_phases
 from penstock.api.routes import RouteSpec

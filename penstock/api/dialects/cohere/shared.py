@@ -1,13 +1,15 @@
-"""What the routes of Cohere's dialect share: long texts, and `meta` in answers."""
+"""What the routes of Cohere's dialect share: errors, long texts, and `meta` in answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
-from penstock.errors import BadValue
+from penstock.api.error_styles import ErrorStyle, in_own_names
+from penstock.errors import BadValue, PenstockError
 from penstock.inputs.processor import InputOptions
 
 Truncate = Literal["NONE", "START", "END"]
@@ -57,3 +59,18 @@ class CohereMeta(msgspec.Struct, kw_only=True, omit_defaults=True):
     api_version: ApiVersion
     billed_units: BilledUnits | msgspec.UnsetType = msgspec.UNSET
     tokens: InputTokens | msgspec.UnsetType = msgspec.UNSET
+
+
+class CohereError(msgspec.Struct, kw_only=True):
+    """An error as Cohere's clients read it."""
+
+    message: str
+
+
+def cohere_errors(own_names: Mapping[str, str] | None = None) -> ErrorStyle:
+    """Cohere's errors. `own_names` are its names of fields that are called otherwise elsewhere."""
+    return ErrorStyle(partial(_cohere_body, own_names or {}), answer=CohereError)
+
+
+def _cohere_body(own_names: Mapping[str, str], error: PenstockError) -> dict[str, Any]:
+    return {"message": in_own_names(error, own_names)}

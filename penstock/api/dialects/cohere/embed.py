@@ -12,10 +12,16 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from penstock.api.cohere import CohereMeta, Truncate, meta, refusing_longer, truncating
+from penstock.api.dialects.cohere.shared import (
+    CohereMeta,
+    Truncate,
+    cohere_errors,
+    meta,
+    refusing_longer,
+    truncating,
+)
 from penstock.api.embeddings import EmbeddingType, embedding_dtypes, embeddings_by_type
 from penstock.api.endpoint import Call, Reply
-from penstock.api.error_styles import cohere_errors
 from penstock.api.fields import Refused, RequestFields
 from penstock.api.ranking import (
     RerankRequest,

@@ -1,0 +1,5 @@
+"""The dialect of Ollama."""
+
+from penstock.api.dialects.ollama import embed, text
+
+ROUTES = (*embed.ROUTES, *text.ROUTES)
