@@ -20,7 +20,7 @@ from tests.docs.stand_ins import STAND_INS
 BLOCKS = blocks()
 SERVER = "http://127.0.0.1:8000"
 CODE = {"python", "bash"}
-TEXT = {"", "text", "json", "dockerfile", "mermaid"}
+TEXT = {"", "text", "json", "yaml", "dockerfile", "mermaid"}
 
 
 def runnable(language: str) -> list[Any]:

@@ -23,7 +23,6 @@ CASES = {
     "dimensions above the model's": ({"input": "a", "dimensions": 385}, "dimensions", "384"),
     "dimensions as text": ({"input": "a", "dimensions": "64"}, "dimensions", "int"),
     "input as number": ({"input": 3}, "input", "input"),
-    "input as object": ({"input": {"text": "a"}}, "input", "input"),
     "texts and ids mixed": ({"input": ["a", [1, 2]]}, "input", "input 1"),
     "missing input": ({}, "input", "input"),
     "unknown encoding": ({"input": "a", "encoding_format": "hex"}, "encoding_format", "hex"),
