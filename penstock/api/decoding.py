@@ -46,6 +46,7 @@ class RouteDecoder:
         self, body: type[msgspec.Struct], variants: Sequence[Variant] = (), *, strict_fields: bool = False
     ) -> None:
         self._own = BodyDecoder(body, strict_fields=strict_fields)
+        self._decode_exact = self._own.decode_exact
         self._variants = [(each, BodyDecoder(each.body, strict_fields=strict_fields)) for each in variants]
 
     def variant(self, raw: bytes | bytearray) -> Variant | None:
@@ -54,19 +55,29 @@ class RouteDecoder:
         return None if found is None else found[0]
 
     def decode(self, raw: bytes | bytearray) -> Decoded:
+        try:
+            return Decoded(self.decode_exact(raw))
+        except msgspec.ValidationError as error:
+            return self.decode_tolerantly(raw, error)
+
+    def decode_exact(self, raw: bytes | bytearray) -> Any:
+        """A body of the route's own kind. Raises msgspec's ValidationError for any other one."""
         check_nesting(raw)
         try:
-            return Decoded(self._own.decode_exact(raw))
-        except msgspec.ValidationError as error:
-            claimed = self._claiming(raw) if self._variants else None
-            if claimed is not None:
-                variant, decoder = claimed
-                decoded = decoder.decode(raw)
-                decoded.variant = variant
-                return decoded
-            return self._own.decode_tolerantly(raw, error)
+            return self._decode_exact(raw)
+        except msgspec.ValidationError:
+            raise
         except UNDECODABLE as error:
             raise MalformedBody(f"the body is not valid JSON: {error}") from None
+
+    def decode_tolerantly(self, raw: bytes | bytearray, error: msgspec.ValidationError) -> Decoded:
+        """A body of a variant, or one with unknown fields or nulls; `error` tells why it is not exact."""
+        if (claimed := self._claiming(raw) if self._variants else None) is None:
+            return self._own.decode_tolerantly(raw, error)
+        variant, decoder = claimed
+        decoded = decoder.decode(raw)
+        decoded.variant = variant
+        return decoded
 
     def _claiming(self, raw: bytes | bytearray) -> tuple[Variant, BodyDecoder] | None:
         try:
@@ -84,8 +95,9 @@ class BodyDecoder:
         self._decode = msgspec.json.Decoder(body).decode
         self._refused = refused_fields(body)
         self._strict_fields = strict_fields
+        self.decode_exact = self._decode if self._refused is None else self._decode_checked
 
-    def decode_exact(self, raw: bytes | bytearray) -> Any:
+    def _decode_checked(self, raw: bytes | bytearray) -> Any:
         body = self._decode(raw)
         if self._refused is not None:
             self._refused.check(body)

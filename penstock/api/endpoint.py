@@ -22,7 +22,7 @@ from penstock.api.decoding import RouteDecoder
 from penstock.api.error_styles import OPENAI_ERRORS as OPENAI_ERRORS
 from penstock.api.error_styles import ErrorStyle
 from penstock.api.metrics import CONNECTION_LIMITS, ApiMetrics
-from penstock.api.routes import RouteSpec
+from penstock.api.routes import RouteSpec, Variant
 from penstock.api.state import ServedModel, ServerState
 from penstock.errors import (
     BadValue,
@@ -89,10 +89,13 @@ class Call:
     def model(self, body: Any, *, may_truncate: bool = True) -> ServedModel:
         """The model that a body names. A prompt in the name, and the server's default for long texts, are
         set in the body where it does not say otherwise."""
-        model, prompt = self.state.find(body.model)
-        if prompt is not None:
-            choose_prompt_by_name(body, model, prompt)
-        if may_truncate and self.state.config.auto_truncate and _leaves_open(body):
+        state = self.state
+        model = state.models.get(body.model)  # nearly always its own name
+        if model is None:
+            model, prompt = state.find(body.model)
+            if prompt is not None:
+                choose_prompt_by_name(body, model, prompt)
+        if state.config.auto_truncate and may_truncate and _leaves_open(body):
             body.truncate_prompt_tokens = -1
         return model
 
@@ -248,25 +251,41 @@ class Endpoint:
     def _work(self, call: Call, decoder: RouteDecoder, raw: bytes | bytearray) -> Awaitable[Any]:
         """What the body asks for, not begun yet."""
         try:
-            decoded = decoder.decode(raw)
+            body, variant = decoder.decode_exact(raw), None
+        except msgspec.ValidationError as error:
+            body, variant = self._tolerated(call, decoder, raw, error)
         except PenstockError:
-            if (claiming := decoder.variant(raw)) is not None:
-                call.errors = claiming.errors
+            self._take_errors(call, decoder, raw)
             raise
-        body = decoded.body
         if call.request_id is not None:
             if hasattr(body, "request_id"):
                 body.request_id = call.request_id
         elif (request_id := getattr(body, "request_id", None)) is not None:
             check_request_id(request_id)
             call.request_id = request_id
+        return self.handler(call, body) if variant is None else variant.handler(call, body)
+
+    def _tolerated(
+        self, call: Call, decoder: RouteDecoder, raw: bytes | bytearray, error: msgspec.ValidationError
+    ) -> tuple[Any, Variant | None]:
+        """A body that is not exactly as declared, and the variant that it belongs to, if any."""
+        try:
+            decoded = decoder.decode_tolerantly(raw, error)
+        except PenstockError:
+            self._take_errors(call, decoder, raw)
+            raise
         if decoded.ignored:
             call.ignored_fields = decoded.ignored
             self.metrics.ignored_fields(self.path, len(decoded.ignored))
-        if decoded.variant is None:
-            return self.handler(call, body)
-        call.errors = decoded.variant.errors
-        return decoded.variant.handler(call, body)
+        if decoded.variant is not None:
+            call.errors = decoded.variant.errors
+        return decoded.body, decoded.variant
+
+    @staticmethod
+    def _take_errors(call: Call, decoder: RouteDecoder, raw: bytes | bytearray) -> None:
+        """Report the error of a body as the variant that claims it does."""
+        if (claiming := decoder.variant(raw)) is not None:
+            call.errors = claiming.errors
 
     async def _stream(self, call: Call, reply: Streamed, receive: Receive, send: Send) -> None:
         """Send piece by piece, no faster than the client reads. A disconnect cancels the work."""

@@ -110,7 +110,11 @@ class ChunkFields(VectorFields, kw_only=True):
     @property
     def wants_chunks(self) -> bool:
         """Whether any chunking field is set; the options themselves are checked by the task."""
-        return self.is_chunked or self.chunk_size is not None or self.chunk_spans is not None
+        return (
+            self.chunk_size is not None
+            or self.chunk_spans is not None
+            or (self.chunking is not None and self.chunking != "none")
+        )
 
     @property
     def is_chunked(self) -> bool:
