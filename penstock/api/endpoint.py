@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import msgspec
@@ -153,14 +154,18 @@ class Endpoint:
         self.errors = route.errors
         self.open_to_all = route.open_to_all
         self.keys = tuple(key.encode() for key in state.config.accepted_keys)
-        self.decoder = (
-            None
-            if route.body is None
-            else RouteDecoder(route.body, route.variants, strict_fields=state.config.strict_fields)
-        )
+        self.route = route
         self.counts_as_request = route.counts_as_request
         self.methods = self.allowed = route.all_methods
         self.prefix = route.prefix
+
+    @cached_property
+    def decoder(self) -> RouteDecoder | None:
+        """Made for the first request: few servers see all routes, and all must start soon."""
+        route = self.route
+        if route.body is None:
+            return None
+        return RouteDecoder(route.body, route.variants, strict_fields=self.state.config.strict_fields)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply: Reply | Streamed

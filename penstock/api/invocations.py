@@ -78,7 +78,7 @@ class InvocationEndpoint(Endpoint):
         self, state: ServerState, metrics: ApiMetrics, route: RouteSpec, others: Sequence[Endpoint]
     ) -> None:
         super().__init__(state, metrics, route)
-        self._others = {each.path: each for each in others if each.decoder is not None}
+        self._others = {each.path: each for each in others if each.route.body is not None}
 
     def _work(self, call: Call, decoder: RouteDecoder, raw: bytes | bytearray) -> Awaitable[Any]:
         other = self._find(raw)
