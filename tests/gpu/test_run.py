@@ -20,30 +20,36 @@ BROKEN_FIXTURE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("tests", "summary", "status"),
-    [
-        (PASSES + SKIPS + NEEDS_NO_DEVICE, "1 passed, 0 failed, 1 skipped", 0),
-        (PASSES + FAILS, "1 passed, 1 failed, 0 skipped", 1),
-        (PASSES + BROKEN_FIXTURE, "1 passed, 1 failed, 0 skipped", 1),
-        (PASSES + "import no_such_module\n", "0 passed, 1 failed, 0 skipped", 1),
-        (SKIPS, "0 passed, 0 failed, 1 skipped", 1),
-    ],
+OUTCOMES = (
+    (PASSES + SKIPS + NEEDS_NO_DEVICE, "1 passed, 0 failed, 1 skipped", 0),
+    (PASSES + FAILS, "1 passed, 1 failed, 0 skipped", 1),
+    (PASSES + BROKEN_FIXTURE, "1 passed, 1 failed, 0 skipped", 1),
+    (PASSES + "import no_such_module\n", "0 passed, 1 failed, 0 skipped", 1),
+    (SKIPS, "0 passed, 0 failed, 1 skipped", 1),
 )
-def test_the_summary_and_the_status_follow_the_outcomes(
-    tests: str, summary: str, status: int, tmp_path: Path
-) -> None:
+SCRIPT = """
+import pathlib, sys
+from tests.gpu import run
+for file in sys.argv[1:]:
+    print("status", run.run([pathlib.Path(file)], [], "X"))
+"""
+
+
+def test_the_summary_and_the_status_follow_the_outcomes(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a CUDA device\n")
-    file = tmp_path / "test_some.py"
-    file.write_text("import pytest\n" + tests)
-    code = "sys.exit(run.run([pathlib.Path(sys.argv[1])], [], 'X'))"
-    script = f"import pathlib, sys; from tests.gpu import run; {code}"
+    files = [tmp_path / f"test_{index}.py" for index in range(len(OUTCOMES))]
+    for file, (tests, _, _) in zip(files, OUTCOMES, strict=True):
+        file.write_text("import pytest\n" + tests)
     ran = subprocess.run(
-        [sys.executable, "-c", script, file], cwd=run.TESTS.parent, capture_output=True, text=True
+        [sys.executable, "-c", SCRIPT, *files], cwd=run.TESTS.parent, capture_output=True, text=True
     )
-    assert ran.returncode == status, ran.stdout + ran.stderr
-    last = ran.stdout.splitlines()[-1]
-    assert last.startswith(f"gpu-test: {summary} in ") and last.endswith(" s on X")
+    lines = ran.stdout.splitlines()
+    found = [line for line in lines if line.startswith(("gpu-test: ", "status "))]
+    assert len(found) == 2 * len(OUTCOMES), ran.stdout + ran.stderr
+    for index, (_, summary, status) in enumerate(OUTCOMES):
+        last, code = found[2 * index : 2 * index + 2]
+        assert last.startswith(f"gpu-test: {summary} in ") and last.endswith(" s on X")
+        assert code == f"status {status}"
 
 
 def test_a_machine_without_a_device_is_told_so(

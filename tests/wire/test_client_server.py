@@ -345,7 +345,7 @@ class TestClient:
             for task in (tasks[1], tasks[3]):
                 with pytest.raises(BadValue, match="cannot be sent to the engine"):
                     await task
-            await until(lambda: len(served.core.pending) == 2)
+            await until(lambda: len(served.core.pending) == 2 and served.runner.flights)
             served.runner.finish()
             served.server.wake()
             for task, request in ((tasks[0], good[0]), (tasks[2], good[1])):
