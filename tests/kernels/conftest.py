@@ -20,8 +20,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("gpu")
 
 
-# Long products of cases. The interpreter runs every third, in which each value of each parameter occurs; a device
-# runs all, and so does PENSTOCK_ALL_CASES=1.
+# Long products of cases. The interpreter runs every third, in which each value of each parameter occurs; a
+# device runs all, and so does PENSTOCK_ALL_CASES=1.
 THINNED = {
     "test_attention.py::test_keys_of_earlier_steps_are_read_from_the_kv_cache",
     "test_attention.py::test_long_rows_equal_the_reference",
