@@ -33,7 +33,7 @@ def test_generation_is_measured_over_http_alone_and_with_embeddings(tmp_path: Pa
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"prompt": f"water {i}"}) + "\n" for i in range(50)))
     command = [sys.executable, str(SCRIPT), "--models", str(tmp_path), "--s1-file", str(texts)]
-    command += ["--only", "gen-greedy|gen-sampled|gritlm-both", "--output-len", "6", "--seconds", "1.6"]
+    command += ["--only", "gen-greedy|gen-sampled|gritlm-both", "--output-len", "6", "--seconds", "0.8"]
     command += ["--api-server-count", "2", "--clients", "1", "--save", str(tmp_path / "table.md")]
     command += ["--serve-flags", "--device cpu --load-format auto --max-model-len 64"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=590, check=False)
