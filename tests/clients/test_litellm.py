@@ -76,7 +76,7 @@ def test_rerank(reranker: Server, provider: str, path: str, more: dict[str, Any]
 
 @pytest.mark.parametrize(
     ("provider", "path"),
-    [("openai", "/v1"), ("hosted_vllm", "/v1"), ("ollama_chat", ""), ("anthropic", "")],
+    [("openai", "/v1"), ("hosted_vllm", "/v1"), ("ollama_chat", "")],
 )
 def test_completion(generator: Server, provider: str, path: str) -> None:
     answer = litellm.completion(
