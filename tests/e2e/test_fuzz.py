@@ -63,16 +63,15 @@ def test_random_requests_get_no_5xx_no_empty_reply_and_no_long_echo(target: Serv
 def test_an_extreme_number_in_any_field_of_any_route_is_no_5xx(
     target: Server, schema: Schema, value: float
 ) -> None:
-    turn = EXTREMES.index(value)  # half of the values for each field of each route
     cases = [
         as_case(name, path, json.dumps(body).encode())
         for path in schema.posts
-        for index, (name, body) in enumerate(numeric_bodies(schema, path, value))
-        if (index + turn) % 2 == 0
+        for name, body in numeric_bodies(schema, path, value)
     ]
     fields = {(case.route, case.name) for case in cases}
     assert {("/rerank", "top_n"), ("/v1/completions", "logit_bias"), ("/v1/embeddings", "input")} <= fields
-    assert faults(send(target, iter(cases))) == []
+    half = cases[EXTREMES.index(value) % 2 :: 2]  # every field gets every other value
+    assert faults(send(target, iter(half))) == []
 
 
 def test_the_server_still_answers_after_them(target: Server) -> None:
