@@ -18,7 +18,7 @@ from penstock.api.body import Body
 from penstock.api.classify import classifier_task
 from penstock.api.embeddings import is_chunked_by_default
 from penstock.api.endpoint import Call, Reply
-from penstock.api.error_styles import ErrorStyle
+from penstock.api.error_styles import ErrorStyle, with_remedy
 from penstock.api.ranking import run_pairs
 from penstock.api.replies import json_reply, record_phases
 from penstock.api.run import Result, Scheduled, check_num_rows, run
@@ -95,7 +95,7 @@ def error_type(error: PenstockError) -> str:
 
 def own_words(message: str) -> str:
     """A message with the remedy under its name in these dialects."""
-    return message.replace("set truncate_prompt_tokens to -1", "set truncate to true")
+    return with_remedy(message, "set truncate to true")
 
 
 def _typed_error(error: PenstockError) -> dict[str, Any]:

@@ -59,7 +59,7 @@ async def run(
         prepared = await _prepare(call, model, task)
     request = prepared.request
     call.tokenize_s = time.monotonic() - began
-    call.num_truncated = request.num_truncated
+    call.num_truncated += request.num_truncated  # a call may run several requests
     call.metrics.work(model.spec.name, request.num_rows, request.num_tokens)
     try:
         output = prepared.output or await submit(model.engine, request, scheduling)

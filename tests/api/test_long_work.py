@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from penstock.api import tokens as decoding_of_ids
 from penstock.api.app import build_app
 from penstock.api.conversations import MAX_MESSAGES
 from penstock.api.dialects.vllm import pooling
@@ -35,7 +36,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> LoopThreads:
 
 
 def test_many_ids_are_decoded_off_the_event_loop(http: TestClient, threads: LoopThreads) -> None:
-    threads.watch(pooling, "_decoded")
+    threads.watch(decoding_of_ids, "_decoded")
     short = http.post("/detokenize", json={"tokens": [5] * 10}).json()
     assert threads.ran_on_loop("_decoded") == {True}
     long = http.post("/detokenize", json={"tokens": [5] * 100_000}).json()
@@ -45,7 +46,7 @@ def test_many_ids_are_decoded_off_the_event_loop(http: TestClient, threads: Loop
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_more_ids_than_the_limit_are_refused(http: TestClient, nested: bool) -> None:
-    tokens: list[Any] = [5] * (pooling.MAX_DETOKENIZED_IDS // 2 + 1)
+    tokens: list[Any] = [5] * (decoding_of_ids.MAX_DECODED_IDS // 2 + 1)
     tokens = [tokens, tokens] if nested else tokens * 2
     answer = http.post("/detokenize", json={"tokens": tokens})
     assert answer.status_code == 413 and answer.json()["error"]["param"] == "tokens"

@@ -27,13 +27,13 @@ from penstock.api.replies import json_reply
 from penstock.api.routes import RouteSpec, Variant, VariantTable
 from penstock.api.run import check_num_rows
 from penstock.api.state import ServedModel
+from penstock.api.tokens import decode_ids
 from penstock.config import available_cpus
-from penstock.errors import BadValue, BodyTooLarge, EmptyInput, EngineUnavailable, MalformedBody
+from penstock.errors import EmptyInput, EngineUnavailable, MalformedBody
 from penstock.inputs.processor import InputOptions
 from penstock.inputs.tokenizer import EncodedText
 from penstock.types import Task
 
-MAX_DECODED_IDS = 1 << 20
 _MAX_LOOP_TOKENS = 1 << 12  # of fewer, the answer is made on the event loop
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -319,16 +319,9 @@ async def decode(call: Call, body: DecodeRequest) -> Reply:
         raise MalformedBody("ids has both ids and lists of ids; give one kind", param="ids")
     rows: list[Any] = [body.ids] if kinds == {int} else body.ids
     check_num_rows(call, len(rows), "ids")
-    num_ids = sum(map(len, rows))
-    if num_ids > MAX_DECODED_IDS:
-        raise BodyTooLarge(f"ids has {num_ids} ids; one request takes at most {MAX_DECODED_IDS}", param="ids")
-    tokenizer = call.model(body).text.tokenizer
-    if not all(0 <= token_id < tokenizer.vocab_size for row in rows for token_id in row):
-        raise BadValue("ids holds an id that the tokenizer does not know", param="ids")
-    work = partial(tokenizer.decode_rows, rows, body.skip_special_tokens)
-    if num_ids <= _MAX_LOOP_TOKENS:
-        return json_reply(work())
-    return json_reply(await call.model(body).text.batcher.call(work, num_ids))
+    model = call.model(body)
+    texts = await decode_ids(model, rows, name="ids", skip_special_tokens=body.skip_special_tokens)
+    return json_reply(texts)
 
 
 async def vertex(call: Call, body: VertexRequest) -> Reply:

@@ -26,13 +26,12 @@ from penstock.api.routes import RouteSpec, Variant, VariantTable
 from penstock.api.run import check_num_rows, run
 from penstock.api.sparse import sparse_reply
 from penstock.api.state import ServedModel
-from penstock.errors import BadValue, BodyTooLarge
+from penstock.api.tokens import decode_ids
+from penstock.errors import BadValue
 from penstock.outputs.encoders import encode_rows
 from penstock.tasks.multi_task import MultiTask
 from penstock.types import Ints, PoolingParams, Task
 
-MAX_DETOKENIZED_IDS = 1 << 20
-MAX_INLINE_IDS = 1024  # fewer are decoded on the event loop
 _MAX_LOOP_IDS = 1 << 15  # fewer are encoded as JSON on the event loop
 
 
@@ -313,25 +312,10 @@ async def detokenize(call: Call, body: DetokenizeRequest) -> Reply:
     is_one = not (body.tokens and isinstance(body.tokens[0], list))
     rows: list[Any] = [body.tokens] if is_one else body.tokens
     check_num_rows(call, len(rows), "tokens")
-    num_ids = sum(len(row) for row in rows if isinstance(row, list))
-    if num_ids > MAX_DETOKENIZED_IDS:
-        raise BodyTooLarge(
-            f"tokens has {num_ids} ids; one request takes at most {MAX_DETOKENIZED_IDS}", param="tokens"
-        )
-    decode = partial(_decoded, model, rows, body.skip_special_tokens)
-    texts = decode() if num_ids <= MAX_INLINE_IDS else await model.text.batcher.call(decode, num_ids)
+    texts = await decode_ids(model, rows, skip_special_tokens=body.skip_special_tokens)
     return Reply(
         orjson.dumps({"prompt": texts[0]} if is_one else {"data": [{"prompt": text} for text in texts]})
     )
-
-
-def _decoded(model: ServedModel, rows: list[Any], skip_special_tokens: bool) -> list[str]:
-    for index, row in enumerate(rows):
-        if not isinstance(row, list) or not set(map(type, row)) <= {int}:
-            raise BadValue(f"tokens {index} is not a list of token ids", param="tokens")
-        if row and (min(row) < 0 or max(row) >= model.text.tokenizer.vocab_size):
-            raise BadValue(f"tokens {index} holds an id that the tokenizer does not know", param="tokens")
-    return model.text.tokenizer.decode_rows(rows, skip_special_tokens)
 
 
 PooledRow = str | list[float | list[float] | SparseTerm]
