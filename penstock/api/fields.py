@@ -30,7 +30,7 @@ class Refused:
     accepts: tuple[Any, ...] = (None,)
 
 
-User = Annotated[str | None, NoEffect("requests are not told apart by user")]
+User = Annotated[str | None, NoEffect("the server does not distinguish users")]
 MediaOptions = Annotated[
     dict[str, Any] | None, NoEffect("only images, audio and video have them, and they are refused")
 ]

@@ -74,9 +74,9 @@ class OpenAITextFields(TextFields, kw_only=True):
     logprob_token_ids: Annotated[
         list[int] | None, Refused("only the likeliest tokens are reported", (None, []))
     ] = None
-    thinking_token_budget: Annotated[int | None, Refused("reasoning is not told apart from the answer")] = (
-        None
-    )
+    thinking_token_budget: Annotated[
+        int | None, Refused("the server does not separate reasoning from the answer")
+    ] = None
     repetition_detection: Annotated[dict[str, Any] | None, Refused("set stop or max_tokens")] = None
     return_token_offsets: Annotated[bool | None, Refused("tokens have no offsets", (None, False))] = None
     routed_experts_prompt_start: Annotated[int, NoEffect("experts are not reported")] = 0

@@ -21,7 +21,7 @@ _NAME = msgspec.json.Decoder(str | None)
 
 
 class InvocationRequest(msgspec.Struct, kw_only=True):
-    """Body of `POST /invocations`: the body of any other route, told by its fields."""
+    """Body of `POST /invocations`: the body of any other route, recognised by its fields."""
 
     model: str | None = None
     messages: list[Any] | None = None

@@ -23,7 +23,7 @@ from penstock.tasks.text_stream import TextDelta
 
 MAX_MESSAGES = 4096
 FinishReason = Literal["COMPLETE", "STOP_SEQUENCE", "MAX_TOKENS"]
-_NO_TOOLS = "the model is not told about tools"
+_NO_TOOLS = "the server does not generate tool calls"
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -26,7 +26,7 @@ NDJSON = b"application/x-ndjson"
 MAX_MESSAGES = 4096
 _FITS = (-1, -2)  # num_predict: as many tokens as fit
 _WHOLE = (None, -1)  # repeat_last_n: everything that was read and generated
-_NO_TOOLS = "the model is not told about tools"
+_NO_TOOLS = "the server does not generate tool calls"
 _NO_IMAGES = "the models read text"
 Unused = Annotated[Any, NoEffect("how a model is loaded is chosen when the server starts")]
 
@@ -81,7 +81,7 @@ class OllamaTextFields(RequestFields, kw_only=True):
     )
     think: Annotated[
         bool | str | None,
-        Refused("reasoning is not told apart from the answer", accepts=(None, False)),
+        Refused("the server does not separate reasoning from the answer", accepts=(None, False)),
     ] = None
     truncate: Annotated[
         bool | None, Refused("a prompt beyond the context is an error", accepts=(None, False))

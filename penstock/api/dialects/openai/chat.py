@@ -50,7 +50,9 @@ class ChatRequest(OpenAITextFields, kw_only=True):
     parallel_tool_calls: Annotated[bool | None, NoEffect(_NO_TOOLS)] = None
     functions: Annotated[list[dict[str, Any]] | None, Refused(_NO_TOOLS, (None, []))] = None
     function_call: Annotated[str | dict[str, Any] | None, Refused(_NO_TOOLS, (None, "none", "auto"))] = None
-    include_reasoning: Annotated[bool, Refused("reasoning is not told apart from the answer", (True,))] = True
+    include_reasoning: Annotated[
+        bool, Refused("the server does not separate reasoning from the answer", (True,))
+    ] = True
     modalities: Annotated[list[str] | None, Refused("answers are text", (None, [], ["text"]))] = None
     audio: Annotated[dict[str, Any] | None, Refused("answers are text")] = None
     prediction: Annotated[dict[str, Any] | None, NoEffect("it only makes an answer faster")] = None
@@ -59,7 +61,7 @@ class ChatRequest(OpenAITextFields, kw_only=True):
     ] = None
     web_search_options: Annotated[dict[str, Any] | None, Refused("this server does not search")] = None
     moderation: Annotated[dict[str, Any] | None, Refused("this server does not moderate")] = None
-    safety_identifier: Annotated[str | None, NoEffect("requests are not told apart by user")] = None
+    safety_identifier: Annotated[str | None, NoEffect("the server does not distinguish users")] = None
     prompt_cache_key: Annotated[str | None, NoEffect(_CACHE)] = None
     prompt_cache_options: Annotated[dict[str, Any] | None, NoEffect(_CACHE)] = None
     prompt_cache_retention: Annotated[str | None, NoEffect(_CACHE)] = None
@@ -68,9 +70,9 @@ class ChatRequest(OpenAITextFields, kw_only=True):
     return_prompt_text: Annotated[
         bool | None, Refused("set return_token_ids and decode them", (None, False))
     ] = None
-    return_assistant_tokens_mask: Annotated[bool, Refused("tokens are not told apart by role", (False,))] = (
-        False
-    )
+    return_assistant_tokens_mask: Annotated[
+        bool, Refused("the server does not track which role a token belongs to", (False,))
+    ] = False
 
     def __post_init__(self) -> None:
         """The newer name of max_tokens."""
