@@ -279,3 +279,10 @@ def test_sagemakers_route_takes_these_bodies(http: TestClient, moods: TestClient
     assert ask(http, "/invocations", inputs=TEXTS) == ask(http, "/embed", inputs=TEXTS)
     assert ask(http, "/invocations", query="a", texts=TEXTS) == ask(http, "/rerank", query="a", texts=TEXTS)
     assert ask(moods, "/invocations", inputs=TEXTS[0]) == ask(moods, "/predict", inputs=TEXTS[0])
+
+
+def test_cut_texts_and_cut_pairs_of_one_request_are_counted_together(moods: TestClient) -> None:
+    long = "water " * 700
+    answer = moods.post("/predict", json={"inputs": [[long], ["water"], [long, "oil"]]})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-truncated-rows"] == "2"
