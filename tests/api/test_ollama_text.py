@@ -159,10 +159,10 @@ def test_the_format_constrains_the_answer(http: TestClient, engine: ScriptedEngi
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("/api/chat", {"tools": [{"type": "function"}]}, "not told about tools"),
+        ("/api/chat", {"tools": [{"type": "function"}]}, "does not generate tool calls"),
         ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["x"]}]}, "read text"),
-        ("/api/chat", {"messages": [{"role": "tool", "content": "a"}]}, "not told about tools"),
-        ("/api/chat", {"think": True}, "not told apart"),
+        ("/api/chat", {"messages": [{"role": "tool", "content": "a"}]}, "does not generate tool calls"),
+        ("/api/chat", {"think": True}, "does not separate reasoning"),
         ("/api/chat", {"logprobs": True}, "log probabilities"),
         ("/api/generate", {"images": ["x"]}, "read text"),
         ("/api/generate", {"suffix": "end"}, "at their end"),
