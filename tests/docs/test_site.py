@@ -140,4 +140,4 @@ def test_the_table_of_dialects_has_every_route_and_field() -> None:
                 [] if kind.body is None else [each.encode_name for each in msgspec.structs.fields(kind.body)]
             )
             assert [name for name in names if f"`{name}`" not in text] == []
-    assert "| no effect | `user`: requests are does not separate reasoning by user |" in text
+    assert "| no effect | `user`: the server does not distinguish users |" in text
