@@ -94,6 +94,13 @@ class ReadTimeout(ClientError):
     code = "read_timeout"
 
 
+class OrderFailed(ClientError):
+    """An operator's order for a model could not be carried out."""
+
+    status = 409
+    code = "order_failed"
+
+
 class BodyTooLarge(ClientError):
     status = 413
     code = "body_too_large"

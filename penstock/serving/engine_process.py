@@ -24,6 +24,7 @@ from penstock.errors import PenstockError
 from penstock.runner.load import settle
 from penstock.runner.profile import ProfiledRunner
 from penstock.serving.child import STANDBY
+from penstock.serving.control import EngineControl
 from penstock.serving.launch import (
     EXIT_BAD_MODEL,
     EXIT_DEVICE_FAILED,
@@ -72,6 +73,7 @@ def main() -> None:
     status = None if launch.status_file is None else StatusWriter(Path(launch.status_file))
     server = EngineServer(launch.address, launch.shared_memory_mb << 20, status)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    control = None if launch.control is None else EngineControl(launch.control, launch.model)
     try:
         settings = settle(launch.engine, launch.spec)
         from penstock.serving.engine_metrics import EngineMetrics
@@ -82,9 +84,13 @@ def main() -> None:
         )
     except PenstockError as error:
         print(f"error: {error.message}", file=sys.stderr, flush=True)  # noqa: T201
+        if control is not None:
+            control.failed(error.message)
         sys.exit(EXIT_BAD_MODEL)
     if isinstance(profiled := core.runner, ProfiledRunner):
         signal.signal(signal.SIGUSR2, lambda *_: profiled.profile_again())
+    if control is not None:
+        control.attach(os.getpid(), settings.device)
     gc.collect()
     gc.freeze()  # these objects live as long as the process: later collections skip them
     server.serve(core, Ready(os.getpid(), msgspec.to_builtins(settings)), metrics.publish)
