@@ -2,7 +2,7 @@
 
 python benchmarks/gpu_sleep.py --models DIR [--cycles 20] [--level 1] [--save FILE] [NAME…]
 
-DIR holds the folders of the models, bge-base and gritlm-7b unless others are named. Their weights are dummies.
+DIR holds the folders of the models, bge-base and gritlm-7b unless others are named. Weights are dummies.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def show(found: dict[str, Any]) -> None:
         )
     print(
         f"  {found['cycles']} cycles: worst wake {found['worst_wake_s']:.3f} s; weights bit-equal: "
-        f"{found['same_weights']}, cosine ≥ {found['min_cosine']:.6f}, same text {found['same_texts']:.0f} times; "
-        f"memory grew by {found['growth_gib']:.3f} GiB"
+        f"{found['same_weights']}, cosine ≥ {found['min_cosine']:.6f}, same text "
+        f"{found['same_texts']:.0f} times; memory grew by {found['growth_gib']:.3f} GiB"
     )
 
 

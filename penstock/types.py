@@ -49,6 +49,10 @@ class EngineSleep(enum.IntEnum):
     ASLEEP = 2
     WAKING = 3
 
+    @property
+    def words(self) -> str:
+        return self.name.lower().replace("_", " ")
+
 
 class OutputDtype(enum.StrEnum):
     """Number format of output vectors. `binary` and `ubinary` pack eight sign bits into a byte."""

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backlog import Backlog
-from penstock.types import EngineSleep
+from penstock.types import EngineSleep as EngineSleep  # for readers of the page
 
 
 class EngineStatus(NamedTuple):  # one is made in every turn of the engine's loop
@@ -36,6 +36,10 @@ class EngineStatus(NamedTuple):  # one is made in every turn of the engine's loo
     state: int = EngineSleep.AWAKE  # an `EngineSleep`
     last_request_s: float = 0.0  # when a request last arrived or was answered; at first, when serving began
     device_bytes: int = 0  # of memory that the model takes while it is awake, and that a sleep frees
+
+    @property
+    def sleep_state(self) -> EngineSleep:
+        return EngineSleep(self.state)
 
     @property
     def backlog(self) -> Backlog:
