@@ -50,8 +50,10 @@ class Bench:
         draw = np.random.default_rng(0)
         vocabulary = engine.spec.vocab_size - 10
         self.rows = [draw.integers(10, vocabulary, n).tolist() for n in (1, 5, 16, 40, 128, 300)]
+        self.large = [draw.integers(10, vocabulary, 500).tolist() for _ in range(64)]  # runs without a graph
         self.generates = engine.settings.generates
         self.vectors = self.embed()
+        self.large_vectors = engine.embed(self.large)
         self.texts = self.generate()
         self.weights = self.checksum()
 
@@ -90,6 +92,7 @@ class Bench:
             "freed_gib": freed / GIB,
             "same_weights": float(self.checksum() == self.weights),
             "same_bits": float(np.array_equal(vectors, self.vectors)),
+            "same_large_bits": float(np.array_equal(self.engine.embed(self.large), self.large_vectors)),
             "cosine": float((vectors * self.vectors).sum(1).min()),
             "same_text": float(self.generate() == self.texts),
         }
@@ -112,6 +115,7 @@ def measure(folder: Path, cycles: int, level: int) -> dict[str, Any]:
         "worst_wake_s": max(each["wake_s"] for each in found),
         "same_weights": all(each["same_weights"] for each in found),
         "min_cosine": min(each["cosine"] for each in found),
+        "same_large_bits": sum(each["same_large_bits"] for each in found),
         "same_texts": sum(each["same_text"] for each in found),
         "growth_gib": found[-1]["after_gib"] - found[min(1, cycles - 1)]["after_gib"],
     }
@@ -130,7 +134,8 @@ def show(found: dict[str, Any]) -> None:
         )
     print(
         f"  {found['cycles']} cycles: worst wake {found['worst_wake_s']:.3f} s; weights bit-equal: "
-        f"{found['same_weights']}, cosine ≥ {found['min_cosine']:.6f}, same text "
+        f"{found['same_weights']}, cosine ≥ {found['min_cosine']:.6f}, large batch "
+        f"bit-equal {found['same_large_bits']:.0f} times, same text "
         f"{found['same_texts']:.0f} times; memory grew by {found['growth_gib']:.3f} GiB"
     )
 

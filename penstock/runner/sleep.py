@@ -12,7 +12,7 @@ import gc
 import logging
 import mmap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -71,7 +71,11 @@ class HostMemory:
 
 
 def _check_cuda(status: Any) -> None:
-    torch.cuda.check_error(int(status))
+    """Raise for the status that a call of the CUDA runtime returned."""
+    if int(status):
+        with suppress(RuntimeError):  # take the error off the device, or the next kernel would report it
+            torch.zeros(1, device="cuda")
+        raise RuntimeError(f"CUDA error {int(status)}")
 
 
 class StorageMover:
@@ -308,7 +312,7 @@ def _fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def _as_bytes(storage: UntypedStorage, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def storages_of(roots: list[object], device: torch.device) -> list[UntypedStorage]:

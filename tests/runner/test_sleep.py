@@ -89,6 +89,20 @@ def test_memory_that_cannot_be_freed_is_refused_before_anything_moves() -> None:
     assert layer.weight[2, 3] == 11
 
 
+def test_host_memory_grows_with_what_is_moved_and_is_given_back() -> None:
+    layer, mover = Layer(), StorageMover(CPU)
+    mover.move_out([layer], [])
+    mover.move_back()
+    layer.parts.append(torch.ones(1 << 16))
+    mover.move_out([layer], [])
+    mover.move_back()
+    assert torch.equal(layer.parts[-1], torch.ones(1 << 16))
+    mover.close()
+    mover.move_out([layer], [])
+    mover.move_back()
+    assert layer.weight[2, 3] == 11
+
+
 def core_of(engine: Engine) -> EngineCore:
     return engine.local.engine.core
 
