@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import mmap
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -222,16 +223,14 @@ class ModelSleeper:
                 yield
 
     def _uninstall(self) -> None:
-        if not self._is_uninstalled:
-            self.runner.uninstall()
-        self._is_uninstalled = True
         self._mover.close()
-        if gc.get_freeze_count():  # otherwise cycles in the model would keep it alive
-            gc.unfreeze()
-            gc.collect()
-            gc.freeze()
-        else:
-            gc.collect()
+        if self._is_uninstalled:
+            return
+        tensors = [weakref.ref(tensor) for tensor in tensors_of(self._roots())]
+        self.runner.uninstall()
+        self._is_uninstalled = True
+        if any(tensor() is not None for tensor in tensors):
+            _collect_cycles()
 
     def _check_files(self) -> None:
         """Refuse other weights than those that the server has described and answered with."""
@@ -296,6 +295,15 @@ class ModelSleeper:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _collect_cycles() -> None:
+    """Free what only cycles keep alive, also among objects that collections skip."""
+    was_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if was_frozen:
+        gc.freeze()
 
 
 def _freeze_again() -> None:
