@@ -139,6 +139,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     trust_request_chat_template: bool = False  # requests may bring a chat template of their own
     enable_tokenizer_info_endpoint: bool = False  # /tokenizer_info shows the tokenizer's configuration
     drain_s: float = 30.0
+    wake_timeout_s: float = 30.0  # of a request for a model that sleeps; 0: it does not wait
     standby_engine: bool | None = None  # None: beside an engine on a GPU
     sleep_after_s: float = 0.0  # a model that is idle for so long goes to sleep; 0: never
     max_awake_models: int = 0  # beyond it, the least recently used model goes to sleep; 0: no limit
@@ -176,7 +177,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = False
     generates: bool = False
     generate_prefixes: bool = False  # sequences that generate share cached prefixes
-    kv_cache_bytes: int = 0  # 0: the free memory of the device
+    kv_cache_bytes: int = 0  # 0: a share of the free memory of the device
+    kv_share: float = 0.8  # of the memory that the weights leave free; the rest is for activations
     share_identical: bool = True
     document_cache_bytes: int = 0
     step_output_bytes: int = 0  # 0: no limit

@@ -50,6 +50,7 @@ class EngineLaunch(msgspec.Struct, frozen=True):
     control: str | None = None  # the socket of `serving.control`; None: the engine takes no orders
     model: int = 0  # the model's number
     kv_share: float | None = None  # of the free memory, for a KV cache of no given size; None: most of it
+    wake_timeout_s: float = 30.0  # of a request for a model that sleeps; 0: it does not wait
 
 
 class EngineState(msgspec.Struct, frozen=True):

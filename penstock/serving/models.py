@@ -104,6 +104,7 @@ class ManagedModel:
                 control=str(control),
                 model=self.number,
                 kv_share=kv_share,
+                wake_timeout_s=server.wake_timeout_s,
             )
         )
 

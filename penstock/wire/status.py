@@ -7,7 +7,6 @@ to different moments. Times are of the monotonic clock, which all processes of a
 
 from __future__ import annotations
 
-import enum
 import mmap
 import os
 import struct
@@ -18,19 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backlog import Backlog
-
-
-class EngineSleep(enum.IntEnum):
-    """Whether an engine has its weights on the device."""
-
-    AWAKE = 0
-    FALLING_ASLEEP = 1
-    ASLEEP = 2
-    WAKING = 3
-
-    @property
-    def words(self) -> str:
-        return self.name.lower().replace("_", " ")
+from penstock.types import EngineSleep as EngineSleep  # for readers of the page
 
 
 class EngineStatus(NamedTuple):  # one is made in every turn of the engine's loop
@@ -46,9 +33,9 @@ class EngineStatus(NamedTuple):  # one is made in every turn of the engine's loo
     queued_large_tokens: int = 0  # of those queued, tokens of requests that run over several steps
     queued_prompt_tokens: int = 0  # of prompts that wait to generate
     prompt_tokens_per_s: float = 0.0  # recent rate at which prompts begin to generate; 0: not known yet
-    state: int = 0  # an `EngineSleep`
-    last_request_s: float = 0.0  # when a request last arrived or finished; 0: none has
-    device_bytes: int = 0  # that a sleep would free
+    state: int = EngineSleep.AWAKE  # an `EngineSleep`
+    last_request_s: float = 0.0  # when a request last arrived or was answered; at first, when serving began
+    device_bytes: int = 0  # of memory that the model takes while it is awake, and that a sleep frees
 
     @property
     def sleep_state(self) -> EngineSleep:
