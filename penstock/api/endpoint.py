@@ -88,6 +88,7 @@ class Call:
     num_truncated: int = 0  # rows that were cut to fit
     path_value: str = ""  # what stands for the path's parameter
     use: Use | None = None  # what the route does with a model
+    query_string: bytes = b""  # of a route without a body
 
     def model(self, body: Any, *, may_truncate: bool = True) -> ServedModel:
         """The model that a body names. A prompt in the name, and the server's default for long texts, are
@@ -182,11 +183,11 @@ class Endpoint:
             else:
                 if not self.open_to_all:
                     check_key(scope, self.keys)
-                reply = await (
-                    self._admitted(call, scope, receive, send)
-                    if self.counts_as_request
-                    else self.handler(call)
-                )
+                if self.counts_as_request:
+                    reply = await self._admitted(call, scope, receive, send)
+                else:
+                    call.query_string = scope["query_string"]
+                    reply = await self.handler(call)
             if isinstance(reply, Reply):
                 reply.headers += call.headers()
         except PenstockError as error:

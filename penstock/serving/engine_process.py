@@ -83,7 +83,7 @@ def main() -> None:
         if control is not None:
             control.attach(os.getpid(), settings.device)
             server.make_room = partial(make_room, device=settings.device, ask=control.make_room)
-            server.make_room(weight_bytes(launch.spec, settings))
+            server.make_room(weight_bytes(launch.spec))
         from penstock.serving.engine_metrics import EngineMetrics
 
         metrics = EngineMetrics(launch.spec.name, server.memory)

@@ -1,4 +1,4 @@
-"""Memory for an engine that is about to take some: other models of the server sleep where there is too little."""
+"""Memory for an engine that is about to take some: other models sleep where there is too little."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import logging
 from collections.abc import Callable
 
 from penstock.checkpoint.spec import ModelSpec
-from penstock.config import Resolved
 from penstock.runner.cpu_memory import available_memory_bytes
 
 log = logging.getLogger("penstock.engine")
 Ask = Callable[[int], None]  # have other models sleep for this many bytes; returns when that is done
 RESERVE = 1 << 29  # bytes beyond the weights and caches: activations, and what the system needs
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_WEIGHTS = (".safetensors", ".bin", ".gguf")
 
 
 def make_room(num_bytes: int, device: str, ask: Ask) -> None:
@@ -33,7 +32,7 @@ def free_bytes(device: str) -> int:
     return torch.cuda.mem_get_info(torch.device(device))[0]
 
 
-def weight_bytes(spec: ModelSpec, settings: Resolved) -> int:
-    """About what a model's weights take once they are loaded."""
-    width = 1 if settings.quantization is not None else _BYTES[settings.dtype]
-    return spec.sizes.min_parameters * width + settings.kv_cache_bytes
+def weight_bytes(spec: ModelSpec) -> int:
+    """About what a model's weights take once they are loaded: the size of their files."""
+    files = (file for suffix in _WEIGHTS for file in spec.path.glob(f"*{suffix}"))
+    return sum(file.stat().st_size for file in files)

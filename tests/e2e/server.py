@@ -149,7 +149,7 @@ def serving(
     reader = threading.Thread(target=_collect_log, args=(server,), daemon=True)
     reader.start()
     try:
-        server.wait_for_log("is ready at http://")
+        server.wait_for_log(" ready at http://")
         yield server
     finally:
         if "http" in vars(server):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from typing import Any, Literal
+from urllib.parse import parse_qsl
 
 import msgspec
 
 from penstock.api.endpoint import Call, Reply
 from penstock.api.routes import RouteSpec
-from penstock.errors import BadValue, NotPossible
+from penstock.errors import BadValue, NotPossible, shown
 from penstock.serving.control import Action, OrderAnswer
 
 DIALECT = "native"
@@ -98,8 +99,58 @@ async def _ordered(
 
 
 def order_reply(answer: OrderAnswer) -> Reply:
-    shown = {"model": answer.model, "state": answer.state, "seconds": round(answer.seconds, 3)}
-    return Reply(msgspec.json.encode(shown))
+    described = {"model": answer.model, "state": answer.state, "seconds": round(answer.seconds, 3)}
+    return Reply(msgspec.json.encode(described))
+
+
+# vLLM's routes, which have the model in the URL; without it, they mean every model.
+
+
+async def sleep(call: Call) -> Reply:
+    """Have the model of `?model=` sleep, or all models; `level` is 1 or 2."""
+    query = _query(call, "level", "mode", "model")
+    level = query.get("level")
+    if level not in (None, "1", "2"):
+        raise BadValue(f"level is {shown(level)}; use 1 or 2", param="level")
+    if query.get("mode", "wait") != "wait":
+        raise BadValue("mode is wait: requests that run are finished first", param="mode")
+    for name in _named(call, query):
+        await _ordered(call, "sleep", name, level=None if level is None else int(level))
+    return Reply(b"")
+
+
+async def wake_up(call: Call) -> Reply:
+    """Wake the model of `?model=`, or all models."""
+    query = _query(call, "tags", "model")
+    if "tags" in query:
+        raise BadValue("tags cannot be given: weights and caches wake together", param="tags")
+    for name in _named(call, query):
+        await _ordered(call, "wake", name)
+    return Reply(b"")
+
+
+class SleepingAnswer(msgspec.Struct, kw_only=True):
+    is_sleeping: bool
+
+
+async def is_sleeping(call: Call) -> Reply:
+    """Tell whether the model of `?model=`, or every model, sleeps."""
+    names = _named(call, _query(call, "model"))
+    states = [call.state.find(name)[0].state for name in names]
+    answer = SleepingAnswer(is_sleeping=all(state in ("asleep", "waking") for state in states))
+    return Reply(msgspec.json.encode(answer))
+
+
+def _query(call: Call, *known: str) -> dict[str, str]:
+    """The parameters of the URL; others are refused by name."""
+    given = dict(parse_qsl(call.query_string.decode("latin-1"), keep_blank_values=True))
+    if unknown := sorted(given.keys() - set(known)):
+        raise BadValue(f"{shown(unknown[0])} is unknown; use {', '.join(known)}", param=unknown[0])
+    return given
+
+
+def _named(call: Call, query: dict[str, str]) -> list[str]:
+    return [query["model"]] if "model" in query else list(call.state.models)
 
 
 ROUTES = (
@@ -133,4 +184,7 @@ ROUTES = (
     RouteSpec(
         f"{MODELS}/wake", WakeRequest, wake_model, DIALECT, OrderReply, example={"model": "small"}, admin=True
     ),
+    RouteSpec("/sleep", None, sleep, "vLLM", admin=True, methods=("POST",)),
+    RouteSpec("/wake_up", None, wake_up, "vLLM", admin=True, methods=("POST",)),
+    RouteSpec("/is_sleeping", None, is_sleeping, "vLLM", SleepingAnswer, admin=True),
 )
