@@ -84,6 +84,10 @@ class ModelNotFound(NotFound):
     code = "model_not_found"
 
 
+class ModelNotAllowed(ModelNotFound):
+    """The client's key does not allow the model. It is not told whether the server has it."""
+
+
 class MethodNotAllowed(ClientError):
     status = 405
     code = "method_not_allowed"

@@ -29,12 +29,14 @@ from penstock.errors import (
     BadValue,
     BodyTooLarge,
     Cancelled,
-    Forbidden,
     KeyLimitReached,
     MethodNotAllowed,
+    ModelNotAllowed,
+    ModelNotFound,
     PenstockError,
     Unauthorized,
     UnsupportedEncoding,
+    shown,
 )
 
 log = logging.getLogger("penstock.api")
@@ -96,20 +98,31 @@ class Call:
         state = self.state
         model = state.models.get(body.model)  # nearly always its own name
         if model is None:
-            model, prompt = state.find(body.model)
+            model, prompt = self.resolve(body.model)
             if prompt is not None:
                 choose_prompt_by_name(body, model, prompt)
-        if self.key is not None and self.key.models is not None:
-            self.check_model(model)
+        elif self.key is not None and not self.may_use(model):
+            raise self._not_allowed(body.model)
         if state.config.auto_truncate and may_truncate and _leaves_open(body):
             body.truncate_prompt_tokens = -1
         return model
 
     def find(self, name: str | None) -> ServedModel:
         """The model of this name, if the client's key allows it."""
-        model, _ = self.state.find(name)
-        self.check_model(model)
-        return model
+        return self.resolve(name)[0]
+
+    def resolve(self, name: str | None) -> tuple[ServedModel, str | None]:
+        """The model of this name and the prompt that the name asks for. Models that the client's key does not
+        allow do not exist for the client."""
+        if self.key is None or self.key.models is None:
+            return self.state.find(name)
+        try:
+            model, prompt = self.state.find(name)
+        except ModelNotFound:
+            raise self._not_allowed(name) from None
+        if not self.may_use(model):
+            raise self._not_allowed(name)
+        return model, prompt
 
     @property
     def names(self) -> list[str]:
@@ -122,14 +135,13 @@ class Call:
         aliases = self.state.aliases
         return any(aliases.get(name, name) == model.spec.name for name in self.key.models)
 
-    def check_model(self, model: ServedModel) -> None:
-        if not self.may_use(model):
-            assert self.key is not None
-            raise Forbidden(
-                f"key {self.key.name} may not use model {model.spec.name}; it may use: "
-                f"{', '.join(self.names) or 'no model of this server'}",
-                param="model",
-            )
+    def _not_allowed(self, name: str | None) -> ModelNotAllowed:
+        assert self.key is not None
+        asked = f"model {shown(name)}" if name else "the default model"
+        allowed = ", ".join(self.names) or "none of this server"
+        return ModelNotAllowed(
+            f"{asked} is not one that key {self.key.name} may use; its models are: {allowed}", param="model"
+        )
 
     def count_tokens(self, num_tokens: int) -> None:
         """Count the tokens of a request that is about to run. Refuse it if its key has no tokens left."""

@@ -11,8 +11,8 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from penstock.buffered_metrics import BufferedMetrics
 from penstock.errors import (
     Cancelled,
-    Forbidden,
     KeyLimitReached,
+    ModelNotAllowed,
     PenstockError,
     QueueFull,
     QueueTooSlow,
@@ -65,7 +65,7 @@ KEY_TOKENS = Counter(
 )
 KEY_REFUSED = Counter(
     "penstock_key_refused",
-    "Requests refused because of their API key, by its name: too many requests or tokens, or not allowed",
+    "Requests refused because of their API key, by its name: too many requests or tokens, or a model",
     ["key", "reason"],
 )
 
@@ -106,8 +106,8 @@ class ApiMetrics:
     def key_refused(self, key: str, error: PenstockError) -> None:
         if isinstance(error, KeyLimitReached):
             KEY_REFUSED.labels(key, error.reason.removeprefix("key_")).inc()
-        elif isinstance(error, Forbidden):
-            KEY_REFUSED.labels(key, "forbidden").inc()
+        elif isinstance(error, ModelNotAllowed):
+            KEY_REFUSED.labels(key, "model").inc()
 
     def ignored_fields(self, route: str, count: int) -> None:
         IGNORED_FIELDS.labels(route).inc(count)
