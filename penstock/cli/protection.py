@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 
 SECRET_FLAGS = ("--api-key", "--admin-key", "--ssl-keyfile-password", "--hf-token", "--hf-api-token")
-SECRET_VARIABLES = ("PENSTOCK_API_KEY", "PENSTOCK_ADMIN_KEY", "PENSTOCK_SSL_KEYFILE_PASSWORD")
+KEY_VARIABLES = ("PENSTOCK_API_KEY", "PENSTOCK_ADMIN_KEY")
+SECRET_VARIABLES = (*KEY_VARIABLES, "PENSTOCK_SSL_KEYFILE_PASSWORD")
 log = logging.getLogger("penstock.serve")
+
+
+def forget_secret_variables() -> None:
+    """Take secrets out of the environment, once they are read: no child process needs them."""
+    for name in SECRET_VARIABLES:
+        value = os.environ.pop(name, None)
+        if value == "":
+            log.warning("%s is empty, which sets nothing", name)
+        elif value is not None and name in KEY_VARIABLES:
+            keys = [key.strip() for key in value.split(",")]
+            if any(len(key.split()) > 1 for key in keys):  # the parser takes words for keys
+                raise ConfigError(f"{name} has a key with a space; separate keys by commas", param=name)
 
 
 def check_protection(config: ServerConfig) -> None:

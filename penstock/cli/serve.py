@@ -24,7 +24,7 @@ from penstock.cli.flags import (
     api_keys,
 )
 from penstock.cli.foreign import FOREIGN, Given
-from penstock.cli.protection import SECRET_FLAGS, SECRET_VARIABLES, check_protection
+from penstock.cli.protection import SECRET_FLAGS, check_protection, forget_secret_variables
 from penstock.config import EngineConfig, ServerConfig, available_cpus, from_mapping
 from penstock.errors import ConfigError
 from penstock.serving.child import spawned_engine
@@ -77,9 +77,7 @@ def serve(
         os.environ["HF_TOKEN"] = foreign.hub_token
     log_level = server.get("log_level", ServerConfig().log_level)
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s: %(message)s")
-    for name in SECRET_VARIABLES:
-        if os.environ.pop(name, None) == "":  # no child process needs it
-            log.warning("%s is empty, which sets nothing", name)
+    forget_secret_variables()
     for warning in foreign.warnings:
         log.warning("%s", warning)
     device = engine.get("device", EngineConfig().device)

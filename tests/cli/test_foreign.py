@@ -184,6 +184,13 @@ def test_the_environment_names_the_model_the_port_and_the_key(serve: Serve) -> N
     assert fields == {}
 
 
+def test_the_environment_has_several_keys_between_commas(serve: Serve) -> None:
+    _, server = serve(env={"PENSTOCK_API_KEY": "one, two", "PENSTOCK_ADMIN_KEY": "boss"})
+    assert (server.api_keys, server.admin_keys) == (("one", "two"), ("boss",))
+    ran = CliRunner().invoke(app, ["serve", "--device", "null"], env={"PENSTOCK_API_KEY": "s3 cret"})
+    assert ran.exit_code == 2 and "separate keys by commas" in ran.output and "cret" not in ran.output
+
+
 def test_underscores_and_values_of_switches_are_understood(serve: Serve) -> None:
     engine, server = serve(
         *("--max_model_len", "64", "--max_num_seqs=4", "--auto_truncate", "--strict_fields", "true"),

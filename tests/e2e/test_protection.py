@@ -158,6 +158,8 @@ def test_a_server_listens_on_a_unix_socket_and_removes_it(tmp_path: Path) -> Non
         "--device", "null", "--uds", str(path), "--admin-port", "0", environment=environment
     ) as server:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        for pid in (*server.children(API), *server.engines()):
+            assert "first,second" not in Path(f"/proc/{pid}/environ").read_text()
         with httpx.Client(
             transport=httpx.HTTPTransport(uds=str(path)), base_url="http://any.example"
         ) as http:
