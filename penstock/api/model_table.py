@@ -28,6 +28,7 @@ from penstock.serving.control import (
     ApiAttached,
     ApiCannotServe,
     ApiConnected,
+    ApiServes,
     FromApi,
     ModelTable,
     Order,
@@ -88,13 +89,14 @@ class ModelTableFollower:
     async def start(self) -> None:
         """Connect to the supervisor; the models that this process has are connected to their engines."""
         reader, self._writer = await asyncio.open_unix_connection(self._control, limit=MAX_LINE_BYTES)
+        self._send(ApiAttached(os.getpid()))
         for model in self._state.models.values():
             self._report_connection(model)
         self._run(self._read(reader))
 
-    def attach(self) -> None:
+    def report_serving(self) -> None:
         """Say that this process accepts connections."""
-        self._send(ApiAttached(os.getpid()))
+        self._send(ApiServes())
 
     async def close(self) -> None:
         for task in list(self._tasks):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.api.admission import Admission
 from penstock.api.default_model import Use, choose
+from penstock.api.keys import KeyRing
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ServerConfig
 from penstock.errors import EngineUnavailable, ModelNotFound, ServerFull, TooManyRequests, shown
@@ -107,12 +108,16 @@ class ServerState:
     follower: ModelFollower | None = None  # takes orders to change the models; None: they cannot be changed
     in_flight: int = 0
     buffered: BufferedBytes = field(init=False)
+    keys: KeyRing = field(init=False)
+    watched: list[Callable[[], None]] = field(init=False)  # what looks after files that may change
     # A successor of this process counts from 0 again, while the engine may still run our requests.
     _name: str = field(default_factory=lambda: secrets.token_hex(4))
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         self.buffered = BufferedBytes(self.config.max_buffered_bytes)
+        self.keys = KeyRing(self.config)
+        self.watched = [self.keys.reload] if self.keys.has_files else []
         for model in self.models.values():
             self._settle(model)
 

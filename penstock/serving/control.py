@@ -30,9 +30,13 @@ Action = Literal["load", "unload", "sleep", "wake"]
 
 
 class ApiAttached(msgspec.Struct, frozen=True, tag=True):
-    """An API process accepts connections."""
+    """The first message of an API process."""
 
     pid: int
+
+
+class ApiServes(msgspec.Struct, frozen=True, tag=True):
+    """An API process accepts connections."""
 
 
 class ApiConnected(msgspec.Struct, frozen=True, tag=True):
@@ -128,7 +132,7 @@ class Closed(msgspec.Struct, frozen=True):
     """The process at the other end is gone."""
 
 
-FromApi = ApiAttached | ApiConnected | ApiCannotServe | TableApplied | Order
+FromApi = ApiAttached | ApiServes | ApiConnected | ApiCannotServe | TableApplied | Order
 FromEngine = EngineAttached | EngineFailed | OrderDone | RoomWanted
 ToApi = ModelTable | OrderAnswer
 ToEngine = EngineOrder | RoomMade

@@ -89,6 +89,8 @@ class ApiLaunch(msgspec.Struct, frozen=True):
     listen_fd: int
     parent: Parent | None = None  # None: no supervisor
     control: str | None = None  # the socket of `serving.control`; None: the models never change
+    index: int = 0  # among the API processes
+    admin_fd: int | None = None  # of the socket of --admin-port
 
 
 def setup_child_process() -> None:

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +22,13 @@ import msgspec
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ModelConfig, ServerConfig
-from penstock.errors import ConfigError, ModelLoadError, StartFailed
+from penstock.errors import ModelLoadError, StartFailed
 from penstock.serving.child import Child, engine_child, engine_standby
 from penstock.serving.control import (
     ApiAttached,
     ApiCannotServe,
     ApiConnected,
+    ApiServes,
     Closed,
     ControlServer,
     EngineAttached,
@@ -42,6 +42,7 @@ from penstock.serving.control import (
     TableApplied,
 )
 from penstock.serving.launch import EXIT_BAD_MODEL, EXIT_DEVICE_FAILED, ApiLaunch, Parent
+from penstock.serving.listeners import Listeners
 from penstock.serving.models import ManagedModel, ModelSet, mark_dead
 from penstock.serving.orders import Orders
 from penstock.serving.runtime_folder import RuntimeFolder
@@ -65,14 +66,15 @@ class ApiProcess:
     def __init__(self, child: Child) -> None:
         self.child = child
         self.link: Link | None = None
-        self.attached_pid = 0  # of the last process that accepted connections
+        self.attached_pid = 0  # of the last process that was attached
+        self.serving_pid = 0  # of the last process that accepted connections
         self.connected: dict[int, int] = {}  # number of a model → process id of its engine
         self.table_version = -1
 
     @property
     def serves(self) -> bool:
         process = self.child.process
-        return process is not None and process.pid == self.attached_pid
+        return process is not None and process.pid == self.serving_pid
 
     def attach(self, link: Link, pid: int) -> None:
         self.link, self.attached_pid, self.connected, self.table_version = link, pid, {}, -1
@@ -98,10 +100,10 @@ class Supervisor:
         self._standby = engine_standby() if has_standby else None
         self._started_s = self._checked_s = time.monotonic()
         self._has_been_ready = False
-        self._listener = listen(server.host, server.port)
-        self.port: int = self._listener.getsockname()[1]
+        self._listeners = Listeners(server)
+        self.port = self._listeners.port
         with contextlib.ExitStack() as undo:
-            undo.callback(self._listener.close)
+            undo.callback(self._listeners.close)
             self._runtime = RuntimeFolder()
             undo.callback(self._runtime.remove)
             folder = self._runtime.path
@@ -128,7 +130,7 @@ class Supervisor:
         return ApiProcess(
             Child(
                 "penstock.api.process",
-                pass_fds=(self._listener.fileno(),),
+                pass_fds=self._listeners.fds,
                 max_restart_delay_s=MAX_API_RESTART_DELAY_S,
             )
         )
@@ -158,18 +160,21 @@ class Supervisor:
     def publish_models(self) -> None:
         """Tell every API process which models there are."""
         table = self.models.table()
-        for api in self._apis:
-            api.child.config = self._api_config()  # of the next process
+        for index, api in enumerate(self._apis):
+            api.child.config = self._api_config(index)  # of the next process
             if api.link is not None:
                 api.link.send(table)
 
-    def _api_config(self) -> bytes:
+    def _api_config(self, index: int) -> bytes:
+        listeners = self._listeners
         launch = ApiLaunch(
             server=self.config,
             models=self.models.table().models,
-            listen_fd=self._listener.fileno(),
+            listen_fd=listeners.public.fileno(),
+            admin_fd=None if listeners.admin is None else listeners.admin.fileno(),
             parent=self._parent,
             control=str(self._control_file),
+            index=index,
         )
         return msgspec.json.encode(launch)
 
@@ -222,7 +227,7 @@ class Supervisor:
                 api.child.stop(1.0)
             self._stop_engines(1.0)
             self._control.close()
-            self._listener.close()
+            self._listeners.close()
             self._runtime.remove()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
@@ -250,7 +255,7 @@ class Supervisor:
                 if api.child.process is not None and api.child.process.pid == message.pid:
                     api.attach(link, message.pid)
                     link.send(self.models.table())
-        elif isinstance(message, ApiConnected | ApiCannotServe | TableApplied):
+        elif isinstance(message, ApiServes | ApiConnected | ApiCannotServe | TableApplied):
             for api in self._apis:
                 if api.link is link:
                     self._handle_report(api, message)
@@ -266,8 +271,12 @@ class Supervisor:
         else:
             self._handle_closed(link)
 
-    def _handle_report(self, api: ApiProcess, message: ApiConnected | ApiCannotServe | TableApplied) -> None:
-        if isinstance(message, ApiConnected):
+    def _handle_report(
+        self, api: ApiProcess, message: ApiServes | ApiConnected | ApiCannotServe | TableApplied
+    ) -> None:
+        if isinstance(message, ApiServes):
+            api.serving_pid = api.attached_pid
+        elif isinstance(message, ApiConnected):
             api.connected[message.model] = message.engine_pid
         elif isinstance(message, TableApplied):
             api.table_version = message.version
@@ -326,17 +335,18 @@ class Supervisor:
 
         self._has_been_ready = True
         self._log_ready([each.name for each in self.models], self._started_s)
+        if (admin_address := self._listeners.admin_address) is not None:
+            log.info("operation routes are at %s", admin_address)
         show_restarts()
         if self._standby is not None:
             self._standby.prepare()
 
     def _log_ready(self, names: Sequence[str], since_s: float) -> None:
         log.info(
-            "%s %s ready at http://%s:%d after %.1f s",
+            "%s %s ready at %s after %.1f s",
             ", ".join(names),
             "is" if len(names) == 1 else "are",
-            self.config.host,
-            self.port,
+            self._listeners.address,
             time.monotonic() - since_s,
         )
 
@@ -403,7 +413,7 @@ class Supervisor:
         The engines run until all API processes have exited. Processes that exit are not restarted.
         """
         log.info("%s: draining for up to %g s", signal_name, self.config.drain_s)
-        self._listener.close()
+        self._listeners.close()
         draining = [api.child.process for api in self._apis if api.child.process is not None]
         for process in draining:
             process.terminate()
@@ -483,18 +493,3 @@ def _exit_in_words(child: Child, code: int) -> str:
     if code == EXIT_DEVICE_FAILED:
         return "exited because its device failed"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket that API processes inherit; bound before anything slow happens."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", param="port") from None
-    listener.listen(4096)
-    listener.set_inheritable(True)
-    return listener

@@ -14,6 +14,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -85,6 +86,7 @@ class EngineServer:
         self.make_room: Callable[[int], None] = lambda num_bytes: None
         self.observe_sleep: Callable[[SleepReport], None] = lambda report: None
         self._sleep_commands: deque[Command] = deque()
+        self._ends: list[Callable[[], None]] = []  # of sleeps and wakes, to be reported
 
     def sleep(self, level: int | None, done: Done) -> None:
         """Finish everything in flight, then free the model's memory; callable from any thread.
@@ -92,13 +94,17 @@ class EngineServer:
         `level`: one of `SLEEP_LEVELS`, None for the device's default. The engine's thread calls `done` with
         None when the model sleeps, or with the reason why it does not.
         """
-        self._sleep_commands.append(SleepCommand(level, done))
+        self._sleep_commands.append(SleepCommand(level, self._after_status(done)))
         self.wake()
 
     def wake_up(self, done: Done) -> None:
         """Wake the model; callable from any thread. `done` is called as by `sleep`."""
-        self._sleep_commands.append(WakeCommand(done))
+        self._sleep_commands.append(WakeCommand(self._after_status(done)))
         self.wake()
+
+    def _after_status(self, done: Done) -> Done:
+        """Report an end only when the status page shows it too."""
+        return lambda reason: self._ends.append(partial(done, reason))
 
     def wake(self) -> None:
         """Wake the thread; callable from any thread and from a signal handler."""
@@ -120,19 +126,11 @@ class EngineServer:
             ready = msgspec.structs.replace(ready, shared=self.memory.info)
         if self._status is not None:
             core.mark_launch = self._status.launching
-        self._core, self._ready = core, msgspec.structs.replace(ready, engine=self._number)
-        self._last_request_s = core.clock()
-        self._sleep = sleep = SleepController(
-            core,
-            core.sleeper,
-            wake_timeout_s=self.wake_timeout_s,
-            make_room=lambda num_bytes: self.make_room(num_bytes),
-            observe=self.observe_sleep,
-            commands=self._sleep_commands,
-        )
+        sleep = self._attach(core, ready)
         self._socket.bind(self._address)  # only now: a connection means that the engine can serve
         metrics_are_current = True
         self._publish_status()
+        published_state = sleep.state
         while core.device_failure is None and (not self._stopping or core.busy or sleep.busy):
             readable = dict(self._poller.poll(self._poll_timeout_ms(metrics_are_current)))
             if self._wake_receiver.fileno() in readable:
@@ -146,7 +144,11 @@ class EngineServer:
             if not core.busy:
                 self._last_rows.clear()  # otherwise closed connections would accumulate
             metrics_are_current = publish_metrics(core)
+            if sleep.state is not published_state:
+                self._publish_at_s, published_state = 0.0, sleep.state
             self._publish_status()
+            while self._ends:
+                self._ends.pop(0)()
         if core.device_failure is None:  # otherwise threads of the core may wait for the device forever
             core.close()
         else:
@@ -155,6 +157,20 @@ class EngineServer:
         self._clients.close()
         if self.memory is not None:
             self.memory.close()
+
+    def _attach(self, core: EngineCore, ready: Ready) -> SleepController:
+        """Take the core that this server runs."""
+        self._core, self._ready = core, msgspec.structs.replace(ready, engine=self._number)
+        self._last_request_s = core.clock()
+        self._sleep = SleepController(
+            core,
+            core.sleeper,
+            wake_timeout_s=self.wake_timeout_s,
+            make_room=lambda num_bytes: self.make_room(num_bytes),
+            observe=self.observe_sleep,
+            commands=self._sleep_commands,
+        )
+        return self._sleep
 
     def _publish_status(self) -> None:
         """Tell other processes that the loop turns, and how much waits. Called once a turn; the page is

@@ -12,8 +12,16 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.checkpoint.find import default_folder
+from penstock.wire.status import StatusReader
 from tests.e2e.server import ENGINE, Server, serving
 from tests.waiting import PATIENCE_S
+
+
+@pytest.fixture(scope="module")
+def default_model() -> Path:
+    return default_folder()
+
 
 ADMIN = {"Authorization": "Bearer operator"}
 CONFIG = """
@@ -33,7 +41,9 @@ models:
 def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     file = tmp_path_factory.mktemp("config") / "models.yaml"
     file.write_text(CONFIG.format(model=default_model))
-    with serving("--config", str(file), environment={"PENSTOCK_ADMIN_KEY": "operator"}) as started:
+    with serving(
+        "--config", str(file), environment={**os.environ, "PENSTOCK_ADMIN_KEY": "operator"}
+    ) as started:
         yield started
 
 
@@ -47,8 +57,6 @@ def states(server: Server) -> dict[str, str]:
 
 def engine_pid(server: Server, name: str) -> int:
     """The process id of a model's engine, as its status page says."""
-    from penstock.wire.status import StatusReader
-
     number = {"first": 0, "second": 1}[name]
     return StatusReader(server.runtime_folder / str(number) / "engine.status").read().pid
 

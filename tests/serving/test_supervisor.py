@@ -17,7 +17,7 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, ModelConfig, ServerConfig
 from penstock.errors import ConfigError, StartFailed
 from penstock.serving import supervisor as module
-from penstock.serving.control import ApiAttached, ApiConnected
+from penstock.serving.control import ApiAttached, ApiConnected, ApiServes
 from penstock.serving.models import ManagedModel
 from penstock.serving.supervisor import Supervisor
 from penstock.wire.status import EngineStatus, StatusWriter
@@ -33,7 +33,7 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
     )  # the supervisor sets it, and the test's end restores it
     made = Supervisor([null_model("a"), null_model("b")], ServerConfig(port=0, drain_s=0.0))
     yield made
-    made._listener.close()
+    made._listeners.close()
     made._control.close()
     made._runtime.remove()
 
@@ -83,7 +83,10 @@ def test_a_process_has_served_once_it_says_so_itself(supervisor: Supervisor) -> 
     api, model = supervisor.apis[0], engine_of(supervisor)
     api.child.process, model.child.process = Mock(pid=7), Mock(pid=7)
     assert not api.serves and not model.serves
-    supervisor._handle(Mock(), ApiAttached(7))
+    link = Mock()
+    supervisor._handle(link, ApiAttached(7))
+    assert not api.serves
+    supervisor._handle(link, ApiServes())
     StatusWriter(model.folder / "engine.status").publish(EngineStatus(pid=7))
     assert api.serves and model.serves
     assert not engine_of(supervisor, "b").serves
@@ -154,6 +157,7 @@ def test_an_api_process_is_connected_once_it_names_the_engine_that_runs(supervis
     api.child.process, model.child.process = Mock(pid=7), Mock(pid=8)
     assert not api.is_connected_to(model)
     supervisor._handle(link, ApiAttached(7))
+    supervisor._handle(link, ApiServes())
     for number, engine_pid, expected in (
         (model.number, 9, False),
         (model.number + 1, 8, False),
