@@ -31,6 +31,7 @@ from penstock.runner.model_runner import ModelRunner
 log = logging.getLogger("penstock.sleep")
 
 _ALIGNMENT = 512  # bytes; of each storage in the host's memory
+_MARGIN_BYTES = 512 << 20  # of the device, for what the allocator rounds up and for the first steps
 _MODEL_FILES = (".json", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".model", ".txt")
 
 
@@ -174,6 +175,7 @@ class ModelSleeper:
         self._mover = StorageMover(self.device)
         self._is_uninstalled = False
         self.num_bytes = self._count_bytes()
+        self.free_bytes = available_memory_bytes if self.device.type != "cuda" else self._free_device_bytes
 
     def sleep(self, level: int) -> int:
         with self._on_device():
@@ -190,7 +192,9 @@ class ModelSleeper:
             return max(0, before - self._used_bytes())
 
     def wake(self, make_room: MakeRoom) -> None:
-        make_room(self.num_bytes)
+        needed = self.num_bytes + (_MARGIN_BYTES if self.device.type == "cuda" else 0)
+        if (missing := needed - self.free_bytes()) > 0:
+            make_room(missing)
         try:
             self._restore()
         except DeviceOutOfMemory as error:
@@ -280,6 +284,9 @@ class ModelSleeper:
             else:  # packed by the matrix library
                 counted[id(tensor)] = tensor.numel() * tensor.element_size()
         return sum(counted.values())
+
+    def _free_device_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0]
 
     def _used_bytes(self) -> int:
         return torch.cuda.memory_reserved() if self.device.type == "cuda" else process_bytes()
