@@ -81,7 +81,7 @@ class EngineServer:
         self._last_request_s = 0.0  # when a request last arrived or was answered
         self._stopping = False
         self.wake_timeout_s = 30.0  # how long a request waits for a model that sleeps; 0: not at all
-        # Called on the thread that wakes the model, with the bytes that are missing, before it takes any.
+        # Called on the thread that wakes the model, with the bytes that it is about to take.
         self.make_room: Callable[[int], None] = lambda num_bytes: None
         self.observe_sleep: Callable[[SleepReport], None] = lambda report: None
         self._sleep_commands: deque[Command] = deque()
