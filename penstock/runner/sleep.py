@@ -260,8 +260,8 @@ class ModelSleeper:
                 )
             if found[name] != known:
                 raise ModelLoadError(
-                    f"{name} of {self._folder.name} has changed since the model was loaded; restart the "
-                    "server to serve the new files"
+                    f"{name} of {self._folder.name} has changed since the model was loaded; unload and "
+                    "load the model, or restart the server, to serve the new files"
                 )
 
     def _forget_graphs(self) -> None:
