@@ -33,7 +33,7 @@ class Runner(Protocol):
 
 
 SLEEP_LEVELS = (1, 2)  # 1: weights are kept in the host's memory; 2: they are read again from their files
-MakeRoom = Callable[[int], None]  # blocks until that many bytes of the device may be taken
+MakeRoom = Callable[[int], None]  # blocks until that many bytes are free, or others cannot free more
 
 
 class Sleeper(Protocol):

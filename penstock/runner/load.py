@@ -148,12 +148,26 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     again = msgspec.structs.replace(settings, kv_cache_bytes=cache_bytes)
 
     def install() -> None:
-        parts = _build_parts(spec, again, Stopwatch())
+        with _without_repeated_warnings():
+            parts = _build_parts(spec, again, Stopwatch())
         if parts.num_blocks != blocks:
             raise ModelLoadError(f"the KV cache has {parts.num_blocks} blocks instead of {blocks}")
         runner.install(parts.model, parts.pooler, parts.cache, parts.generator)
 
     return Loaded(runner, blocks, num_cached_vectors, ModelSleeper(runner, spec.path, install))
+
+
+@contextmanager
+def _without_repeated_warnings() -> Iterator[None]:
+    """Say nothing of what a checkpoint leaves unused: that was said when it was first loaded."""
+    levels = {name: logging.getLogger(name).level for name in ("penstock.load", "penstock.models")}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def _build_parts(spec: ModelSpec, settings: Resolved, watch: Stopwatch) -> Parts:

@@ -34,6 +34,10 @@ _ALIGNMENT = 512  # bytes; of each storage in the host's memory
 _MODEL_FILES = (".json", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".model", ".txt")
 
 
+class ContentsLost(EngineError):
+    """What came back from host memory is not what was moved there."""
+
+
 class _Moved(NamedTuple):
     """A storage whose device memory is freed."""
 
@@ -47,28 +51,28 @@ class HostMemory:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._is_pinned = self._pin()
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        if torch.cuda.is_available():
+            self._pin(memory)
 
-    def close(self) -> None:
-        """Give the memory back to the system."""
-        if self._is_pinned:
-            _check_cuda(torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr()))
-        del self.bytes
-        self._map.close()
-
-    def _pin(self) -> bool:
-        if not torch.cuda.is_available():
-            return False
+    def _pin(self, memory: mmap.mmap) -> None:
+        address = self.bytes.data_ptr()
         try:
-            _check_cuda(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.size, 0))
+            _check_cuda(torch.cuda.cudart().cudaHostRegister(address, self.size, 0))
         except RuntimeError as error:
             log.warning("the weights in host memory are not pinned, so waking is slower: %s", error)
-            return False
-        return True
+            return
+        # Before the memory goes back to the system, whoever lets go of it: the driver would copy to and from
+        # the old pages of any memory that gets the same addresses later.
+        weakref.finalize(self, _unpin, address, memory).atexit = False
+
+
+def _unpin(address: int, memory: mmap.mmap) -> None:
+    """Unpin memory, which is kept until here."""
+    _check_cuda(torch.cuda.cudart().cudaHostUnregister(address))
 
 
 def _check_cuda(status: Any) -> None:
@@ -86,21 +90,23 @@ class StorageMover:
         self.device = device
         self._host: HostMemory | None = None  # kept from the first move on
         self._moved: list[_Moved] = []
+        self._checksums = torch.empty(0)
 
     def move_out(self, roots: list[object], caches: list[object]) -> None:
         """Free the device memory of every tensor that can be reached from `roots`. The contents of those that
         can be reached from `caches` are lost. If it raises, nothing has changed."""
         moved, host_bytes = self._plan(roots, caches)
         host = self._host_memory(host_bytes)
+        checksums = self._sum_up(moved)
         for storage, size, offset in moved:
             if offset is not None:
                 host.bytes[offset : offset + size].copy_(_as_bytes(storage, self.device), non_blocking=True)
         _synchronize(self.device)  # before anything is freed
-        self._moved = moved
+        self._moved, self._checksums = moved, checksums
         self._free_storages()
 
     def move_back(self) -> None:
-        """Take the memory again. If it raises, all of it is free."""
+        """Take the memory again; `ContentsLost` if the weights have changed. If it raises, none is taken."""
         try:
             for storage, size, offset in self._moved:
                 storage.resize_(size)
@@ -118,10 +124,7 @@ class StorageMover:
 
     def close(self) -> None:
         """Give up what was moved, and the host memory."""
-        self._moved = []
-        if self._host is not None:
-            self._host.close()
-            self._host = None
+        self._moved, self._host = [], None
 
     def _plan(self, roots: list[object], caches: list[object]) -> tuple[list[_Moved], int]:
         """All storages, each with its offset in host memory, and the size of that memory."""
@@ -138,9 +141,7 @@ class StorageMover:
     def _host_memory(self, size: int) -> HostMemory:
         if self._host is not None and self._host.size >= size:
             return self._host
-        if self._host is not None:
-            self._host.close()
-            self._host = None
+        self._host = None
         if size > (available := available_memory_bytes()):
             raise EngineError(
                 f"level 1 keeps {size / 2**30:,.1f} GiB of weights in host memory, of which "
@@ -150,10 +151,19 @@ class StorageMover:
         return self._host
 
     def _check_restored(self) -> None:
-        """Never serve with weights that are not all there."""
-        for storage, size, _ in self._moved:
-            if storage.nbytes() != size or not storage.data_ptr():
-                raise EngineError("not all weights were restored")
+        """Never serve with weights that are not all there, bit by bit."""
+        sizes_differ = any(storage.nbytes() != size for storage, size, _ in self._moved)
+        if sizes_differ or not torch.equal(self._sum_up(self._moved), self._checksums):
+            raise ContentsLost("the weights have changed while they were in host memory")
+
+    def _sum_up(self, moved: list[_Moved]) -> Tensor:
+        """A checksum for the contents of each storage that is kept, int64 on the host."""
+        sums = []
+        for storage, size, offset in moved:
+            if offset is not None:
+                flat = _as_bytes(storage, self.device)
+                sums.append((flat if size % 8 else flat.view(torch.int64)).sum(dtype=torch.int64))
+        return torch.stack(sums).cpu() if sums else torch.empty(0)
 
     def _free_storages(self) -> None:
         for storage, _, _ in self._moved:
@@ -174,6 +184,7 @@ class ModelSleeper:
         self._mover = StorageMover(self.device)
         self._is_uninstalled = False
         self.num_bytes = self._count_bytes()
+        self.free_bytes = available_memory_bytes if self.device.type != "cuda" else self._free_device_bytes
 
     def sleep(self, level: int) -> int:
         with self._on_device():
@@ -195,22 +206,29 @@ class ModelSleeper:
             self._restore()
         except DeviceOutOfMemory as error:
             log.warning("no memory to wake: %s; trying once more", error.message)
-            make_room(self.num_bytes)
+            make_room(self.num_bytes + self.free_bytes())  # what is free could not be used
             self._restore()
 
     def _restore(self) -> None:
         with self._on_device():
             try:
+                if not self._is_uninstalled:
+                    self._move_back()
                 if self._is_uninstalled:
                     self._check_files()
                     self._install()
                     self._is_uninstalled = False
                     _freeze_again()
-                else:
-                    self._mover.move_back()
             except BaseException:
                 self._return_free_memory()
                 raise
+
+    def _move_back(self) -> None:
+        try:
+            self._mover.move_back()
+        except ContentsLost as error:
+            log.error("%s; they are read from the model's files", error.message)
+            self._uninstall()
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -242,8 +260,8 @@ class ModelSleeper:
                 )
             if found[name] != known:
                 raise ModelLoadError(
-                    f"{name} of {self._folder.name} has changed since the model was loaded; restart the "
-                    "server to serve the new files"
+                    f"{name} of {self._folder.name} has changed since the model was loaded; unload and "
+                    "load the model, or restart the server, to serve the new files"
                 )
 
     def _forget_graphs(self) -> None:
@@ -280,6 +298,9 @@ class ModelSleeper:
             else:  # packed by the matrix library
                 counted[id(tensor)] = tensor.numel() * tensor.element_size()
         return sum(counted.values())
+
+    def _free_device_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0]
 
     def _used_bytes(self) -> int:
         return torch.cuda.memory_reserved() if self.device.type == "cuda" else process_bytes()

@@ -16,7 +16,7 @@ from penstock.engine.loop import EngineCore
 from penstock.errors import DeviceOutOfMemory, EngineError, ModelLoadError
 from penstock.inputs.generation import SamplingParams
 from penstock.runner import sleep
-from penstock.runner.sleep import ModelSleeper, StorageMover, storages_of, tensors_of
+from penstock.runner.sleep import ContentsLost, ModelSleeper, StorageMover, storages_of, tensors_of
 from tests.checkpoints import write_bert, write_late, write_static
 from tests.gpu import decoders
 
@@ -71,6 +71,32 @@ def test_a_move_back_that_fails_leaves_nothing_half_restored_and_can_be_tried_ag
     assert not layer.weight.untyped_storage().nbytes()
     mover.move_back()
     assert layer.weight[2, 3] == 11
+
+
+def test_weights_that_have_changed_in_host_memory_are_not_served() -> None:
+    layer, mover = Layer(), StorageMover(CPU)
+    mover.move_out([layer], [layer.cache])
+    assert mover._host is not None
+    mover._host.bytes.zero_()
+    with pytest.raises(ContentsLost):
+        mover.move_back()
+    assert not layer.weight.untyped_storage().nbytes()
+
+
+def test_weights_that_are_lost_are_read_again_from_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(str(write_bert(tmp_path)), device="cpu") as engine:
+        before, sleeper = engine.embed(TEXTS), core_of(engine).sleeper
+        assert isinstance(sleeper, ModelSleeper)
+
+        def lost(mover: StorageMover) -> None:
+            raise ContentsLost("lost")
+
+        sleeper.sleep(1)
+        monkeypatch.setattr(StorageMover, "move_back", lost)
+        sleeper.wake(lambda num_bytes: None)
+        np.testing.assert_array_equal(engine.embed(TEXTS), before)
 
 
 def test_too_little_host_memory_is_refused_before_anything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +240,7 @@ def test_a_wake_without_memory_asks_for_room_once_more(
             install()
 
         monkeypatch.setattr(sleeper, "_install", full_at_first)
+        sleeper.free_bytes = lambda: 1000
         sleeper.wake(rooms.append)
-        assert rooms == [sleeper.num_bytes] * 2
+        assert rooms == [sleeper.num_bytes, sleeper.num_bytes + 1000]
         assert len(engine.embed(TEXTS)) == len(TEXTS)
