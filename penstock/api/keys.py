@@ -6,7 +6,7 @@ about the keys. Files of keys are read again when they change.
 
 from __future__ import annotations
 
-import hmac
+import hashlib
 import logging
 import secrets
 from collections.abc import Iterable
@@ -117,7 +117,7 @@ class KeyRing:
         return ApiKey(record.name, record.admin, record.weight, models, limits)
 
     def _hidden(self, digest: bytes) -> bytes:
-        return hmac.digest(self._secret, digest, "sha256")
+        return hashlib.blake2s(digest, key=self._secret).digest()
 
     def find(self, given: bytes) -> ApiKey | None:
         return self._keys.get(self._hidden(digest_of(given)))
