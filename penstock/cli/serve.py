@@ -71,7 +71,7 @@ def serve(
     """
     engine, server = foreign.merged("engine", engine), foreign.merged("server", server)
     read_environment(engine, server)
-    for secret in (server.get("api_key"), foreign.hub_token):
+    for secret in (server.get("api_key"), server.get("result_cache_redis"), foreign.hub_token):
         hide_argument(secret)
     if foreign.hub_token is not None:
         os.environ["HF_TOKEN"] = foreign.hub_token

@@ -15,7 +15,7 @@ from penstock.config import ServerConfig
 from penstock.errors import BadValue, NotFound
 from penstock.types import Task
 
-_SECRET = ("api_key", "api_keys", "chat_template")
+_SECRET = ("api_key", "api_keys", "chat_template", "result_cache_redis")
 _PATHS = ("vocab_file", "merges_file", "name_or_path", "tokenizer_file")  # of the machine that made the model
 
 
