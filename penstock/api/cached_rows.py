@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -16,6 +17,9 @@ from penstock.content import row_keys, scope
 from penstock.handle import EngineHandle
 from penstock.types import Array, PooledOutput, PoolingParams, Request, Task, Timings
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 KEY_BYTES = 32
 MAC_BYTES = 16
 _FORMAT = 1  # of stored rows; a new number leaves old ones unread
@@ -23,6 +27,11 @@ _DTYPES = frozenset({"<f4", "<f2", "<u2", "|i1", "|u1"})
 _MAX_DIMS = 3
 
 Layout = tuple[tuple[str, tuple[int, ...]], ...]  # of each output: its dtype, the shape of a row or token
+
+
+async def off_loop(is_large: bool, work: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
+    """Do work that would stall the event loop on a thread; other work at once."""
+    return await asyncio.to_thread(work, *args, **keywords) if is_large else work(*args, **keywords)
 
 
 class CachedModel(Protocol):

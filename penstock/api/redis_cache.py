@@ -1,7 +1,7 @@
 """Rows of the result cache in Redis, which several processes and machines share.
 
-Redis can make a request slower by `LOOKUP_TIMEOUT_S` at most, and never makes one fail. After a few failures in
-a row it is left alone for a while. What it returns is checked before it is used.
+Redis delays a request by `LOOKUP_TIMEOUT_S` at most, and never makes one fail. After a few failures in a row
+it is left alone for a while. What it returns is checked before it is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.api.cache_metrics import ERRORS
-from penstock.api.cached_rows import CachedModel, CachedRow, decode_row, encode_row, fits
+from penstock.api.cached_rows import CachedModel, CachedRow, decode_row, encode_row, fits, off_loop
 from penstock.checkpoint.revision import portable_revision
 from penstock.checkpoint.spec import ModelSpec
 from penstock.types import MAX_TERMS, PoolingParams, Request, Task
@@ -139,8 +139,8 @@ class RedisStore:
         }
         if not found:
             return {}
-        check = (self._decode, found, names, request, model.spec.embed_dim)
-        rows = await asyncio.to_thread(*check) if len(found) > MAX_LOOP_ROWS else self._decode(*check[1:])
+        is_large = len(found) > MAX_LOOP_ROWS
+        rows = await off_loop(is_large, self._decode, found, names, request, model.spec.embed_dim)
         if len(rows) < len(found):
             ERRORS.labels("redis", "damaged").inc(len(found) - len(rows))
         return rows

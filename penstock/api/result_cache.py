@@ -1,33 +1,30 @@
 """The result cache: rows that were answered before are answered again without the engine.
 
-A row is found by its content, by what is asked of it, and by the revision of the model that is loaded. Values
-are the bytes that the engine returned, so a reply from the cache equals the first one. Only pooling results of
-single rows are kept: no generated text, and no scores that depend on two rows.
+A row is found by its content, by what is asked of it, and by the revision of the loaded model. Values are the
+bytes that the engine returned, so a reply from the cache equals the first one. Only pooling results of single
+rows are kept: no generated text, and no scores that depend on two rows.
 """
 
 from __future__ import annotations
 
-import asyncio
 import enum
+import hashlib
 import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 
 from penstock.api.cache_metrics import BYTES, EVICTIONS, HITS, LOOKUPS
-from penstock.api.cached_rows import CachedModel, CachedRow, join_rows, row_digests, split_output
+from penstock.api.cached_rows import CachedModel, CachedRow, join_rows, off_loop, row_digests, split_output
 from penstock.api.redis_cache import RedisStore
 from penstock.config import ServerConfig
 from penstock.content import select_rows
 from penstock.tasks.run import Scheduling, submit
 from penstock.types import PooledOutput, Request, Timings
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 SECRET_VARIABLE = "PENSTOCK_RESULT_CACHE_SECRET"
 ENTRY_BYTES = 440  # of an entry besides its values: key, tuples, place in the table
@@ -66,7 +63,7 @@ class _Entry:
 
 
 class MemoryStore:
-    """Rows in memory, within a number of bytes. The row that was not used for the longest time leaves first."""
+    """Rows in memory, within a number of bytes. The least recently used row leaves first."""
 
     def __init__(
         self, max_bytes: int, ttl_s: float = 0.0, clock: Callable[[], float] = time.monotonic
@@ -126,7 +123,8 @@ class ResultCache:
         """The cache that a server is configured to have; None: it has none."""
         if not config.result_cache_mb and config.result_cache_redis is None:
             return None
-        ttl_s, secret = config.result_cache_ttl_s, os.environ.get(SECRET_VARIABLE, "").encode()[:64]
+        ttl_s, secret = config.result_cache_ttl_s, os.environ.get(SECRET_VARIABLE, "").encode()
+        secret = secret and hashlib.blake2b(secret).digest()  # a key has at most 64 bytes
         memory = MemoryStore(config.result_cache_mb << 20, ttl_s) if config.result_cache_mb else None
         redis = None
         if config.result_cache_redis is not None:
@@ -140,10 +138,8 @@ class ResultCache:
         engine, revision = model.engine, model.engine.revision
         if not revision or request.pairs is not None or user.cache_control is CacheControl.NO_STORE:
             return await submit(engine, request, scheduling)
-        keys = await _off_loop(
-            request.num_rows > MAX_LOOP_ROWS or request.token_ids.nbytes > MAX_LOOP_BYTES,
-            *(row_digests, request, self._secret),
-        )
+        is_large = request.num_rows > MAX_LOOP_ROWS or request.token_ids.nbytes > MAX_LOOP_BYTES
+        keys = await off_loop(is_large, row_digests, request, self._secret)
         lookup = _Lookup(model, revision, request, keys)
         rows: list[CachedRow | None] = [None] * len(keys)
         if user.cache_control is CacheControl.DEFAULT:
@@ -212,7 +208,7 @@ class ResultCache:
         return await _join(request, rows, output.timings)
 
     def _keep(self, lookup: _Lookup, numbers: Sequence[int], rows: Sequence[CachedRow]) -> None:
-        """Put computed rows into the stores, if the engine that computed them is the one that was asked for."""
+        """Put computed rows into the stores, unless another model was loaded meanwhile."""
         if lookup.model.engine.revision != lookup.revision:
             return
         self._remember([lookup.memory_keys[number] for number in numbers], rows)
@@ -246,19 +242,14 @@ class _Lookup:
 
 async def _split(request: Request, output: PooledOutput) -> list[CachedRow] | None:
     size = output.values.nbytes + sum(array.nbytes for array in output.extra_values)
-    return await _off_loop(_is_large(len(request.lengths), size), split_output, request, output)
+    return await off_loop(_is_large(len(request.lengths), size), split_output, request, output)
 
 
 async def _join(request: Request, rows: Sequence[CachedRow | None], timings: Timings) -> PooledOutput:
     whole = [row for row in rows if row is not None]
     size = len(whole) * whole[0].num_bytes
-    return await _off_loop(_is_large(len(whole), size), join_rows, request, whole, timings)
+    return await off_loop(_is_large(len(whole), size), join_rows, request, whole, timings)
 
 
 def _is_large(num_rows: int, num_bytes: int) -> bool:
     return num_rows > 8 * MAX_LOOP_ROWS or num_bytes > 8 * MAX_LOOP_BYTES
-
-
-async def _off_loop(is_large: bool, work: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
-    """Work that would stall the event loop, on a thread."""
-    return await asyncio.to_thread(work, *args, **keywords) if is_large else work(*args, **keywords)

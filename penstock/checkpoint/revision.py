@@ -1,8 +1,8 @@
 """The revision of a loaded model: equal revisions give equal results for equal rows.
 
 There are two kinds. `loaded_revision` is cheap: it identifies the model's files by path, size and times, and
-is valid on one machine. `portable_revision` hashes the content of the files, and is the same wherever the same
-files are served with the same settings. Both cover the settings that change numbers, and Penstock's version.
+is valid on one machine. `portable_revision` hashes their content, and is the same wherever the same files are
+served with the same settings. Both cover the settings that change numbers, and Penstock's version.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from penstock.errors import ConfigError
 
 MODEL, SERVER_PANEL, SCHEDULING = "Model", "Server", "Scheduling"
 MEMORY, GENERATION, OBSERVABILITY = "Memory", "Generation", "Observability"
+MAX_TTL_S = 315_360_000  # ten years
 
 EngineFields = dict[str, Any]  # fields of EngineConfig that the user has set
 ServerFields = dict[str, Any]  # fields of ServerConfig that the user has set
@@ -151,6 +152,16 @@ def redis_url(given: str) -> str:
         raise ConfigError(
             "--result-cache-redis needs the redis package; run `pip install 'penstock[redis]'`",
             param="result_cache_redis",
+        )
+    return given
+
+
+def cache_ttl(given: float) -> float:
+    """The value of --result-cache-ttl."""
+    if not given <= MAX_TTL_S:  # true of NaN as well
+        raise ConfigError(
+            f"--result-cache-ttl is {given:g}; use up to {MAX_TTL_S} seconds, or 0 for no limit",
+            param="result_cache_ttl_s",
         )
     return given
 
@@ -686,6 +697,7 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         panel=MEMORY,
         metavar="SECONDS",
         min=0,
+        convert=cache_ttl,
         help="How long a result is kept; 0 keeps it until there is no room.",
     ),
     Flag(
