@@ -148,27 +148,38 @@ def _code(key: bytes, content: bytes | memoryview, secret: bytes) -> bytes:
     return code.digest()
 
 
-def fits(row: CachedRow, all_params: Sequence[PoolingParams], num_tokens: int, embed_dim: int) -> bool:
-    """Whether a row of unknown origin can be the result of a row of `num_tokens`, for these parameters."""
-    if not len(row.layout) == len(row.parts) == len(all_params):
+def fits(row: CachedRow, all_params: tuple[PoolingParams, ...], num_tokens: int, embed_dim: int) -> bool:
+    """Whether a row of unknown origin has the shape of a result of `num_tokens`, for these parameters."""
+    sizes = _part_sizes(row.layout, all_params, embed_dim)
+    if sizes is None or len(row.parts) != len(sizes):
         return False
     return all(
-        _part_fits(part, dtype, shape, params, num_tokens, embed_dim)
-        for part, (dtype, shape), params in zip(row.parts, row.layout, all_params, strict=True)
+        len(part) == size * (num_tokens if params.per_token else 1)
+        for part, size, params in zip(row.parts, sizes, all_params, strict=True)
     )
 
 
-def _part_fits(
-    part: bytes, dtype: str, shape: tuple[int, ...], params: PoolingParams, num_tokens: int, embed_dim: int
-) -> bool:
-    if dtype not in _DTYPES or len(shape) >= _MAX_DIMS or min(shape, default=1) < 1:
-        return False
-    if params.task is Task.EMBED:
-        width = params.dimensions or embed_dim
-        expected = width // 8 if params.dtype.is_packed else width
-        if shape != (expected,) or dtype != params.dtype.numpy.str:
-            return False
-    count = math.prod(shape) * (num_tokens if params.per_token else 1)
-    if len(part) != count * np.dtype(dtype).itemsize:
-        return False
-    return _is_finite(np.frombuffer(part, dtype=dtype))
+@lru_cache(256)
+def _part_sizes(
+    layout: Layout, all_params: tuple[PoolingParams, ...], embed_dim: int
+) -> tuple[int, ...] | None:
+    """Bytes of a row or token of each output; None if results of these parameters have another layout."""
+    if len(layout) != len(all_params):
+        return None
+    for (dtype, shape), params in zip(layout, all_params, strict=True):
+        if dtype not in _DTYPES or len(shape) >= _MAX_DIMS or min(shape, default=1) < 1:
+            return None
+        if params.task is Task.EMBED:
+            width = params.dimensions or embed_dim
+            expected = width // 8 if params.dtype.is_packed else width
+            if shape != (expected,) or dtype != params.dtype.numpy.str:
+                return None
+    return tuple(math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in layout)
+
+
+def are_finite(rows: Sequence[CachedRow]) -> bool:
+    """Whether all values of these rows are finite. All rows have one layout."""
+    return all(
+        _is_finite(np.frombuffer(b"".join([row.parts[number] for row in rows]), dtype=dtype))
+        for number, (dtype, _) in enumerate(rows[0].layout)
+    )

@@ -17,7 +17,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.api.cache_metrics import ERRORS
-from penstock.api.cached_rows import CachedModel, CachedRow, decode_row, encode_row, fits, off_loop
+from penstock.api.cached_rows import (
+    CachedModel,
+    CachedRow,
+    are_finite,
+    decode_row,
+    encode_row,
+    fits,
+    off_loop,
+)
 from penstock.checkpoint.revision import portable_revision
 from penstock.checkpoint.spec import ModelSpec
 from penstock.types import MAX_TERMS, PoolingParams, Request, Task
@@ -188,16 +196,15 @@ class RedisStore:
     def _decode(
         self, stored: dict[int, bytes], names: dict[int, bytes], request: Request, embed_dim: int
     ) -> dict[int, CachedRow]:
-        """The rows that are whole and may be results of this request."""
-        all_params, lengths = request.all_params, request.lengths
-        decoded = (
-            (number, decode_row(value, names[number], self._secret)) for number, value in stored.items()
-        )
-        return {
-            number: row
-            for number, row in decoded
-            if row is not None and fits(row, all_params, int(lengths[number]), embed_dim)
-        }
+        """The rows that are whole and may be results of this request, all of one layout."""
+        all_params, lengths = request.all_params, request.lengths.tolist()
+        rows = {}
+        for number, value in stored.items():
+            row = decode_row(value, names[number], self._secret)
+            if row is not None and fits(row, all_params, lengths[number], embed_dim):
+                rows[number] = row
+        layouts = {row.layout for row in rows.values()}
+        return rows if len(layouts) == 1 and are_finite(list(rows.values())) else {}
 
     async def _read(self, names: list[bytes]) -> list[bytes | None]:
         """The values of these names, None for those that Redis has not, or not in time."""

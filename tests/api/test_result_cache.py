@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 from penstock.api import cached_rows, result_cache
 from penstock.api.app import build_app
-from penstock.api.cached_rows import CachedRow, decode_row, encode_row, fits, row_digests
+from penstock.api.cached_rows import CachedRow, are_finite, decode_row, encode_row, fits, row_digests
 from penstock.api.result_cache import (
     ENTRY_BYTES,
     CacheControl,
@@ -563,7 +563,6 @@ def test_a_row_of_another_key_or_secret_or_format_is_not_read(monkeypatch: pytes
         (("<f4", (2,)), np.array([1, 2], "<f4").tobytes(), True),
         (("<f4", (3,)), np.array([1, 2, 3], "<f4").tobytes(), False),  # the model has two dimensions
         (("<f4", (2,)), b"1234", False),  # too short
-        (("<f4", (2,)), np.array([1, np.nan], "<f4").tobytes(), False),
         (("<f2", (2,)), np.array([1, 2], "<f2").tobytes(), False),  # not what was asked for
         (("|O", (1,)), bytes(8), False),
         (("<f4", (-1, -2)), bytes(8), False),
@@ -574,6 +573,12 @@ def test_only_rows_that_can_be_results_are_accepted(
     layout: tuple[str, tuple[int, ...]], part: bytes, does_fit: bool
 ) -> None:
     assert fits(CachedRow((layout,), (part,)), (PoolingParams(),), 5, embed_dim=2) is does_fit
+
+
+def test_rows_with_values_that_are_not_finite_are_told_apart() -> None:
+    rows = [CachedRow((("<f4", (1,)),), (np.array([value], "<f4").tobytes(),)) for value in (1, 2, np.nan)]
+    assert are_finite(rows[:2]) and not are_finite(rows)
+    assert are_finite([CachedRow((("<u2", (1,)),), (b"\xff\xff",))])
 
 
 def test_a_row_of_tokens_has_a_value_for_each_token() -> None:
