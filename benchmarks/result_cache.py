@@ -1,0 +1,105 @@
+"""The result cache: requests per second and latency when no, half or all texts were sent before.
+
+python benchmarks/result_cache.py [--model FOLDER] [--requests 600] [--clients 8] [--save FILE.md]
+
+One server for each row of the table, on the CPU: without the cache, with results in memory, with results in
+Redis alone. Single texts of natural English, one per request. Needs `redis-server` for the rows about Redis.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import random
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from pathlib import Path
+from urllib.request import urlopen
+
+from http_load import run_load, start
+from texts import natural_texts
+
+COMMON_FLAGS = ("--device", "cpu", "--max-queue-seconds", "0")
+SHARES = (0.0, 0.5, 1.0)
+PAUSE_S = 2.0  # for rows that are still to be written to Redis
+
+
+@contextmanager
+def redis_server() -> Iterator[str]:
+    """A Redis on a socket file; its address."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "s")
+        command = ["redis-server", "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", folder]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+            try:
+                while not path.exists():
+                    time.sleep(0.01)
+                yield f"unix://{path}"
+            finally:
+                process.terminate()
+
+
+def metric(port: int, name: str) -> float:
+    with urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def measure(port: int, share: float, known: list[str], fresh: list[str], clients: int) -> str:
+    """A row of the table: requests of which this share repeats known texts."""
+    count = len(fresh)
+    repeated = random.Random(0).choices(known, k=round(count * share))
+    texts = repeated + fresh[: count - len(repeated)]
+    random.Random(1).shuffle(texts)
+    hits, errors = (metric(port, f"penstock_result_cache_{name}_total") for name in ("hits", "errors"))
+    latencies: list[float] = []
+    seconds = run_load(port, texts, clients, latencies)
+    time.sleep(0.2)  # metrics appear a moment later
+    found = metric(port, "penstock_result_cache_hits_total") - hits
+    failed = metric(port, "penstock_result_cache_errors_total") - errors
+    low, high = statistics.median(latencies), statistics.quantiles(latencies, n=100)[98]
+    rate = f"{count / seconds:,.0f} | {low * 1000:.1f} / {high * 1000:.1f}"
+    return f"{share:.0%} | {found / count:.0%} | {rate} | {failed:.0f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default=None, help="folder of a model; the bundled one by default")
+    parser.add_argument("--requests", type=int, default=600)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--save", type=Path, help="where the table goes")
+    options = parser.parse_args()
+    texts = natural_texts(options.requests * 4)
+    known, rest = texts[: options.requests], texts[options.requests :]
+    common = [*([] if options.model is None else [options.model]), *COMMON_FLAGS]
+    lines = ["| cache | repeated | rows from the cache | requests/s | p50 / p99 ms | errors |"]
+    lines.append("|---|---|---|---|---|---|")
+    stores: dict[str, list[str]] = {"off": [], "memory": ["--result-cache-mb", "64"]}
+    with ExitStack() as stack:
+        if shutil.which("redis-server") is not None:
+            stores["Redis"] = ["--result-cache-redis", stack.enter_context(redis_server())]
+        for store, flags in stores.items():
+            with start([*common, *flags]) as server:
+                run_load(server.port, known[:20], options.clients)
+                time.sleep(PAUSE_S)  # the model's revision is computed on the first request
+                run_load(server.port, known, options.clients)
+                time.sleep(PAUSE_S)
+                for number, share in enumerate(SHARES):
+                    fresh = rest[number * options.requests : (number + 1) * options.requests]
+                    row = measure(server.port, share, known, fresh, options.clients)
+                    lines.append(f"| {store} | {row} |")
+                    print(lines[-1], flush=True)
+    if options.save is not None:
+        load = f"{options.requests} requests for each row, {options.clients} clients"
+        head = f"{datetime.now():%Y-%m-%d} · {platform.machine()} · {load}"
+        options.save.write_text("\n".join([head, "", *lines, ""]))
+
+
+if __name__ == "__main__":
+    main()
