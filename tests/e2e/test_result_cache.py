@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -9,6 +10,8 @@ import httpx
 from tests.checkpoints import BERT_CONFIG, bert_tensors, write_bert
 from tests.e2e.server import ENGINE, Server, serving
 
+# A Redis that is not there: requests are served all the same.
+REDIS = ("--result-cache-redis", "redis://:hunter2@127.0.0.1:1/0") if find_spec("redis") else ()
 TEXTS = ["the long water", "people write many words"]
 
 
@@ -20,8 +23,10 @@ def embed(server: Server) -> httpx.Response:
 
 def test_a_new_engine_keeps_results_only_if_its_weights_are_the_same(tmp_path: Path) -> None:
     folder = write_bert(tmp_path / "model")
-    flags = ("--device", "null", "--result-cache-mb", "4")
+    flags = ("--device", "null", "--result-cache-mb", "4", *REDIS)
     with serving(str(folder), *flags) as server:
+        shown = Path(f"/proc/{server.process.pid}/cmdline").read_bytes()
+        assert b"--result-cache-mb" in shown and b"hunter2" not in shown
         first = embed(server)
         again = embed(server)
         assert (first.headers["x-cache-hits"], again.headers["x-cache-hits"]) == ("0", "2")
@@ -41,3 +46,5 @@ def test_a_new_engine_keeps_results_only_if_its_weights_are_the_same(tmp_path: P
         assert other.headers["x-cache-hits"] == "0"
         server.wait_for_metric("penstock_result_cache_hits_total", 6)
         server.wait_for_metric("penstock_result_cache_lookups_total", 10)
+        assert "hunter2" not in server.http.get("/server_info").text
+    assert not any("hunter2" in line for line in server.log)
