@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -43,8 +43,9 @@ class CachedModel(Protocol):
     def spec(self) -> ModelSpec: ...
 
 
-class CachedRow(NamedTuple):
-    """The result of one row: the bytes of each of its outputs."""
+class CachedRow(msgspec.Struct, frozen=True, gc=False):
+    """The result of one row: the bytes of each of its outputs. A cache has very many of them, which the
+    garbage collector need not visit."""
 
     layout: Layout
     parts: tuple[bytes, ...]

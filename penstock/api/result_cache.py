@@ -13,9 +13,9 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from penstock.api.cache_metrics import BYTES, EVICTIONS, HITS, LOOKUPS
@@ -55,8 +55,7 @@ class CacheUser(Protocol):
     num_cached_rows: int | None  # of all its requests; None: the cache was not asked
 
 
-@dataclass(slots=True)
-class _Entry:
+class _Entry(msgspec.Struct, gc=False):
     row: CachedRow
     num_bytes: int
     expires_s: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -603,3 +604,11 @@ def test_metrics_count_lookups_and_hits(served: Served) -> None:
 def test_a_cache_is_made_only_where_it_is_configured(folder: Path) -> None:
     with local_app(folder, server={"result_cache_ttl_s": 5.0}) as (http, _):
         assert "x-cache-hits" not in http.post("/v1/embeddings", json={"input": "water"}).headers
+
+
+def test_kept_rows_are_nothing_that_the_garbage_collector_has_to_visit() -> None:
+    """A process freezes the store before it serves; its entries must not grow what a collection visits."""
+    store = MemoryStore(1 << 20)
+    store.put([b"a"], [row_of(10)])
+    (entry,) = store._entries.values()
+    assert not gc.is_tracked(entry) and not gc.is_tracked(entry.row)
