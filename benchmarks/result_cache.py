@@ -1,6 +1,6 @@
 """The result cache: requests per second and latency when no, half or all texts were sent before.
 
-python benchmarks/result_cache.py [--model FOLDER] [--requests 600] [--clients 8] [--save FILE.md]
+python benchmarks/result_cache.py [--model FOLDER] [--requests 600] [--clients 8] [--save FILE.md] [--faults]
 
 One server for each row of the table, on the CPU: without the cache, with results in memory, with results in
 Redis alone. Single texts of natural English, one per request. Needs `redis-server` for the rows about Redis.
@@ -12,6 +12,7 @@ import argparse
 import platform
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import tempfile
@@ -26,23 +27,69 @@ from http_load import run_load, start
 from texts import natural_texts
 
 COMMON_FLAGS = ("--device", "cpu", "--max-queue-seconds", "0")
+SOCKET = "s"
+MAX_PAUSE_S = 6.0  # more than a server leaves Redis alone
 SHARES = (0.0, 0.5, 1.0)
 PAUSE_S = 2.0  # for rows that are still to be written to Redis
+
+
+def start_redis(folder: Path) -> subprocess.Popen[bytes]:
+    """Start a Redis on a socket file in a folder, and wait for the file."""
+    path = folder / SOCKET
+    path.unlink(missing_ok=True)
+    command = ["redis-server", "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while not path.exists():
+        time.sleep(0.01)
+    return process
 
 
 @contextmanager
 def redis_server() -> Iterator[str]:
     """A Redis on a socket file; its address."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "s")
-        command = ["redis-server", "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", folder]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-            try:
-                while not path.exists():
-                    time.sleep(0.01)
-                yield f"unix://{path}"
-            finally:
-                process.terminate()
+        process = start_redis(Path(folder))
+        try:
+            yield f"unix://{folder}/{SOCKET}"
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def faults(common: list[str], texts: list[str], clients: int) -> Iterator[str]:
+    """Rows of a table: the same texts while Redis answers, hangs, is gone and comes back."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        process = start_redis(Path(folder))
+        address = f"unix://{folder}/{SOCKET}"
+        server = stack.enter_context(start([*common, "--result-cache-redis", address]))
+        stack.callback(lambda: process.kill())
+        run_load(server.port, texts[:20], clients)
+        time.sleep(PAUSE_S)
+
+        def phase(name: str) -> str:
+            hits = metric(server.port, "penstock_result_cache_hits_total")
+            latencies: list[float] = []
+            run_load(server.port, texts, clients, latencies)  # ends the program if a request fails
+            time.sleep(0.2)
+            share = (metric(server.port, "penstock_result_cache_hits_total") - hits) / len(texts)
+            middle, high = statistics.median(latencies), statistics.quantiles(latencies, n=100)[98]
+            times = f"{middle * 1000:.1f} / {high * 1000:.1f} / {max(latencies) * 1000:.0f}"
+            return f"| {name} | {share:.0%} | {times} |"
+
+        yield phase("first")
+        yield phase("answers")
+        process.send_signal(signal.SIGSTOP)
+        yield phase("hangs")
+        process.send_signal(signal.SIGCONT)
+        time.sleep(MAX_PAUSE_S)
+        yield phase("answers again")
+        process.kill()
+        process.wait()
+        yield phase("is killed")
+        process = start_redis(Path(folder))
+        time.sleep(MAX_PAUSE_S)
+        yield phase("is empty")
+        yield phase("is filled again")
 
 
 def metric(port: int, name: str) -> float:
@@ -73,10 +120,16 @@ def main() -> None:
     parser.add_argument("--model", default=None, help="folder of a model; the bundled one by default")
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--faults", action="store_true", help="stop and kill Redis instead, without a model")
     parser.add_argument("--save", type=Path, help="where the table goes")
     options = parser.parse_args()
     texts = natural_texts(options.requests * 4)
     known, rest = texts[: options.requests], texts[options.requests :]
+    if options.faults:
+        print("| Redis | rows from the cache | p50 / p99 / max ms |\n|---|---|---|")
+        for row in faults(["--device", "null"], known, options.clients):
+            print(row, flush=True)
+        return
     common = [*([] if options.model is None else [options.model]), *COMMON_FLAGS]
     lines = ["| cache | repeated | rows from the cache | requests/s | p50 / p99 ms | errors |"]
     lines.append("|---|---|---|---|---|---|")
