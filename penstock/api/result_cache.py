@@ -20,7 +20,7 @@ import numpy as np
 
 from penstock.api.cache_metrics import BYTES, EVICTIONS, HITS, LOOKUPS
 from penstock.api.cached_rows import CachedModel, CachedRow, join_rows, off_loop, row_digests, split_output
-from penstock.api.redis_cache import RedisStore
+from penstock.api.redis_cache import MAX_PENDING_BYTES, RedisStore
 from penstock.config import ServerConfig
 from penstock.content import select_rows
 from penstock.tasks.run import Scheduling, submit
@@ -98,9 +98,12 @@ class MemoryStore:
                 self._remove(key)
             size = row.num_bytes + ENTRY_BYTES
             if size <= self.max_bytes:
+                self._make_room(size)
                 self._entries[key] = _Entry(row, size, expires_s)
                 self.num_bytes += size
-        while self.num_bytes > self.max_bytes:
+
+    def _make_room(self, num_bytes: int) -> None:
+        while self.num_bytes + num_bytes > self.max_bytes:
             _, oldest = self._entries.popitem(last=False)
             self.num_bytes -= oldest.num_bytes
             self.num_evicted += 1
@@ -116,6 +119,10 @@ class ResultCache:
         self.memory = memory
         self.redis = redis
         self._secret = secret
+        # A larger output would only push itself out again.
+        self._max_kept_bytes = max(
+            0 if memory is None else memory.max_bytes, 0 if redis is None else MAX_PENDING_BYTES
+        )
 
     @classmethod
     def of(cls, config: ServerConfig) -> ResultCache | None:
@@ -143,14 +150,12 @@ class ResultCache:
         rows: list[CachedRow | None] = [None] * len(keys)
         if user.cache_control is CacheControl.DEFAULT:
             rows = await self._find(lookup)
-        missing = [number for number, row in enumerate(rows) if row is None]
-        num_found = len(rows) - len(missing)
+        num_found = len(rows) - rows.count(None)
+        output = await self._complete(lookup, rows, scheduling) if num_found else None
+        if output is None:
+            num_found, output = 0, await self._compute(lookup, scheduling)
         user.num_cached_rows = (user.num_cached_rows or 0) + num_found
-        if not missing:
-            return await _join(request, rows, Timings())
-        if not num_found:
-            return await self._compute(lookup, scheduling)
-        return await self._complete(lookup, rows, missing, scheduling)
+        return output
 
     async def close(self) -> None:
         if self.redis is not None:
@@ -177,30 +182,31 @@ class ResultCache:
         return [row if row is not None and row.layout == layout else None for row in rows]
 
     async def _compute(self, lookup: _Lookup, scheduling: Scheduling) -> PooledOutput:
-        """The output of a request of which nothing is known."""
+        """The output of a request, from the engine. Its rows are kept."""
         output = await submit(lookup.model.engine, lookup.request, scheduling)
-        rows = await _split(lookup.request, output)
-        if rows is not None:
-            self._keep(lookup, range(len(rows)), rows)
+        if _output_bytes(output) <= self._max_kept_bytes:
+            rows = await _split(lookup.request, output)
+            if rows is not None:
+                self._keep(lookup, range(len(rows)), rows)
         return output
 
     async def _complete(
-        self,
-        lookup: _Lookup,
-        rows: list[CachedRow | None],
-        missing: list[int],
-        scheduling: Scheduling,
-    ) -> PooledOutput:
-        """The output of a request of which some rows are known. The others run alone."""
+        self, lookup: _Lookup, rows: list[CachedRow | None], scheduling: Scheduling
+    ) -> PooledOutput | None:
+        """The output of a request of which some rows or all are known; the others run alone. None if what is
+        known cannot be used."""
         engine, request = lookup.model.engine, lookup.request
+        missing = [number for number, row in enumerate(rows) if row is None]
+        if not missing:
+            return await _join(request, rows, Timings())
         if engine.revision != lookup.revision:  # another model was loaded meanwhile
-            return await submit(engine, request, scheduling)
+            return None
         job = select_rows(request, np.array(missing, dtype=np.int32), request.id)
         output = await submit(engine, job, scheduling)
         computed = await _split(job, output)
         layout = next(row.layout for row in rows if row is not None)
         if computed is None or computed[0].layout != layout:  # what was found is no result of this model
-            return await self._compute(lookup, scheduling)
+            return None
         self._keep(lookup, missing, computed)
         for number, row in zip(missing, computed, strict=True):
             rows[number] = row
@@ -240,14 +246,18 @@ class _Lookup:
 
 
 async def _split(request: Request, output: PooledOutput) -> list[CachedRow] | None:
-    size = output.values.nbytes + sum(array.nbytes for array in output.extra_values)
-    return await off_loop(_is_large(len(request.lengths), size), split_output, request, output)
+    is_large = _is_large(request.num_rows, _output_bytes(output))
+    return await off_loop(is_large, split_output, request, output)
 
 
 async def _join(request: Request, rows: Sequence[CachedRow | None], timings: Timings) -> PooledOutput:
     whole = [row for row in rows if row is not None]
-    size = len(whole) * whole[0].num_bytes
-    return await off_loop(_is_large(len(whole), size), join_rows, request, whole, timings)
+    is_large = _is_large(len(whole), sum(row.num_bytes for row in whole))
+    return await off_loop(is_large, join_rows, request, whole, timings)
+
+
+def _output_bytes(output: PooledOutput) -> int:
+    return output.values.nbytes + sum(array.nbytes for array in output.extra_values)
 
 
 def _is_large(num_rows: int, num_bytes: int) -> bool:

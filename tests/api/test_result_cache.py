@@ -320,6 +320,17 @@ def test_a_cancelled_request_keeps_nothing(folder: Path) -> None:
     assert len(memory) == 0
 
 
+def test_an_output_larger_than_the_cache_is_not_taken_apart(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.embed(TEXTS[0])
+    assert served.state.result_cache is not None
+    monkeypatch.setattr(served.state.result_cache, "_max_kept_bytes", 100)
+    monkeypatch.setattr(result_cache, "split_output", None)
+    assert served.embed(*TEXTS[1:])[1] == 0
+    assert len(served.memory) == 1 and served.memory.num_evicted == 0
+
+
 def test_a_found_row_of_another_shape_is_computed_again(served: Served) -> None:
     """Only a store that others write to could hold one."""
     answer, _ = served.embed(*TEXTS)
@@ -329,8 +340,8 @@ def test_a_found_row_of_another_shape_is_computed_again(served: Served) -> None:
     for key in list(entries)[:2]:
         entries[key].row = wrong
     served.rows_run()
-    assert served.embed(*TEXTS)[0] == answer
-    assert sum(served.rows_run()) >= 2
+    assert served.embed(*TEXTS) == (answer, 0)
+    assert served.rows_run() == [2, 4]
     assert served.embed(*TEXTS) == (answer, 4)
 
 
