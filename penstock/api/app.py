@@ -78,6 +78,7 @@ EXPOSED_HEADERS = (
     "x-request-id",
     "x-ignored-fields",
     "x-truncated-rows",
+    "x-cache-hits",
     "x-tokenize-ms",
     "x-queue-ms",
     "x-device-ms",
@@ -218,6 +219,8 @@ async def _lifespan(state: ServerState, app: Any) -> AsyncIterator[None]:
     for model in state.models.values():
         model.engine.close()
         model.text.close()
+    if state.result_cache is not None:
+        await state.result_cache.close()
     await asyncio.sleep(0)
 
 

@@ -14,6 +14,7 @@ import msgspec
 from penstock.api.admission import Admission
 from penstock.api.default_model import Use, choose
 from penstock.api.keys import KeyRing
+from penstock.api.result_cache import ResultCache
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ServerConfig
 from penstock.errors import EngineUnavailable, ModelNotFound, ServerFull, TooManyRequests, shown
@@ -110,12 +111,14 @@ class ServerState:
     buffered: BufferedBytes = field(init=False)
     keys: KeyRing = field(init=False)
     watched: list[Callable[[], None]] = field(init=False)  # what looks after files that may change
+    result_cache: ResultCache | None = field(init=False)  # None: every row is computed
     # A successor of this process counts from 0 again, while the engine may still run our requests.
     _name: str = field(default_factory=lambda: secrets.token_hex(4))
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         self.buffered = BufferedBytes(self.config.max_buffered_bytes)
+        self.result_cache = ResultCache.of(self.config)
         self.keys = KeyRing(self.config)
         self.watched = [self.keys.reload] if self.keys.has_files else []
         for model in self.models.values():

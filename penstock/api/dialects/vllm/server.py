@@ -26,6 +26,7 @@ _SECRET = (
     "ssl_keyfile_password",
     "ssl_ca_certs",
     "uds",
+    "result_cache_redis",
 )
 _PATHS = ("vocab_file", "merges_file", "name_or_path", "tokenizer_file")  # of the machine that made the model
 
