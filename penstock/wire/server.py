@@ -142,6 +142,9 @@ class EngineServer:
                     queued_large_tokens=backlog.large_tokens,
                     queued_prompt_tokens=prompts.num_tokens,
                     prompt_tokens_per_s=prompts.tokens_per_s,
+                    small_weight=backlog.small_weight,
+                    large_weight=backlog.large_weight,
+                    prompt_weight=prompts.small_weight,
                 )
             )
 
