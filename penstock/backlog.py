@@ -58,6 +58,8 @@ class Backlog(NamedTuple):  # made in every turn of the engine's loop
         the request among them: other clients run as much in that time, by their weights."""
         if not self.tokens_per_s:
             return 0.0
+        if not (self.small_weight or self.large_weight):  # it is not known who waits
+            return self.wait_s(is_large=is_large)
         others, kind = (
             (self.large_weight, self.large_tokens) if is_large else (self.small_weight, self.small_tokens)
         )

@@ -86,6 +86,17 @@ class Call:
     ignored_fields: tuple[str, ...] = ()
     num_truncated: int = 0  # rows that were cut to fit
     path_value: str = ""  # what stands for the path's parameter
+    client: str = ""  # who sent it, as `client_of` tells
+
+    @property
+    def weight(self) -> float:
+        """The client's share of the device, compared to other clients."""
+        return 1.0
+
+    @property
+    def light_weight(self) -> float:
+        """The weight of a client that has no other request in flight; 0 for one that has."""
+        return self.weight if self.state.held.get(self.client, 0) <= 1 else 0.0
 
     def model(self, body: Any, *, may_truncate: bool = True) -> ServedModel:
         """The model that a body names. A prompt in the name, and the server's default for long texts, are
@@ -237,10 +248,11 @@ class Endpoint:
 
     async def _admitted(self, call: Call, scope: Scope, receive: Receive, send: Send) -> Reply | Streamed:
         """The reply. A streamed one has been sent when this returns: it counts as in flight until then."""
-        self.state.check_room()  # before the body, which nobody has to send in vain
+        call.client = client = client_of(scope)
+        self.state.check_room(client)  # before the body, which nobody has to send in vain
         raw = await self._read(call, scope, receive)
         call.body_bytes = len(raw)
-        self.state.admit()
+        self.state.admit(client)
         try:
             if self.decoder is None:
                 return await unless_gone(self.handler(call), receive)
@@ -251,7 +263,7 @@ class Endpoint:
                 await self._stream(call, reply, receive, send)
             return reply
         finally:
-            self.state.release()
+            self.state.release(client)
 
     def _work(self, call: Call, decoder: RouteDecoder, raw: bytes | bytearray) -> Awaitable[Any]:
         """What the body asks for, not begun yet."""
@@ -390,6 +402,15 @@ class Endpoint:
             headers.append((b"www-authenticate", b"Bearer"))
         errors = call.errors or self.errors
         return Reply(msgspec.json.encode(errors.body(error)), JSON, errors.status(error), headers)
+
+
+def client_of(scope: Scope) -> str:
+    """Who sent a request: the address of the peer, or the connection if it is on this machine. Clients share
+    the device by this name."""
+    if not (peer := scope.get("client")):  # a Unix socket
+        return ""
+    host, port = peer
+    return f"{host}:{port}" if host.startswith("127.") or host == "::1" else str(host)
 
 
 def is_request_id(text: str) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.api.admission import Admission
+from penstock.backlog import max_queued_of
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ServerConfig
 from penstock.errors import EngineUnavailable, ModelNotFound, ServerFull, TooManyRequests, shown
@@ -54,6 +55,7 @@ class ServerState:
     models: dict[str, ServedModel]
     aliases: dict[str, str] = field(default_factory=dict)  # other names of models
     in_flight: int = 0
+    held: dict[str, int] = field(default_factory=dict)  # of those in flight, requests of each client
     buffered: BufferedBytes = field(init=False)
     # A successor of this process counts from 0 again, while the engine may still run our requests.
     _name: str = field(default_factory=lambda: secrets.token_hex(4))
@@ -95,20 +97,30 @@ class ServerState:
     def _named(self, name: str) -> ServedModel | None:
         return self.models.get(self.aliases.get(name, name))
 
-    def admit(self) -> None:
+    def admit(self, client: str = "") -> None:
         """Count a request in, once its body is read and before other work; `release` counts it out."""
-        self.check_room()
+        self.check_room(client)
         self.in_flight += 1
+        held = self.held
+        held[client] = held.get(client, 0) + 1
 
-    def check_room(self) -> None:
-        """Refuse a request if as many as allowed are in flight."""
-        if self.in_flight >= self.config.max_concurrent_requests:
-            raise TooManyRequests(
-                f"{self.in_flight} requests are in flight, which is the limit; try again shortly"
-            )
+    def check_room(self, client: str = "") -> None:
+        """Refuse a request if as many as allowed are in flight, and its client has its share of them."""
+        limit = self.config.max_concurrent_requests
+        if self.in_flight >= limit:
+            limit = max_queued_of(limit, self.in_flight, self.held.get(client, 0), len(self.held))
+            if self.in_flight >= limit:
+                raise TooManyRequests(
+                    f"{self.in_flight} requests are in flight, which is the limit; try again shortly"
+                )
 
-    def release(self) -> None:
+    def release(self, client: str = "") -> None:
         self.in_flight -= 1
+        left = self.held[client] - 1
+        if left:
+            self.held[client] = left
+        else:
+            del self.held[client]
 
     def check_engines(self) -> None:
         """Raise with the reason if an engine cannot serve."""

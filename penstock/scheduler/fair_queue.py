@@ -47,8 +47,8 @@ class ClientQueue(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Waiting requests by client. `walk` gives them in the order in which they should run, and `charge` counts
-    what runs. `settle` removes what is finished and puts the clients in their new order."""
+    """Waiting requests by client. `walk` gives them in the order in which they should run, `charge` counts what
+    runs, and `settle` removes what is finished and puts the clients in their new order."""
 
     def __init__(self) -> None:
         self.weight = 0.0  # of all clients that wait
