@@ -11,7 +11,7 @@ MAX_RETRY_AFTER_S = 60
 ADMITTED_SHARE = 0.8  # of the longest wait: estimates err, and a request that expires has waited for nothing
 
 
-MIN_SHARE = 0.25  # of a step, for a kind of requests beside the other
+MIN_SHARE = 0.125  # of a step, for a kind of requests beside the other
 EXTRA_ROOM = 8  # one part in so many of a full queue is left for clients that hold less than their share
 
 

@@ -47,8 +47,8 @@ class ClientQueue(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Waiting requests by client. `walk` gives them in the order in which they should run, `charge` counts what
-    runs, and `settle` removes what is finished and puts the clients in their new order."""
+    """Waiting requests by client. `walk` gives them in the order in which they should run. `charge` counts
+    what runs. `settle` removes what is finished and puts the clients in their new order."""
 
     def __init__(self) -> None:
         self.weight = 0.0  # of all clients that wait
@@ -110,7 +110,7 @@ class FairQueue(Generic[T]):
         if entries:
             self._insert(client, has_run=True)
         else:
-            self._drop_weight(client)
+            self.weight = self.weight - client.weight if self._order else 0.0
 
     def charge(self, client: ClientQueue[T], num_tokens: float) -> None:
         """Count tokens that run for a client. Its place in the order changes with `settle` or `remove`."""
@@ -165,8 +165,10 @@ class FairQueue(Generic[T]):
             if entries:
                 self._insert(client, has_run=True)
             else:
-                self._drop_weight(client)
+                self.weight -= client.weight
         self._len -= len(finished)
+        if not order:
+            self.weight = 0.0  # without what rounding has left
         return finished
 
     # The order of clients.
@@ -175,7 +177,8 @@ class FairQueue(Generic[T]):
         """Of clients with equal times, one that has just begun to wait goes before one that has run."""
         when, priority = client.virtual_time, client.entries[0][1].request.priority
         if priority:
-            when += counted_priority(priority) * self.head_start_tokens / max(self.weight, client.weight)
+            levels = max(-MAX_LEVELS, min(priority, MAX_LEVELS))
+            when += levels * self.head_start_tokens / max(self.weight, client.weight)
         client.position = position = (when, has_run, next(self._numbers))
         order = self._order
         if not order or position > order[-1][0]:
@@ -186,9 +189,6 @@ class FairQueue(Generic[T]):
     def _delete(self, client: ClientQueue[T]) -> None:
         del self._order[bisect.bisect_left(self._order, client.position, key=_position_of)]
 
-    def _drop_weight(self, client: ClientQueue[T]) -> None:
-        self.weight = self.weight - client.weight if self._order else 0.0
-
     def _new_client(self, name: str) -> ClientQueue[T]:
         if len(self._clients) > self._max_remembered:
             now = self.virtual_time
@@ -196,11 +196,6 @@ class FairQueue(Generic[T]):
             self._clients, self._max_remembered = kept, _MIN_REMEMBERED + 2 * len(kept)
         client = self._clients[name] = ClientQueue[T](name)
         return client
-
-
-def counted_priority(priority: int) -> int:
-    """The levels of a priority that count against other clients: a head start that no client can stretch."""
-    return max(-MAX_LEVELS, min(priority, MAX_LEVELS))
 
 
 def _rank_of(entry: tuple[Rank, object, int]) -> Rank:

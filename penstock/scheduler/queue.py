@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.backlog import small_share
-from penstock.scheduler.fair_queue import ClientQueue, FairQueue, counted_priority
+from penstock.scheduler.fair_queue import ClientQueue, FairQueue
 from penstock.scheduler.start_deadlines import StartDeadlines
 from penstock.types import ONE_ROW, CachedVectors, Ints, Request
 
@@ -213,15 +213,10 @@ class WaitingQueue:
     def _line(self, large: bool) -> FairQueue[QueuedRequest]:
         return self._large if large else self._small
 
-    def is_behind(self, one: QueuedRequest, other: QueuedRequest) -> bool:
-        """Whether a request is less urgent than another and has not waited longer by its head start."""
-        level, other_level = one.request.priority, other.request.priority
-        if level <= other_level:
-            return False
-        if one.request.client == other.request.client:
-            return one.rank > other.rank
-        ahead_s = HEAD_START_S * (counted_priority(level) - counted_priority(other_level))
-        return one.request.arrival_s + ahead_s > other.request.arrival_s
+    def is_far_behind(self, queued: QueuedRequest, num_tokens: int) -> bool:
+        """Whether the client of a request has run less than its share by so many tokens."""
+        behind = self._line(queued.is_large).virtual_time - queued.client.virtual_time
+        return behind * queued.client.weight > num_tokens
 
     def set_head_start(self, num_tokens: float) -> None:
         """Set what one level of priority is worth against other clients, in tokens of the device."""

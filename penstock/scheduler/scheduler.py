@@ -297,6 +297,8 @@ class Scheduler:
         waiting = (queue.of_kind(large=False), queue.of_kind(large=True))
         num_visited = [0, 0]  # small, large
         tokens, rows = self._share(room, large=not leader)
+        if (self._small_lead > 0) is leader:  # it catches up what it is behind
+            tokens -= min(int(abs(self._small_lead) / 2), tokens // 2)
         room.tokens, room.rows = room.tokens - tokens, room.rows - rows
         num_visited[leader] = self._fill(waiting[leader], room, scheduled)
         room.tokens, room.rows = room.tokens + tokens, room.rows + rows
@@ -335,8 +337,12 @@ class Scheduler:
         return min(tokens, int(room.tokens * share)), min(rows, int(room.rows * share))
 
     def _yields(self, *, large: bool) -> bool:
-        """Whether a kind has no share of the step: its first request is less urgent than the other's."""
-        return self.queue.is_behind(self.queue.first(large=large), self.queue.first(large=not large))
+        """Whether a kind has no share of the step: its first request is less urgent than the other's, and of
+        the same client."""
+        own, other = self.queue.first(large=large), self.queue.first(large=not large)
+        if own.request.priority <= other.request.priority or own.request.client != other.request.client:
+            return False
+        return own.rank > other.rank
 
     def _step_room(self) -> _StepRoom:
         return _StepRoom(self.budget.max_tokens, self.budget.max_rows, self.budget.max_output_bytes)
@@ -350,7 +356,8 @@ class Scheduler:
             num_visited += 1
             entry = None
             if queued.cached is not None or queued.request.pairs is None or self._hold_vectors(queued):
-                if scheduled and chunking is None and 2 * queued.next_length > room.tokens:
+                is_wide = scheduled and chunking is None and 2 * queued.next_length > room.tokens
+                if is_wide and not self.queue.is_far_behind(queued, self.budget.max_tokens):
                     wide.append(queued)  # most requests of a long queue end here, in every step
                     num_passed_over += 1
                     if num_passed_over > self.LOOK_AHEAD:
