@@ -40,6 +40,7 @@ Answered = TypeVar("Answered")
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
 MAX_REQUEST_ID = 256  # characters
+_THIS_MACHINE = ("127.0.0.1", "::1")  # addresses that tell nothing about who sends
 _MAX_DIGITS = 18  # of a declared size; longer ones are too large in any case
 _MAX_IGNORED_CHARS = 1024  # of the header that names ignored fields
 
@@ -410,7 +411,7 @@ def client_of(scope: Scope) -> str:
     if not (peer := scope.get("client")):  # a Unix socket
         return ""
     host, port = peer
-    return f"{host}:{port}" if host.startswith("127.") or host == "::1" else str(host)
+    return f"{host}:{port}" if host in _THIS_MACHINE else str(host)
 
 
 def is_request_id(text: str) -> bool:

@@ -116,7 +116,7 @@ def test_a_client_with_one_row_at_a_time_runs_in_the_next_step_beside_a_flood(
         max_size=4,
     )
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_shares_converge_to_weights_whatever_the_requests_and_priorities(
     clients: list[tuple[float, list[int], int, int]],
 ) -> None:
