@@ -1,12 +1,12 @@
 """A client that sends single rows beside clients that send all they can, on one server.
 
-    python benchmarks/fairness.py [--batch-clients 1 4] [--flood 200] [--before TREE] [--rounds 3] [--seconds 20]
+    python benchmarks/fairness.py [--batch-clients 1 4] [--flood 200] [--before TREE] [--rounds 3]
 
 Each connection waits for its answer before it sends again. A batch client sends requests of 2,048 rows. The
 flood is one client with many connections, which come from an address of their own and send single rows. The
-latency of the single rows is measured on the server alone and beside these. With `--before`, a server of that
-checkout and one of this take turns. No two requests share a text. Prints a line of a table for each round, and
-the medians.
+latency of the single rows is measured on the server alone and beside these. With `--before`, a server of
+that checkout and one of this take turns. No two requests share a text. Prints a line of a table for each
+round, and the medians.
 """
 
 from __future__ import annotations
