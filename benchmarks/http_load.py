@@ -23,11 +23,14 @@ class Running:
 
 
 @contextmanager
-def start(flags: list[str]) -> Iterator[Running]:
-    """Start `penstock serve` on a free loopback port, wait until it is ready, stop it with SIGTERM."""
+def start(flags: list[str], tree: str | None = None) -> Iterator[Running]:
+    """Start `penstock serve` on a free loopback port, wait until it is ready, stop it with SIGTERM. `tree` is
+    the checkout to run; by default that of this process."""
     port = free_port()
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock", "serve", "--port", str(port), "--log-level", "warning", *flags]
+        [sys.executable, "-m", "penstock", "serve", "--port", str(port), "--log-level", "warning", *flags],
+        env=os.environ if tree is None else os.environ | {"PYTHONPATH": tree},
+        cwd=tree,
     )
     try:
         until = time.monotonic() + 120

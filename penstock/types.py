@@ -274,6 +274,8 @@ class Request:
     cache_salt: str = ""  # prefixes are shared only between equal salts
     sampling: SamplerParams | None = None  # set when the rows are prompts to continue
     num_truncated: int = 0  # rows that were cut to fit; not sent to the engine
+    client: str = ""  # who sent it: clients share the device by their weights
+    weight: float = 1.0  # above 0
     starts: Ints = field(init=False)  # [rows], start offset of each row in token_ids
 
     def __post_init__(self) -> None:

@@ -46,6 +46,7 @@ Answered = TypeVar("Answered")
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
 MAX_REQUEST_ID = 256  # characters
+_THIS_MACHINE = ("127.0.0.1", "::1")  # addresses that tell nothing about who sends
 _MAX_DIGITS = 18  # of a declared size; longer ones are too large in any case
 _MAX_IGNORED_CHARS = 1024  # of the header that names ignored fields
 
@@ -97,6 +98,17 @@ class Call:
     use: Use | None = None  # what the route does with a model
     query_string: bytes = b""  # of a route without a body
     key: ApiKey | None = None  # that the client has sent; None: the route or the server needs none
+    client: str = ""  # who sent it: the key's name, or as `client_of` tells
+
+    @property
+    def weight(self) -> float:
+        """The client's share of the device, compared to other clients."""
+        return 1.0 if self.key is None else self.key.weight
+
+    @property
+    def light_weight(self) -> float:
+        """The weight of a client that has no other request in flight; 0 for one that has."""
+        return self.weight if self.state.held.get(self.client, 0) <= 1 else 0.0
 
     def model(self, body: Any, *, may_truncate: bool = True) -> ServedModel:
         """The model that a body names. A prompt in the name, and the server's default for long texts, are
@@ -305,18 +317,19 @@ class Endpoint:
 
     async def _admitted(self, call: Call, scope: Scope, receive: Receive, send: Send) -> Reply | Streamed:
         """The reply. A streamed one has been sent when this returns: it counts as in flight until then."""
-        self.state.check_room()  # before the body, which nobody has to send in vain
+        call.client = client = client_of(scope) if call.key is None else call.key.name
+        self.state.check_room(client)  # before the body, which nobody has to send in vain
         limits = None if call.key is None else call.key.limits
         if limits is not None:
             limits.check()
         raw = await self._read(call, scope, receive)
         call.body_bytes = len(raw)
-        self.state.admit()
+        self.state.admit(client)
         try:
             if limits is not None:
                 limits.enter()
         except KeyLimitReached:
-            self.state.release()
+            self.state.release(client)
             raise
         try:
             if self.decoder is None:
@@ -328,7 +341,7 @@ class Endpoint:
                 await self._stream(call, reply, receive, send)
             return reply
         finally:
-            self.state.release()
+            self.state.release(client)
             if limits is not None:
                 limits.leave()
 
@@ -473,6 +486,15 @@ class Endpoint:
             headers.append((b"www-authenticate", b"Bearer"))
         errors = call.errors or self.errors
         return Reply(msgspec.json.encode(errors.body(error)), JSON, errors.status(error), headers)
+
+
+def client_of(scope: Scope) -> str:
+    """Who sent a request: the address of the peer, or the connection if it is on this machine. Clients share
+    the device by this name."""
+    if not (peer := scope.get("client")):  # a Unix socket
+        return ""
+    host, port = peer
+    return f"{host}:{port}" if host in _THIS_MACHINE else str(host)
 
 
 def is_request_id(text: str) -> bool:

@@ -192,7 +192,7 @@ async def begin(call: Call, body: TextFields, task: Generate, *, kind: str) -> G
 async def _prepare(call: Call, model: ServedModel, task: Generate, scheduling: Scheduling) -> GenerationJob:
     """Tokenise the prompts, unless the queue has no room for them."""
     admission, kind, num_tokens = model.admission, type(task).__name__, None
-    admitted = admission.admit(kind, call.body_bytes, generates=True)
+    admitted = admission.admit(kind, call.body_bytes, generates=True, light_weight=call.light_weight)
     try:
         job = await task.prepare(model.text, call.state.next_id(), scheduling)
         num_tokens = sum(map(len, job.prompts))

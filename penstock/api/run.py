@@ -78,7 +78,7 @@ async def run(
 async def _prepare(call: Call, model: ServedModel, task: PoolingTask[R]) -> Prepared[R]:
     """Tokenise the inputs, unless the queue has no room for them."""
     admission, kind, num_tokens = model.admission, type(task).__name__, None
-    admitted = admission.admit(kind, call.body_bytes, task.num_rows)
+    admitted = admission.admit(kind, call.body_bytes, task.num_rows, light_weight=call.light_weight)
     try:
         prepared = await task.prepare(model.text, call.state.next_id())
         num_tokens = prepared.request.num_tokens
@@ -102,7 +102,13 @@ def scheduling_of(call: Call, body: Scheduled) -> Scheduling:
     timeout_s = body.timeout if body.timeout is not None else call.state.config.default_timeout_s
     if timeout_s is not None:
         check_timeout(timeout_s)
-    return Scheduling(priority=body.priority, arrival_s=call.began_s, timeout_s=timeout_s)
+    return Scheduling(
+        priority=body.priority,
+        arrival_s=call.began_s,
+        timeout_s=timeout_s,
+        client=call.client,
+        weight=call.weight,
+    )
 
 
 def check_timeout(timeout_s: float | None) -> None:

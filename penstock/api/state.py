@@ -15,6 +15,7 @@ from penstock.api.admission import Admission
 from penstock.api.default_model import Use, choose
 from penstock.api.keys import KeyRing
 from penstock.api.result_cache import ResultCache
+from penstock.backlog import max_queued_of
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ServerConfig
 from penstock.errors import EngineUnavailable, ModelNotFound, ServerFull, TooManyRequests, shown
@@ -108,6 +109,7 @@ class ServerState:
     aliases: dict[str, str] = field(default_factory=dict)  # other names of models
     follower: ModelFollower | None = None  # takes orders to change the models; None: they cannot be changed
     in_flight: int = 0
+    held: dict[str, int] = field(default_factory=dict)  # of those in flight, requests of each client
     buffered: BufferedBytes = field(init=False)
     keys: KeyRing = field(init=False)
     watched: list[Callable[[], None]] = field(init=False)  # what looks after files that may change
@@ -179,20 +181,30 @@ class ServerState:
     def _named(self, name: str) -> ServedModel | None:
         return self.models.get(self.aliases.get(name, name))
 
-    def admit(self) -> None:
+    def admit(self, client: str = "") -> None:
         """Count a request in, once its body is read and before other work; `release` counts it out."""
-        self.check_room()
+        self.check_room(client)
         self.in_flight += 1
+        held = self.held
+        held[client] = held.get(client, 0) + 1
 
-    def check_room(self) -> None:
-        """Refuse a request if as many as allowed are in flight."""
-        if self.in_flight >= self.config.max_concurrent_requests:
-            raise TooManyRequests(
-                f"{self.in_flight} requests are in flight, which is the limit; try again shortly"
-            )
+    def check_room(self, client: str = "") -> None:
+        """Refuse a request if as many as allowed are in flight, and its client has its share of them."""
+        limit = self.config.max_concurrent_requests
+        if self.in_flight >= limit:
+            limit = max_queued_of(limit, self.in_flight, self.held.get(client, 0), len(self.held))
+            if self.in_flight >= limit:
+                raise TooManyRequests(
+                    f"{self.in_flight} requests are in flight, which is the limit; try again shortly"
+                )
 
-    def release(self) -> None:
+    def release(self, client: str = "") -> None:
         self.in_flight -= 1
+        left = self.held[client] - 1
+        if left:
+            self.held[client] = left
+        else:
+            del self.held[client]
 
     def check_engines(self) -> None:
         """Raise with the reason unless requests are served: every model has been started, and not all of them

@@ -98,6 +98,7 @@ class RequestHeader(msgspec.Struct, array_like=True):
     cache_salt: str
     extra_params: tuple[PoolingParams, ...]
     sampling: SamplerParams | None = None
+    client: tuple[str, float] | None = None  # name and weight; None: the one without a name
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
@@ -223,6 +224,7 @@ def pack_requests(requests: Sequence[Request]) -> list[Any]:
                 request.cache_salt,
                 request.extra_params,
                 request.sampling,
+                (request.client, request.weight) if request.client else None,
             )
         )
     ints = np.concatenate(arrays)
@@ -253,6 +255,8 @@ def unpack_requests(headers: Iterable[RequestHeader], frame: Any) -> list[Reques
             cache_salt=header.cache_salt,
             sampling=header.sampling,
         )
+        if header.client is not None:
+            request.client, request.weight = header.client
         start = end if header.optional is None else _read_optional(request, header.optional, ints, end)
         fits = (
             ints.item(tokens_start - 1) == header.num_tokens  # of most requests, which have one row

@@ -195,6 +195,9 @@ class EngineServer:
                     state=self._sleep.state,
                     last_request_s=self._last_request_s,
                     device_bytes=self._sleep.device_bytes,
+                    small_weight=backlog.small_weight,
+                    large_weight=backlog.large_weight,
+                    prompt_weight=prompts.small_weight,
                 )
             )
 
