@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backlog import Backlog
+from penstock.types import EngineSleep as EngineSleep  # for readers of the page
 
 
 class EngineStatus(NamedTuple):  # one is made in every turn of the engine's loop
@@ -35,6 +36,13 @@ class EngineStatus(NamedTuple):  # one is made in every turn of the engine's loo
     small_weight: float = 0.0  # of the clients whose small requests wait
     large_weight: float = 0.0  # of those whose large requests wait
     prompt_weight: float = 0.0  # of those whose prompts wait
+    state: int = EngineSleep.AWAKE  # an `EngineSleep`
+    last_request_s: float = 0.0  # when a request last arrived or was answered; at first, when serving began
+    device_bytes: int = 0  # of memory that the model takes while it is awake, and that a sleep frees
+
+    @property
+    def sleep_state(self) -> EngineSleep:
+        return EngineSleep(self.state)
 
     @property
     def backlog(self) -> Backlog:
