@@ -192,12 +192,12 @@ class EngineServer:
                     queued_large_tokens=backlog.large_tokens,
                     queued_prompt_tokens=prompts.num_tokens,
                     prompt_tokens_per_s=prompts.tokens_per_s,
-                    state=self._sleep.state,
-                    last_request_s=self._last_request_s,
-                    device_bytes=self._sleep.device_bytes,
                     small_weight=backlog.small_weight,
                     large_weight=backlog.large_weight,
                     prompt_weight=prompts.small_weight,
+                    state=self._sleep.state,
+                    last_request_s=self._last_request_s,
+                    device_bytes=self._sleep.device_bytes,
                 )
             )
 
