@@ -134,6 +134,8 @@ class Call:
         allow do not exist for the client."""
         if self.key is None or self.key.models is None:
             return self.state.find(name, self.use)
+        if not name and (allowed := [each for each in self.state.models.values() if self.may_use(each)]):
+            return self.state.default(self.use, allowed), None
         try:
             model, prompt = self.state.find(name, self.use)
         except ModelNotFound:
