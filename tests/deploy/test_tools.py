@@ -14,8 +14,10 @@ import pytest
 import yaml
 
 from tests.deploy.files import CHART, COMPOSE, DEPLOY, DOCKERFILE, ROOT, UNIT, check_config
+from tests.docs.blocks import Block, read_blocks
 
 VALUES = [CHART / "values.yaml", *sorted((Path(__file__).parent / "values").glob("*.yaml"))]
+EXAMPLES = [block for block in read_blocks(ROOT / "docs/guides/deploy.md") if block.language == "yaml"]
 CRDS = os.environ.get("PENSTOCK_CRDS")
 MAX_EXPOSURE = "20"  # of 100; systemd-analyze calls 17 to 25 points "OK"
 
@@ -189,6 +191,26 @@ KEDA = ("--set", "keda.enabled=true,keda.prometheusAddress=http://prometheus:909
 )
 def test_the_chart_refuses_values_that_cannot_work(options: tuple[str, ...], words: str) -> None:
     assert words in refusal(*options)
+
+
+@needs("helm")
+@needs("promtool")
+def test_prometheus_can_run_the_query_that_keda_sends(tmp_path: Path) -> None:
+    (scaled,) = (each for each in render(CHART / "values.yaml", *KEDA) if each["kind"] == "ScaledObject")
+    rule = {"record": "waiting", "expr": scaled["spec"]["triggers"][0]["metadata"]["query"]}
+    file = tmp_path / "rules.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "keda", "rules": [rule]}]}))
+    run("promtool", "check", "rules", file)
+
+
+@needs("helm")
+@pytest.mark.parametrize("block", EXAMPLES, ids=lambda block: block.name)
+def test_the_chart_accepts_the_values_in_the_guide(block: Block, tmp_path: Path) -> None:
+    file = tmp_path / "values.yaml"
+    file.write_text(block.code)
+    run("helm", "lint", "--strict", CHART, "--values", file)
+    (config,) = (each["data"]["config.yaml"] for each in render(file) if each["kind"] == "ConfigMap")
+    check_config(yaml.safe_load(config), tmp_path)
 
 
 @pytest.fixture
