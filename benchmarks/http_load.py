@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -23,11 +23,13 @@ class Running:
 
 
 @contextmanager
-def start(flags: list[str]) -> Iterator[Running]:
-    """Start `penstock serve` on a free loopback port, wait until it is ready, stop it with SIGTERM."""
+def start(flags: list[str], environment: Mapping[str, str] | None = None) -> Iterator[Running]:
+    """Start `penstock serve` on a free loopback port, wait until it is ready, stop it with SIGTERM.
+    `environment` is added to this process's own."""
     port = free_port()
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock", "serve", "--port", str(port), "--log-level", "warning", *flags]
+        [sys.executable, "-m", "penstock", "serve", "--port", str(port), "--log-level", "warning", *flags],
+        env={**os.environ, **(environment or {})},
     )
     try:
         until = time.monotonic() + 120
