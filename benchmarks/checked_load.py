@@ -1,8 +1,8 @@
 """Load whose every answer is checked, on one or several models of one server.
 
-The right answers are taken from the idle server. Each request then has an id of its own, which its answer must
-carry, and a connection of its own, on which nothing may follow the answer. Its `cache_salt` keeps equal texts
-from being computed once.
+The right answers are taken from the idle server. Each request then has an id of its own, which its answer
+must carry, and a connection of its own, on which nothing may follow the answer. Its `cache_salt` keeps equal
+texts from being computed once.
 """
 
 from __future__ import annotations
@@ -14,21 +14,25 @@ import json
 import os
 import platform
 import re
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from http_load import Running, start
 from numpy.typing import NDArray
 from soak import processes
 from texts import natural_texts
 
 from penstock import __version__
+from penstock.checkpoint.find import find
 
 ENGINE = "penstock.serving.engine_process"
 MAX_CHARS = 300  # of a text: about 70 tokens
@@ -67,6 +71,13 @@ def generate_questions(model: str, count: int, max_tokens: int = 16) -> list[Que
     texts = natural_texts(count)
     fields = {"model": model, "max_tokens": max_tokens, "temperature": 0}
     return [Question("/v1/completions", fields | {"prompt": " ".join(text.split()[:12])}) for text in texts]
+
+
+TASKS: dict[str, Callable[[str, int], list[Question]]] = {
+    "embed": embed_questions,
+    "rerank": rerank_questions,
+    "generate": generate_questions,
+}
 
 
 def read_answer(path: str, body: bytes) -> Answer:
@@ -226,6 +237,28 @@ async def for_seconds(model: CheckedModel, clients: int, seconds: float) -> list
     return model.taken()
 
 
+def model_entry(name: str, folder: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A model as a --config file lists it. Of a classifier with two labels, the second one is relevance."""
+    path = find(folder)
+    labels = (
+        json.loads(file.read_text()).get("id2label") if (file := path / "config.json").is_file() else None
+    )
+    scores = {"pooler_config": {"score_labels": [1, 0]}} if labels and len(labels) == 2 else {}
+    return {"model": str(path), "served_model_name": name, **settings, **scores}
+
+
+@contextmanager
+def start_models(
+    models: Sequence[dict[str, Any]], flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[Running]:
+    """Start a server with several models, each a mapping as in the list `models` of a --config file."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "server.yaml"
+        file.write_text(json.dumps({"models": list(models)}))  # JSON is YAML
+        with start(["--config", str(file), "--api-server-count", "1", *flags], environment) as server:
+            yield server
+
+
 def engine_pids(server_pid: int) -> dict[int, int]:
     """Number of the model in the server's configuration → process id of its engine."""
     found = {}
@@ -278,6 +311,12 @@ def heading(title: str, command: str) -> Iterator[str]:
         f"`{command}` · {date.today()} · {os.cpu_count()} cores, {platform.machine()}, load average "
         f"{os.getloadavg()[0]:.1f} at the start · Penstock {__version__}"
     )
+
+
+def command_line() -> str:
+    """How this script was called, with the names of folders instead of their paths."""
+    words = (Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:])
+    return " ".join(("python", f"benchmarks/{Path(sys.argv[0]).name}", *words))
 
 
 def finish(parts: list[str], complaints: list[str], save: Path | None) -> int:

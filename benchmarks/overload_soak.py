@@ -3,10 +3,10 @@
     python benchmarks/overload_soak.py [--seconds 180] [--times 2] [--kills 2] [--model FOLDER] [--save FILE]
 
 Capacity is measured first, by a few clients that wait for their answers. Then requests arrive at random,
-`--times` as many as that, whether answers come or not, and the engine is killed at even distances. Exit code 1:
-a status other than 200, 429 and 503; a wrong answer, one to another request, none or two; 503 long after a
-kill; no right answer within `--max-recovery` seconds; the server counts other answers than the client; or
-memory grew.
+`--times` as many as that, whether answers come or not, and the engine is killed at even distances. Exit code
+1: a status other than 200, 429 and 503; a wrong answer, one to another request, none or two; 503 while the
+engine serves; no right answer within `--max-recovery` seconds of a kill; the server counts other answers than
+the client; or memory grew.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ import os
 import random
 import re
 import signal
-import statistics
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from checked_load import (
     CheckedModel,
     Sample,
+    command_line,
     complaints_of,
     embed_questions,
     engine_pids,
@@ -41,11 +40,10 @@ from checked_load import (
     table,
 )
 from http_load import Running, start
-from soak import processes, resident_mib
+from process_memory import Memory, MemoryRow, memory_complaints, memory_table
 
 CLIENTS = 4  # that measure the capacity
 NUM_QUESTIONS = 64
-MIN_SAMPLES = 5  # of a process's memory, one a second
 _COUNTED = re.compile(r'^penstock_requests_total\{([^}]*route="/v1/embeddings"[^}]*)\} (\S+)$', re.MULTILINE)
 
 
@@ -57,52 +55,6 @@ class Kill:
     @property
     def seconds(self) -> float:
         return self.recovered_s - self.at_s if self.recovered_s else float("inf")
-
-
-class MemoryRow(NamedTuple):
-    """Resident MiB of a process: medians over the first and the last fifth of its samples, and the peak."""
-
-    name: str  # its module and its process id
-    first: float
-    last: float
-    peak: float
-
-    @property
-    def role(self) -> str:
-        return self.name.split()[0]
-
-
-@dataclass
-class Memory:
-    """Resident memory of every process over time, by its role and id."""
-
-    server: Running
-    samples: list[tuple[float, dict[str, float]]] = field(default_factory=list)
-
-    def sample(self) -> None:
-        found = {}
-        for pid, module in processes(self.server.pid):
-            try:
-                found[f"{module.rsplit('.', 1)[-1]} {pid}"] = resident_mib(pid)
-            except OSError:
-                continue
-        self.samples.append((time.monotonic(), found))
-
-    async def watch(self) -> None:
-        while True:
-            self.sample()
-            await asyncio.sleep(1.0)
-
-    def rows(self, warm_s: float) -> list[MemoryRow]:
-        """A row for each process that lived for a while after `warm_s`."""
-        rows = []
-        for name in dict.fromkeys(name for _, found in self.samples for name in found):
-            values = [found[name] for at, found in self.samples if at >= warm_s and name in found]
-            if len(values) >= MIN_SAMPLES:
-                size = max(2, len(values) // 5)
-                first, last = statistics.median(values[:size]), statistics.median(values[-size:])
-                rows.append(MemoryRow(name, first, last, max(values)))
-        return rows
 
 
 async def counted(port: int) -> Counter[int]:
@@ -150,17 +102,6 @@ def late_refusals(samples: list[Sample], kills: list[Kill]) -> list[Sample]:
     ]
 
 
-def memory_complaints(rows: list[MemoryRow], bound_mib: float) -> list[str]:
-    """No process may end with more memory than the first of its role had when it was warm. An engine that
-    replaces another begins with less."""
-    warm = {row.role: row.first for row in reversed(rows)}
-    return [
-        f"{row.name} ends with {row.last:.0f} MiB; {warm[row.role]:.0f} + {bound_mib:g} are allowed"
-        for row in rows
-        if row.last > warm[row.role] + bound_mib
-    ]
-
-
 async def soak(server: Running, options: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The parts of the report, and what failed."""
     model = CheckedModel(
@@ -170,7 +111,7 @@ async def soak(server: Running, options: argparse.Namespace) -> tuple[list[str],
     await for_seconds(model, CLIENTS, options.warm_up)
     capacity = rate(await for_seconds(model, CLIENTS, options.capacity_seconds), options.capacity_seconds)
     before, began_s, kills = await counted(server.port), time.monotonic(), list[Kill]()
-    memory = Memory(server)
+    memory = Memory(server.pid)
     watcher = asyncio.create_task(memory.watch())
     async with asyncio.TaskGroup() as group:
         group.create_task(arrivals(model, options.times * capacity, options.seconds))
@@ -226,10 +167,7 @@ def report(
             ["engine kill", "until the next right answer, s"],
             [[number, f"{kill.seconds:.2f}"] for number, kill in enumerate(kills, start=1)],
         ),
-        table(
-            ["process", "first MiB", "last MiB", "peak MiB"],
-            [[name, *(f"{value:,.0f}" for value in values)] for name, *values in rows],
-        ),
+        memory_table(rows),
     ]
 
 
@@ -252,7 +190,7 @@ def main() -> int:
     options = parser.parse_args()
     flags = [*([options.model] if options.model else []), "--served-model-name", options.name]
     flags += ["--device", "cpu", "--api-server-count", "1", *options.flags.split()]
-    parts = list(heading("Twice the capacity, with engine kills", "python benchmarks/overload_soak.py"))
+    parts = list(heading("Twice the capacity, with engine kills", command_line()))
     with start(flags) as server:
         report_parts, complaints = asyncio.run(soak(server, options))
     return finish(parts + report_parts, complaints, options.save)
