@@ -315,7 +315,7 @@ def heading(title: str, command: str) -> Iterator[str]:
 
 def command_line() -> str:
     """How this script was called, with the names of folders instead of their paths."""
-    words = (Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:])
+    words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
     return " ".join(("python", f"benchmarks/{Path(sys.argv[0]).name}", *words))
 
 
