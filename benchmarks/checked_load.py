@@ -112,15 +112,17 @@ class Reply:
 async def exchange(
     port: int, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
 ) -> Reply:
-    """One request on a connection of its own. `ValueError` unless exactly one whole answer comes."""
+    """One request on a connection of its own. `ValueError` unless exactly one whole answer comes,
+    `TimeoutError` if none comes."""
     lines = {"Host": "localhost", "Content-Length": str(len(body)), "Connection": "close", **(headers or {})}
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
-        received = await reader.read(-1)
-    finally:
-        writer.close()
+    async with asyncio.timeout(PATIENCE_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
+            received = await reader.read(-1)
+        finally:
+            writer.close()
     first, _, content = received.partition(b"\r\n\r\n")
     status, *rest = first.decode("latin-1").split("\r\n")
     answered = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in rest)}
@@ -181,7 +183,7 @@ class CheckedModel:
         at = number % len(self.questions)
         sent_s = time.monotonic()
         try:
-            reply = await asyncio.wait_for(self._post(self.questions[at], number), PATIENCE_S)
+            reply = await self._post(self.questions[at], number)
             complaint = self._complaint(reply, number, at)
             sample = Sample(
                 sent_s, time.monotonic(), reply.status, complaint, reply.head.get("retry-after", "")
@@ -261,14 +263,16 @@ def start_models(
 
 def engine_pids(server_pid: int) -> dict[int, int]:
     """Number of the model in the server's configuration → process id of its engine."""
-    found = {}
-    for pid, module in processes(server_pid):
-        if module != ENGINE:
-            continue
-        with suppress(OSError):
-            if page := _STATUS_PAGE.search(Path(f"/proc/{pid}/maps").read_text()):
-                found[int(page[1] or 0)] = pid
-    return found
+    engines = (pid for pid, module in processes(server_pid) if module == ENGINE)
+    return {number: pid for pid in engines if (number := model_number(pid)) is not None}
+
+
+def model_number(engine_pid: int) -> int | None:
+    """Which model of the server an engine process serves; None while it has no configuration."""
+    with suppress(OSError):
+        if page := _STATUS_PAGE.search(Path(f"/proc/{engine_pid}/maps").read_text()):
+            return int(page[1] or 0)
+    return None
 
 
 def percentile_ms(samples: Iterable[Sample], share: float) -> float:

@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from checked_load import ENGINE, table
+from checked_load import ENGINE, model_number, table
 from soak import device_mib, processes, resident_mib
 
 MIN_SAMPLES = 5  # of a process
-_ROLES = {ENGINE: "engine", "penstock.api.process": "API", "penstock": "supervisor"}
+_ROLES = {"penstock.api.process": "API", "penstock": "supervisor"}
 
 
 class MemoryRow(NamedTuple):
@@ -40,7 +40,8 @@ class Memory:
         found: dict[str, float] = {}
         for pid, module in processes(self.server_pid):
             with suppress(OSError):
-                found[f"{_ROLES.get(module, module)} {pid}"] = resident_mib(pid)
+                if (role := _role(pid, module)) is not None:
+                    found[f"{role} {pid}"] = resident_mib(pid)
         if (device := device_mib()) is not None:
             found["device"] = device
         self.samples.append((time.monotonic(), found))
@@ -60,6 +61,13 @@ class Memory:
                 first, last = statistics.median(values[:size]), statistics.median(values[-size:])
                 rows.append(MemoryRow(name, first, last, max(values)))
         return rows
+
+
+def _role(pid: int, module: str) -> str | None:
+    """What a process does; None for an engine without a model."""
+    if module != ENGINE:
+        return _ROLES.get(module, module)
+    return None if (number := model_number(pid)) is None else f"engine-{number}"
 
 
 def memory_complaints(rows: list[MemoryRow], bound_mib: float) -> list[str]:
