@@ -79,6 +79,7 @@ class Cycles:
     wake_s: list[float] = field(default_factory=list)  # as the server says
     wake_route_s: list[float] = field(default_factory=list)  # from the order to its answer
     wake_request_s: list[float] = field(default_factory=list)  # from a request that wakes to its answer
+    next_request_s: list[float] = field(default_factory=list)  # the first request after the route has woken
     samples: list[Sample] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
     warm_s: float = 0.0
@@ -107,8 +108,7 @@ async def run_cycles(
             cycles.expect(await admin.state(), "awake", number)
         sample = await sleeper.ask()
         cycles.samples.append(sample)
-        if by_request:
-            cycles.wake_request_s.append(sample.seconds)
+        (cycles.wake_request_s if by_request else cycles.next_request_s).append(sample.seconds)
         if sample.status != 200:
             cycles.complaints.append(f"cycle {number}: {SLEEPER} answered {sample.status}")
         cycles.expect(await admin.state(), "awake", number)
@@ -162,6 +162,7 @@ async def measure(
                 ["falling asleep, in the engine", *quantiles(cycles.sleep_s)],
                 ["waking, as the route says", *quantiles(cycles.wake_s)],
                 ["waking, until the route answers", *quantiles(cycles.wake_route_s)],
+                ["the next request, until it is answered", *quantiles(cycles.next_request_s)],
                 ["waking by a request, until it is answered", *quantiles(cycles.wake_request_s)],
             ],
         ),
