@@ -124,6 +124,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     trust_request_chat_template: bool = False  # requests may bring a chat template of their own
     enable_tokenizer_info_endpoint: bool = False  # /tokenizer_info shows the tokenizer's configuration
     drain_s: float = 30.0
+    wake_timeout_s: float = 30.0  # of a request for a model that sleeps; 0: it does not wait
     standby_engine: bool | None = None  # None: beside an engine on a GPU
     engine_hang_timeout_s: float = 10.0  # without a sign of life of the engine's loop; 0: never replaced
     engine_step_timeout_s: float = 600.0  # of one step; 0: no limit

@@ -195,6 +195,13 @@ class EngineUnavailable(EngineError):
     retry_after_s: ClassVar[int] = 2
 
 
+class ModelAsleep(EngineUnavailable):
+    """The model sleeps, and did not wake in time or could not be woken."""
+
+    code = "model_asleep"
+    retry_after_s = 5
+
+
 class ServerFull(EngineError):
     """The server holds as many connections or bytes as it may; fewer are held in a moment."""
 

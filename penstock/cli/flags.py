@@ -608,6 +608,15 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         help="Time to finish requests after SIGTERM. A second signal ends the server at once.",
     ),
     Flag(
+        field="wake_timeout_s",
+        names=("--wake-timeout",),
+        panel=SERVER_PANEL,
+        metavar="SECONDS",
+        min=0,
+        help="How long a request waits for a model that sleeps to wake, before it gets 503. 0 does not wait: "
+        "the request gets 503 at once and wakes the model.",
+    ),
+    Flag(
         field="standby_engine",
         panel=SERVER_PANEL,
         help="Keep a process that has imported PyTorch, so that an engine that dies is replaced sooner. It "

@@ -87,6 +87,7 @@ def main() -> None:
         signal.signal(signal.SIGUSR2, lambda *_: profiled.profile_again())
     gc.collect()
     gc.freeze()  # these objects live as long as the process: later collections skip them
+    server.wake_timeout_s, server.observe_sleep = launch.wake_timeout_s, metrics.slept_or_woke
     server.serve(core, Ready(os.getpid(), msgspec.to_builtins(settings)), metrics.publish)
     if core.device_failure is not None:
         log.error("%s", core.device_failure.message)

@@ -46,6 +46,7 @@ class EngineLaunch(msgspec.Struct, frozen=True):
     metrics_folder: str | None = None  # where processes share their metrics; None: they do not
     status_file: str | None = None  # the page of `wire.status`; None: nobody reads it
     parent: Parent | None = None  # None: no supervisor
+    wake_timeout_s: float = 30.0  # of a request for a model that sleeps; 0: it does not wait
 
 
 class EngineState(msgspec.Struct, frozen=True):

@@ -85,6 +85,7 @@ class Supervisor:
                 metrics_folder=str(metrics),
                 status_file=str(status_file),
                 parent=parent,
+                wake_timeout_s=server.wake_timeout_s,
             )
         )
         listen_fd = self._listener.fileno()
