@@ -107,7 +107,7 @@ class StorageMover:
         self._free_storages()
 
     def move_back(self) -> None:
-        """Take the memory again; `ContentsLost` if the weights have changed. If it raises, nothing is taken."""
+        """Take the memory again; `ContentsLost` if the weights have changed. If it raises, none is taken."""
         try:
             for storage, size, offset in self._moved:
                 storage.resize_(size)
