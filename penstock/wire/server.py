@@ -22,7 +22,16 @@ import zmq
 from penstock.engine.loop import EngineCore
 from penstock.engine.sleep import Command, Done, SleepCommand, SleepController, SleepReport, WakeCommand
 from penstock.errors import BadValue, EngineError
-from penstock.types import Array, Comparison, DecodedTokens, Failure, Outcome, Request, SequenceIds
+from penstock.types import (
+    Array,
+    Comparison,
+    DecodedTokens,
+    EngineSleep,
+    Failure,
+    Outcome,
+    Request,
+    SequenceIds,
+)
 from penstock.wire.messages import (
     Cancel,
     Compare,
@@ -78,6 +87,7 @@ class EngineServer:
         self._router: OutcomeRouter[bytes] = OutcomeRouter()  # owners are the connections of API processes
         self._last_rows: dict[bytes, SequenceIds] = {}  # of the last `DecodedTokens` sent to each connection
         self._publish_at_s, self._published_waits = 0.0, False  # of the status page
+        self._published_state = EngineSleep.AWAKE
         self._last_request_s = 0.0  # when a request last arrived or was answered
         self._stopping = False
         self.wake_timeout_s = 30.0  # how long a request waits for a model that sleeps; 0: not at all
@@ -90,15 +100,22 @@ class EngineServer:
         """Finish everything in flight, then free the model's memory; callable from any thread.
 
         `level`: one of `SLEEP_LEVELS`, None for the device's default. The engine's thread calls `done` with
-        None when the model sleeps, or with the reason why it does not.
+        None when the model sleeps, or with the reason why it does not. The status page says so by then.
         """
-        self._sleep_commands.append(SleepCommand(level, done))
+        self._sleep_commands.append(SleepCommand(level, self._once_published(done)))
         self.wake()
 
     def wake_up(self, done: Done) -> None:
         """Wake the model; callable from any thread. `done` is called as by `sleep`."""
-        self._sleep_commands.append(WakeCommand(done))
+        self._sleep_commands.append(WakeCommand(self._once_published(done)))
         self.wake()
+
+    def _once_published(self, done: Done) -> Done:
+        def publish_first(reason: str | None) -> None:
+            self._publish_status()
+            done(reason)
+
+        return publish_first
 
     def wake(self) -> None:
         """Wake the thread; callable from any thread and from a signal handler."""
@@ -160,12 +177,14 @@ class EngineServer:
 
     def _publish_status(self) -> None:
         """Tell other processes that the loop turns, and how much waits. Called once a turn; the page is
-        written when it has become old, and when nothing waits any more."""
+        written when it has become old, when nothing waits any more, and when the engine sleeps or wakes."""
         core = self._core
         queue, held = core.scheduler.queue, core.held
         now_s, waits = core.clock(), queue.num_tokens > 0 or held.num_rows > 0
-        if self._status is not None and (now_s >= self._publish_at_s or waits is not self._published_waits):
+        changed = waits is not self._published_waits or self._sleep.state is not self._published_state
+        if self._status is not None and (now_s >= self._publish_at_s or changed):
             self._publish_at_s, self._published_waits = now_s + self.STATUS_INTERVAL_S, waits
+            self._published_state = self._sleep.state
             backlog, prompts = core.backlog, core.prompt_backlog
             self._status.publish(
                 EngineStatus(

@@ -124,6 +124,16 @@ def test_requests_wake_the_engine_and_get_the_answers_they_got_before(sleeping: 
     assert sleeping.rooms == [sleeping.read().device_bytes] * 3
 
 
+def test_the_status_page_is_current_when_an_order_is_done(sleeping: Sleeping) -> None:
+    sleeping.server.STATUS_INTERVAL_S = 10 * PATIENCE_S  # of no help
+    sleeping.start()
+    for _ in range(3):
+        sleeping.fall_asleep()
+        assert sleeping.read().state == EngineSleep.ASLEEP
+        sleeping.wake_up()
+        assert sleeping.read().state == EngineSleep.AWAKE
+
+
 def test_held_requests_run_as_soon_as_the_engine_is_awake(
     sleeping: Sleeping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
