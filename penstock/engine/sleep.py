@@ -98,6 +98,7 @@ class SleepController:
         self._command: Command | None = None  # the one under way
         self._move: _Move | None = None
         self._is_wanted = False  # work has come since the engine is not awake
+        self._wake_failure = ""  # why the last wake failed; empty: it did not
         self._held: dict[str, _Held] = {}  # in order of arrival
         self._held_bytes = 0  # of comparisons
         self._expiries: list[tuple[float, int, str]] = []  # a heap that may name work that has left
@@ -132,7 +133,8 @@ class SleepController:
         """Hold work until the engine is awake. Returns its failure if it is refused."""
         self._is_wanted = True
         if self._wake_timeout_s <= 0:
-            return [Failure(work.id, ModelAsleep("the model sleeps and is being woken; try again shortly"))]
+            reason = self._wake_failure or "the model sleeps and is being woken"
+            return [Failure(work.id, ModelAsleep(f"{reason}; try again shortly"))]
         try:
             self._check_room(work)
         except PenstockError as error:
@@ -342,10 +344,11 @@ class SleepController:
         if move.error is not None:
             self.state = EngineSleep.ASLEEP
             reason = f"the model cannot be woken: {_words(move.error)}"
+            self._wake_failure = reason
             log.error("%s", reason, exc_info=_unexpected(move.error))
             self._complete_wake(reason)
             return self._fail_held(ModelAsleep(reason))
-        self.state, self.level = EngineSleep.AWAKE, 0
+        self.state, self.level, self._wake_failure = EngineSleep.AWAKE, 0, ""
         log.info("the model woke in %.2f s", seconds)
         self._observe(SleepReport(self.state, seconds, move.num_bytes))
         self._complete_wake(None)

@@ -33,7 +33,7 @@ class Runner(Protocol):
 
 
 SLEEP_LEVELS = (1, 2)  # 1: weights are kept in the host's memory; 2: they are read again from their files
-MakeRoom = Callable[[int], None]  # blocks until others have freed that many bytes, or cannot
+MakeRoom = Callable[[int], None]  # blocks until that many bytes are free, or others cannot free more
 
 
 class Sleeper(Protocol):
@@ -48,6 +48,5 @@ class Sleeper(Protocol):
         ...
 
     def wake(self, make_room: MakeRoom) -> None:
-        """Take the memory again. If the device has too little, others are asked for what is missing first. If
-        it raises, the runner still sleeps."""
+        """Take the memory again. If it raises, the runner still sleeps."""
         ...

@@ -332,9 +332,6 @@ def _buildable(spec: ModelSpec, device: torch.device) -> Iterator[None]:
         raise ModelLoadError(f"the model in {spec.folder} cannot be built: {error}", param="model") from error
 
 
-_KV_SHARE = 0.8  # of the memory that the weights leave free; the rest is for activations
-
-
 def _check_layers(spec: ModelSpec, settings: Resolved) -> None:
     layers = spec.num_layers
     if layers is not None and (beyond := [n for n in settings.unquantized_layers if n >= layers]):
@@ -356,7 +353,7 @@ def make_cache(
     block_bytes = BLOCK_SIZE * KVStore.bytes_per_slot(layers, kv_heads, dim, dtype)
     needed = -(-settings.max_model_len // BLOCK_SIZE)
     enough = needed * settings.max_num_seqs
-    granted = settings.kv_cache_bytes or int(_KV_SHARE * torch.cuda.mem_get_info(device)[0])
+    granted = settings.kv_cache_bytes or int(settings.kv_share * torch.cuda.mem_get_info(device)[0])
     blocks = max(needed, min(enough, granted // block_bytes))
     if blocks * block_bytes > (total := _total_bytes(device)):
         raise ConfigError(

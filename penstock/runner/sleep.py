@@ -31,7 +31,6 @@ from penstock.runner.model_runner import ModelRunner
 log = logging.getLogger("penstock.sleep")
 
 _ALIGNMENT = 512  # bytes; of each storage in the host's memory
-_MARGIN_BYTES = 512 << 20  # of the device, for what the allocator rounds up and for the first steps
 _MODEL_FILES = (".json", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".model", ".txt")
 
 
@@ -202,14 +201,12 @@ class ModelSleeper:
             return max(0, before - self._used_bytes())
 
     def wake(self, make_room: MakeRoom) -> None:
-        needed = self.num_bytes + (_MARGIN_BYTES if self.device.type == "cuda" else 0)
-        if (missing := needed - self.free_bytes()) > 0:
-            make_room(missing)
+        make_room(self.num_bytes)
         try:
             self._restore()
         except DeviceOutOfMemory as error:
             log.warning("no memory to wake: %s; trying once more", error.message)
-            make_room(self.num_bytes)
+            make_room(self.num_bytes + self.free_bytes())  # what is free could not be used
             self._restore()
 
     def _restore(self) -> None:
@@ -263,8 +260,8 @@ class ModelSleeper:
                 )
             if found[name] != known:
                 raise ModelLoadError(
-                    f"{name} of {self._folder.name} has changed since the model was loaded; restart the "
-                    "server to serve the new files"
+                    f"{name} of {self._folder.name} has changed since the model was loaded; unload and "
+                    "load the model, or restart the server, to serve the new files"
                 )
 
     def _forget_graphs(self) -> None:

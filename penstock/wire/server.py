@@ -14,6 +14,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,16 +23,7 @@ import zmq
 from penstock.engine.loop import EngineCore
 from penstock.engine.sleep import Command, Done, SleepCommand, SleepController, SleepReport, WakeCommand
 from penstock.errors import BadValue, EngineError
-from penstock.types import (
-    Array,
-    Comparison,
-    DecodedTokens,
-    EngineSleep,
-    Failure,
-    Outcome,
-    Request,
-    SequenceIds,
-)
+from penstock.types import Array, Comparison, DecodedTokens, Failure, Outcome, Request, SequenceIds
 from penstock.wire.messages import (
     Cancel,
     Compare,
@@ -87,35 +79,32 @@ class EngineServer:
         self._router: OutcomeRouter[bytes] = OutcomeRouter()  # owners are the connections of API processes
         self._last_rows: dict[bytes, SequenceIds] = {}  # of the last `DecodedTokens` sent to each connection
         self._publish_at_s, self._published_waits = 0.0, False  # of the status page
-        self._published_state = EngineSleep.AWAKE
         self._last_request_s = 0.0  # when a request last arrived or was answered
         self._stopping = False
         self.wake_timeout_s = 30.0  # how long a request waits for a model that sleeps; 0: not at all
-        # Called on the thread that wakes the model, with the bytes that are missing, before it takes any.
+        # Called on the thread that wakes the model, with the bytes that it is about to take.
         self.make_room: Callable[[int], None] = lambda num_bytes: None
         self.observe_sleep: Callable[[SleepReport], None] = lambda report: None
         self._sleep_commands: deque[Command] = deque()
+        self._ends: list[Callable[[], None]] = []  # of sleeps and wakes, to be reported
 
     def sleep(self, level: int | None, done: Done) -> None:
         """Finish everything in flight, then free the model's memory; callable from any thread.
 
         `level`: one of `SLEEP_LEVELS`, None for the device's default. The engine's thread calls `done` with
-        None when the model sleeps, or with the reason why it does not. The status page says so by then.
+        None when the model sleeps, or with the reason why it does not.
         """
-        self._sleep_commands.append(SleepCommand(level, self._once_published(done)))
+        self._sleep_commands.append(SleepCommand(level, self._after_status(done)))
         self.wake()
 
     def wake_up(self, done: Done) -> None:
         """Wake the model; callable from any thread. `done` is called as by `sleep`."""
-        self._sleep_commands.append(WakeCommand(self._once_published(done)))
+        self._sleep_commands.append(WakeCommand(self._after_status(done)))
         self.wake()
 
-    def _once_published(self, done: Done) -> Done:
-        def publish_first(reason: str | None) -> None:
-            self._publish_status()
-            done(reason)
-
-        return publish_first
+    def _after_status(self, done: Done) -> Done:
+        """Report an end only when the status page shows it too."""
+        return lambda reason: self._ends.append(partial(done, reason))
 
     def wake(self) -> None:
         """Wake the thread; callable from any thread and from a signal handler."""
@@ -137,19 +126,11 @@ class EngineServer:
             ready = msgspec.structs.replace(ready, shared=self.memory.info)
         if self._status is not None:
             core.mark_launch = self._status.launching
-        self._core, self._ready = core, msgspec.structs.replace(ready, engine=self._number)
-        self._last_request_s = core.clock()
-        self._sleep = sleep = SleepController(
-            core,
-            core.sleeper,
-            wake_timeout_s=self.wake_timeout_s,
-            make_room=lambda num_bytes: self.make_room(num_bytes),
-            observe=self.observe_sleep,
-            commands=self._sleep_commands,
-        )
+        sleep = self._attach(core, ready)
         self._socket.bind(self._address)  # only now: a connection means that the engine can serve
         metrics_are_current = True
         self._publish_status()
+        published_state = sleep.state
         while core.device_failure is None and (not self._stopping or core.busy or sleep.busy):
             readable = dict(self._poller.poll(self._poll_timeout_ms(metrics_are_current)))
             if self._wake_receiver.fileno() in readable:
@@ -165,7 +146,11 @@ class EngineServer:
             if not core.busy:
                 self._last_rows.clear()  # otherwise closed connections would accumulate
             metrics_are_current = publish_metrics(core)
+            if sleep.state is not published_state:
+                self._publish_at_s, published_state = 0.0, sleep.state
             self._publish_status()
+            while self._ends:
+                self._ends.pop(0)()
         if core.device_failure is None:  # otherwise threads of the core may wait for the device forever
             core.close()
         else:
@@ -175,16 +160,28 @@ class EngineServer:
         if self.memory is not None:
             self.memory.close()
 
+    def _attach(self, core: EngineCore, ready: Ready) -> SleepController:
+        """Take the core that this server runs."""
+        self._core, self._ready = core, msgspec.structs.replace(ready, engine=self._number)
+        self._last_request_s = core.clock()
+        self._sleep = SleepController(
+            core,
+            core.sleeper,
+            wake_timeout_s=self.wake_timeout_s,
+            make_room=lambda num_bytes: self.make_room(num_bytes),
+            observe=self.observe_sleep,
+            commands=self._sleep_commands,
+        )
+        return self._sleep
+
     def _publish_status(self) -> None:
         """Tell other processes that the loop turns, and how much waits. Called once a turn; the page is
-        written when it has become old, when nothing waits any more, and when the engine sleeps or wakes."""
+        written when it has become old, and when nothing waits any more."""
         core = self._core
         queue, held = core.scheduler.queue, core.held
         now_s, waits = core.clock(), queue.num_tokens > 0 or held.num_rows > 0
-        changed = waits is not self._published_waits or self._sleep.state is not self._published_state
-        if self._status is not None and (now_s >= self._publish_at_s or changed):
+        if self._status is not None and (now_s >= self._publish_at_s or waits is not self._published_waits):
             self._publish_at_s, self._published_waits = now_s + self.STATUS_INTERVAL_S, waits
-            self._published_state = self._sleep.state
             backlog, prompts = core.backlog, core.prompt_backlog
             self._status.publish(
                 EngineStatus(

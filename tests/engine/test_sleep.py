@@ -192,6 +192,18 @@ def test_without_a_time_to_wait_a_request_fails_at_once_and_wakes_the_engine() -
     assert sleepy.answered == ["second"]
 
 
+def test_a_request_that_may_not_wait_is_told_why_the_last_wake_failed() -> None:
+    sleepy = Sleepy(wake_timeout_s=0)
+    sleepy.fall_asleep()
+    sleepy.sleeper.errors.append(ModelLoadError("the file is gone"))
+    sleepy.command_wake()
+    sleepy.turn_until(lambda: len(sleepy.ends) == 2)
+    sleepy.submit("r")
+    (failure,) = sleepy.outcomes
+    assert isinstance(failure, Failure)
+    assert "cannot be woken: the file is gone" in failure.error.message
+
+
 def test_deadlines_and_cancellations_hold_for_requests_that_wait(sleepy: Sleepy) -> None:
     sleepy.fall_asleep()
     sleepy.sleeper.may_move.clear()

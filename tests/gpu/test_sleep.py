@@ -154,7 +154,8 @@ def test_a_wake_without_memory_fails_whole_and_succeeds_later(tmp_path: Path, cl
                 sleeper.wake(rooms.append)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
-        assert rooms == [sleeper.num_bytes], "the device itself has enough"
+        assert len(rooms) == 2
+        assert rooms[1] > rooms[0] == sleeper.num_bytes
         assert torch.cuda.memory_allocated() - clean < MAX_LEFT_BYTES
         sleeper.wake(rooms.append)
         _check_same(engine.embed(ROWS), before, is_exact=False)

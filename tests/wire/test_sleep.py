@@ -16,7 +16,6 @@ from penstock.config import EngineConfig
 from penstock.engine.build import build_core
 from penstock.errors import ModelAsleep, PenstockError
 from penstock.runner.load import settle
-from penstock.runner.sleep import ModelSleeper
 from penstock.types import EngineSleep, Request
 from penstock.wire.client import EngineClient
 from penstock.wire.messages import Ready
@@ -41,8 +40,6 @@ class Sleeping:
         self.core = build_core(spec, settle(config, spec), self.server.wake)
         self.may_wake = threading.Event()
         self.may_wake.set()
-        assert isinstance(self.core.sleeper, ModelSleeper)
-        self.core.sleeper.free_bytes = lambda: 0  # so that it asks for room
         self.rooms: list[int] = []
         self.server.make_room = self._make_room
         self.thread = threading.Thread(target=self._serve)
