@@ -257,7 +257,7 @@ def start_models(
     with TemporaryDirectory() as folder:
         file = Path(folder) / "server.yaml"
         file.write_text(json.dumps({"models": list(models)}))  # JSON is YAML
-        with start(["--config", str(file), "--api-server-count", "1", *flags], environment) as server:
+        with start(["--config", str(file), "--api-server-count", "1", *flags], environment=environment) as server:
             yield server
 
 
