@@ -34,7 +34,7 @@ from penstock.serving.launch import (
     follow_parent,
     setup_child_process,
 )
-from penstock.serving.room import make_room, weight_bytes
+from penstock.serving.room import make_room, start_bytes
 from penstock.wire.messages import Ready
 from penstock.wire.server import EngineServer
 from penstock.wire.status import StatusWriter
@@ -86,7 +86,7 @@ def main() -> None:
         if control is not None:
             control.attach(os.getpid(), settings.device)
             server.make_room = partial(make_room, device=settings.device, ask=control.make_room)
-            server.make_room(weight_bytes(launch.spec))
+            server.make_room(start_bytes(launch.spec, settings))
         from penstock.serving.engine_metrics import EngineMetrics
 
         metrics = EngineMetrics(launch.spec.name, server.memory)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from penstock.checkpoint.spec import ModelSpec
+from penstock.config import Resolved
 from penstock.runner.cpu_memory import available_memory_bytes
 
 log = logging.getLogger("penstock.engine")
@@ -30,6 +31,13 @@ def free_bytes(device: str) -> int:
     import torch
 
     return torch.cuda.mem_get_info(torch.device(device))[0]
+
+
+def start_bytes(spec: ModelSpec, settings: Resolved) -> int:
+    """About what an engine takes while it starts: the weights, and on a GPU a KV cache of a given size. A CPU
+    takes the pages of a KV cache when they are used."""
+    has_cache = settings.device.startswith("cuda") and (settings.generates or settings.chunked)
+    return weight_bytes(spec) + (settings.kv_cache_bytes if has_cache else 0)
 
 
 def weight_bytes(spec: ModelSpec) -> int:
