@@ -120,9 +120,9 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.buffered = BufferedBytes(self.config.max_buffered_bytes)
-        self.result_cache = ResultCache.of(self.config)
         self.keys = KeyRing(self.config)
         self.watched = [self.keys.reload] if self.keys.has_files else []
+        self.result_cache = ResultCache.of(self.config)
         for model in self.models.values():
             self._settle(model)
 
