@@ -60,9 +60,14 @@ async def run(
     request = prepared.request
     call.tokenize_s = time.monotonic() - began
     call.num_truncated += request.num_truncated  # a call may run several requests
+    call.count_tokens(request.num_tokens)
     call.metrics.work(model.spec.name, request.num_rows, request.num_tokens)
     try:
-        output = prepared.output or await submit(model.engine, request, scheduling)
+        if (output := prepared.output) is None:
+            if (cache := call.state.result_cache) is None:
+                output = await submit(model.engine, request, scheduling)
+            else:
+                output = await cache.answer(call, model, request, scheduling)
     except QueueFull as error:
         raise model.admission.with_retry_after(error) from None
     call.queue_s = max(0.0, output.timings.queue_s - call.tokenize_s)  # the engine counts from the arrival
@@ -73,7 +78,7 @@ async def run(
 async def _prepare(call: Call, model: ServedModel, task: PoolingTask[R]) -> Prepared[R]:
     """Tokenise the inputs, unless the queue has no room for them."""
     admission, kind, num_tokens = model.admission, type(task).__name__, None
-    admitted = admission.admit(kind, call.body_bytes, task.num_rows)
+    admitted = admission.admit(kind, call.body_bytes, task.num_rows, light_weight=call.light_weight)
     try:
         prepared = await task.prepare(model.text, call.state.next_id())
         num_tokens = prepared.request.num_tokens
@@ -97,7 +102,13 @@ def scheduling_of(call: Call, body: Scheduled) -> Scheduling:
     timeout_s = body.timeout if body.timeout is not None else call.state.config.default_timeout_s
     if timeout_s is not None:
         check_timeout(timeout_s)
-    return Scheduling(priority=body.priority, arrival_s=call.began_s, timeout_s=timeout_s)
+    return Scheduling(
+        priority=body.priority,
+        arrival_s=call.began_s,
+        timeout_s=timeout_s,
+        client=call.client,
+        weight=call.weight,
+    )
 
 
 def check_timeout(timeout_s: float | None) -> None:
