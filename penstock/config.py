@@ -91,6 +91,21 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return (names,) if isinstance(names, str) else tuple(dict.fromkeys(names or ()))
 
 
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One model of a server. None: as the server's settings say for all models."""
+
+    engine: EngineConfig
+    aliases: tuple[str, ...] = ()  # further names, besides those of `engine.served_model_name`
+    auto_truncate: bool | None = None
+    default_chunking: Literal["none", "mean"] | None = None
+    chat_template: str | None = None
+    sleep_after_s: float | None = None  # idle for so long, its engine goes to sleep; 0: never
+
+    def __post_init__(self) -> None:
+        if self.sleep_after_s is not None and not self.sleep_after_s >= 0:
+            raise ValueError(f"sleep_after_s is {self.sleep_after_s}; use 0 or more seconds")
+
+
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
@@ -124,7 +139,10 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     trust_request_chat_template: bool = False  # requests may bring a chat template of their own
     enable_tokenizer_info_endpoint: bool = False  # /tokenizer_info shows the tokenizer's configuration
     drain_s: float = 30.0
+    wake_timeout_s: float = 30.0  # of a request for a model that sleeps; 0: it does not wait
     standby_engine: bool | None = None  # None: beside an engine on a GPU
+    sleep_after_s: float = 0.0  # a model that is idle for so long goes to sleep; 0: never
+    max_awake_models: int = 0  # beyond it, the least recently used model goes to sleep; 0: no limit
     engine_hang_timeout_s: float = 10.0  # without a sign of life of the engine's loop; 0: never replaced
     engine_step_timeout_s: float = 600.0  # of one step; 0: no limit
     log_level: str = "info"
@@ -159,7 +177,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = False
     generates: bool = False
     generate_prefixes: bool = False  # sequences that generate share cached prefixes
-    kv_cache_bytes: int = 0  # 0: the free memory of the device
+    kv_cache_bytes: int = 0  # 0: a share of the free memory of the device
+    kv_share: float = 0.8  # of the memory that the weights leave free; the rest is for activations
     share_identical: bool = True
     document_cache_bytes: int = 0
     step_output_bytes: int = 0  # 0: no limit

@@ -94,6 +94,13 @@ class ReadTimeout(ClientError):
     code = "read_timeout"
 
 
+class OrderFailed(ClientError):
+    """An operator's order for a model could not be carried out."""
+
+    status = 409
+    code = "order_failed"
+
+
 class BodyTooLarge(ClientError):
     status = 413
     code = "body_too_large"
@@ -193,6 +200,13 @@ class EngineUnavailable(EngineError):
     status = 503
     code = "engine_unavailable"
     retry_after_s: ClassVar[int] = 2
+
+
+class ModelAsleep(EngineUnavailable):
+    """The model sleeps, and did not wake in time or could not be woken."""
+
+    code = "model_asleep"
+    retry_after_s = 5
 
 
 class ServerFull(EngineError):

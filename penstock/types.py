@@ -41,6 +41,19 @@ class Task(enum.StrEnum):
 LABELLED_TASKS = frozenset({Task.ENTITIES, Task.ZERO_SHOT})  # their labels come with the request
 
 
+class EngineSleep(enum.IntEnum):
+    """Whether an engine holds its weights and caches."""
+
+    AWAKE = 0
+    FALLING_ASLEEP = 1
+    ASLEEP = 2
+    WAKING = 3
+
+    @property
+    def words(self) -> str:
+        return self.name.lower().replace("_", " ")
+
+
 class OutputDtype(enum.StrEnum):
     """Number format of output vectors. `binary` and `ubinary` pack eight sign bits into a byte."""
 

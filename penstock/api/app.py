@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.api.dialects import (
+    admin,
     cohere,
     hugging_face,
     infinity,
@@ -49,6 +50,7 @@ DIALECTS: tuple[ModuleType, ...] = (
     infinity,
     ollama,
     operation,
+    admin,
     pages,
 )
 
@@ -183,9 +185,13 @@ def _schema_route(state: ServerState) -> RouteSpec:
 
 @asynccontextmanager
 async def _lifespan(state: ServerState, app: Any) -> AsyncIterator[None]:
+    if state.follower is not None:
+        await state.follower.start()
     for model in state.models.values():
         model.engine.start()
     yield
+    if state.follower is not None:
+        await state.follower.close()
     for model in state.models.values():
         model.engine.close()
         model.text.close()

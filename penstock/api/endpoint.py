@@ -20,6 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 from penstock.api.body import PIECE_BYTES, sized
 from penstock.api.body import Body as ReplyBody
 from penstock.api.decoding import RouteDecoder
+from penstock.api.default_model import Use, use_of
 from penstock.api.error_styles import OPENAI_ERRORS as OPENAI_ERRORS
 from penstock.api.error_styles import ErrorStyle
 from penstock.api.metrics import CONNECTION_LIMITS, ApiMetrics
@@ -86,6 +87,8 @@ class Call:
     ignored_fields: tuple[str, ...] = ()
     num_truncated: int = 0  # rows that were cut to fit
     path_value: str = ""  # what stands for the path's parameter
+    use: Use | None = None  # what the route does with a model
+    query_string: bytes = b""  # of a route without a body
 
     def model(self, body: Any, *, may_truncate: bool = True) -> ServedModel:
         """The model that a body names. A prompt in the name, and the server's default for long texts, are
@@ -93,10 +96,10 @@ class Call:
         state = self.state
         model = state.models.get(body.model)  # nearly always its own name
         if model is None:
-            model, prompt = state.find(body.model)
+            model, prompt = state.find(body.model, self.use)
             if prompt is not None:
                 choose_prompt_by_name(body, model, prompt)
-        if state.config.auto_truncate and may_truncate and _leaves_open(body):
+        if model.auto_truncate and may_truncate and _leaves_open(body):
             body.truncate_prompt_tokens = -1
         return model
 
@@ -155,6 +158,7 @@ class Endpoint:
         self.open_to_all = route.open_to_all
         self.keys = tuple(key.encode() for key in state.config.accepted_keys)
         self.route = route
+        self.use = use_of(route.path)
         self.counts_as_request = route.counts_as_request
         self.methods = self.allowed = route.all_methods
         self.prefix = route.prefix
@@ -170,6 +174,7 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply: Reply | Streamed
         call = Call(self.state, self.metrics, time.monotonic())
+        call.use = self.use
         if self.prefix is not None:
             call.path_value = scope["path"].removeprefix(self.prefix).rstrip("/")
         try:
@@ -178,11 +183,11 @@ class Endpoint:
             else:
                 if not self.open_to_all:
                     check_key(scope, self.keys)
-                reply = await (
-                    self._admitted(call, scope, receive, send)
-                    if self.counts_as_request
-                    else self.handler(call)
-                )
+                if self.counts_as_request:
+                    reply = await self._admitted(call, scope, receive, send)
+                else:
+                    call.query_string = scope["query_string"]
+                    reply = await self.handler(call)
             if isinstance(reply, Reply):
                 reply.headers += call.headers()
         except PenstockError as error:

@@ -83,7 +83,7 @@ class InvocationEndpoint(Endpoint):
     def _work(self, call: Call, decoder: RouteDecoder, raw: bytes | bytearray) -> Awaitable[Any]:
         other = self._find(raw)
         assert other.decoder is not None
-        call.errors = other.errors
+        call.errors, call.use = other.errors, other.use
         return other._work(call, other.decoder, raw)
 
     def _find(self, raw: bytes | bytearray) -> Endpoint:

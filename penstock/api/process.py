@@ -9,56 +9,36 @@ import os
 import resource
 import socket
 import sys
-import time
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import uvicorn
 
-from penstock.api.admission import Admission
 from penstock.api.app import build_app
 from penstock.api.connection_table import MAX_REFUSED, ConnectionTable
 from penstock.api.connections import Connection
 from penstock.api.hosts import host_check
-from penstock.api.state import ServedModel, ServerState, engine_reason
-from penstock.checkpoint.spec import with_max_model_len
+from penstock.api.model_table import ModelTableFollower, build_model
+from penstock.api.state import ServerState
 from penstock.config import ServerConfig, available_cpus
 from penstock.errors import ModelLoadError
 from penstock.serving.launch import (
     EXIT_BAD_MODEL,
     ApiLaunch,
     follow_parent,
-    report_started,
     setup_child_process,
 )
-from penstock.tasks.model import TextModel
-from penstock.wire.client import EngineClient
-from penstock.wire.liveness import HangLimits
-from penstock.wire.status import StatusReader
 
 OTHER_FILES = 256  # that a process opens besides its connections
 log = logging.getLogger("penstock.api")
 
 
 def build_state(launch: ApiLaunch) -> ServerState:
-    spec = with_max_model_len(launch.spec, launch.engine.max_model_len or launch.spec.max_model_len)
-    status = None if launch.status_file is None else StatusReader(Path(launch.status_file))
-    engine = EngineClient(
-        launch.address,
-        partial(engine_reason, Path(launch.state_file)),
-        status,
-        HangLimits.for_refusing(launch.server.engine_hang_timeout_s, launch.server.engine_step_timeout_s),
-    )
-    model = ServedModel(
-        text=TextModel(spec, chat_template=launch.server.chat_template),
-        engine=engine,
-        created_s=int(time.time()),
-        admission=Admission(status, lambda: engine.engine_settings),
-    )
-    aliases = dict.fromkeys(launch.engine.model_names[1:], spec.name)
-    return ServerState(launch.server, {spec.name: model}, aliases)
+    state = ServerState(launch.server, {})
+    state.serve_models([build_model(each, launch.server) for each in launch.models])
+    return state
 
 
 def tokenizer_threads(cpus: int, processes: int) -> int:
@@ -116,15 +96,27 @@ def main() -> None:
         print(f"error: {error.message}", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(EXIT_BAD_MODEL)
     listener = socket.socket(fileno=launch.listen_fd)
+    follower = None
+    if launch.control is not None:
+        state.follower = follower = ModelTableFollower(state, launch.control)
     config = http_config(state, listener)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     gc.collect()
     gc.freeze()  # what is there now stays: no later collection has to look at it
-    report_started(launch)
-    for model in state.models.values():
-        if isinstance(model.engine, EngineClient):
-            model.engine.on_ready = partial(report_started, launch)
-    uvicorn.Server(config).run(sockets=[listener])
+    HttpServer(config, None if follower is None else follower.attach).run(sockets=[listener])
+
+
+class HttpServer(uvicorn.Server):
+    """Says when it accepts connections."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None] | None = None) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._on_started is not None and not self.should_exit:
+            self._on_started()
 
 
 if __name__ == "__main__":

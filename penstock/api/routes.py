@@ -50,6 +50,7 @@ class RouteSpec:
     errors: ErrorStyle = OPENAI_ERRORS
     example: Mapping[str, Any] | None = None  # a body that works with a fitting model
     open_to_all: bool = False  # needs no API key
+    admin: bool = False  # needs an admin key
     methods: tuple[str, ...] | None = None  # None: POST with a body, GET and HEAD without
     variants: tuple[Variant, ...] = ()  # other kinds of body on the same path
     # Content types of the 200 answer beside JSON. Where none is named, a body with `stream` has

@@ -608,6 +608,31 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         help="Time to finish requests after SIGTERM. A second signal ends the server at once.",
     ),
     Flag(
+        field="sleep_after_s",
+        names=("--sleep-after",),
+        panel=SERVER_PANEL,
+        metavar="SECONDS",
+        min=0,
+        help="Put a model to sleep that had no request for this long: it gives its memory back, and the next "
+        "request wakes it. 0 never does.",
+    ),
+    Flag(
+        field="max_awake_models",
+        panel=SERVER_PANEL,
+        min=0,
+        help="Put the least recently used models to sleep where more than this many are awake; 0 sets no "
+        "limit.",
+    ),
+    Flag(
+        field="wake_timeout_s",
+        names=("--wake-timeout",),
+        panel=SERVER_PANEL,
+        metavar="SECONDS",
+        min=0,
+        help="How long a request waits for a model that sleeps to wake, before it gets 503. 0 does not wait: "
+        "the request gets 503 at once and wakes the model.",
+    ),
+    Flag(
         field="standby_engine",
         panel=SERVER_PANEL,
         help="Keep a process that has imported PyTorch, so that an engine that dies is replaced sooner. It "
@@ -710,6 +735,21 @@ class ConfigFlags:
         if self._takes_model_argument:
             self._add_model_argument(fields, values[_MODEL_ARGUMENT.name])
         return fields
+
+    def from_file(self, flag: Flag, value: Any) -> tuple[str, Any]:
+        """The field and its value for what a YAML file has for a flag."""
+        kind, choices = _kind(self._hints[flag.field]), self._choices(flag)
+        if choices is not None and value not in (accepted := [choice.value for choice in choices]):
+            raise ConfigError(
+                f"{flag.name[2:]} is {value!r}; use one of {', '.join(accepted)}", param=flag.field
+            )
+        if flag.min is not None and isinstance(value, int | float) and value < flag.min:
+            raise ConfigError(f"{flag.name[2:]} is {value}; use at least {flag.min:g}", param=flag.field)
+        if get_origin(kind) is list and not isinstance(value, list):
+            value = [value]
+        if kind == _JSON and isinstance(value, dict):
+            return flag.field, value
+        return flag.field, self.to_field(flag, value)
 
     def default(self, flag: Flag) -> Any:
         """What the flag's value is where the user does not give it."""
@@ -839,5 +879,5 @@ def _kind(hint: Any) -> Any:
 
 ENGINE = ConfigFlags(EngineConfig, ENGINE_FLAGS)
 ENGINE_AND_ARGUMENT = ConfigFlags(EngineConfig, ENGINE_FLAGS, takes_model_argument=True)
-SERVED_ENGINE = ConfigFlags(EngineConfig, ENGINE_FLAGS, takes_model_argument=True, is_offline=False)
+SERVED_ENGINE = ConfigFlags(EngineConfig, ENGINE_FLAGS, is_offline=False)
 SERVER = ConfigFlags(ServerConfig, SERVER_FLAGS)

@@ -32,7 +32,7 @@ from penstock.errors import (
     QueueTooSlow,
 )
 from penstock.kvcache.blocks import BlockPool
-from penstock.runner.base import Runner
+from penstock.runner.base import Runner, Sleeper
 from penstock.scheduler.generation import GenerationScheduler
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.queue import UNBOUNDED
@@ -52,6 +52,15 @@ from penstock.types import (
 )
 
 log = logging.getLogger("penstock.engine")
+
+
+@dataclass(slots=True)
+class HeldWork:
+    """What waits for the engine to wake, outside of its queues."""
+
+    num_rows: int = 0
+    num_tokens: int = 0  # to pool
+    num_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +106,8 @@ class EngineCore:
         self.generation = generation  # None: this engine only pools
         self.grammars: Grammars | None = None  # compiles grammars before their requests join `generation`
         self.max_queue_s = 0.0  # until a request starts; 0: no limit
+        self.sleeper: Sleeper | None = None  # None: this engine cannot sleep
+        self.held = HeldWork()  # while the engine sleeps
         self.dedup = Deduplicator() if share_identical else None
         self.pending = PendingRequests(scheduler, self.dedup)
         self._recovery = StepRecovery(scheduler, self.pending, generation)
@@ -165,13 +176,14 @@ class EngineCore:
     def backlog(self) -> Backlog:
         """The pooling work that waits."""
         queue, large = self.scheduler.queue, self.scheduler.queue.num_large_tokens
-        return Backlog(queue.num_tokens - large, large, self._throughput.tokens_per_s)
+        small = queue.num_tokens - large + self.held.num_tokens
+        return Backlog(small, large, self._throughput.tokens_per_s)
 
     @property
     def prompt_backlog(self) -> Backlog:
         """The prompts that wait to generate."""
         waiting = 0 if self.generation is None else self.generation.queued_tokens
-        return Backlog(waiting, 0, self._prompt_throughput.tokens_per_s)
+        return Backlog(waiting + self.held.num_prompt_tokens, 0, self._prompt_throughput.tokens_per_s)
 
     def submit(self, work: Request | Comparison) -> list[Outcome]:
         """Take on a request or a comparison. Returns its failure if it is refused, and also if the code
@@ -253,6 +265,17 @@ class EngineCore:
         self._launch()
         return outcomes
 
+    def forget_cached(self) -> None:
+        """Forget cached prefixes and vectors, whose contents are lost. Nothing may be in flight."""
+        if (pool := self.pool) is not None:
+            pool.forget_prefixes()
+        if (vectors := self.scheduler.vector_cache) is not None:
+            vectors.forget()
+
+    def fail_device(self, error: DeviceFailed) -> None:
+        """Give up the device, which failed outside of a step."""
+        self._recovery.device_failure = error
+
     def check_integrity(self) -> None:
         """Assert that nothing is held for requests that are gone; for tests, when idle."""
         if self.generation is not None:
@@ -272,11 +295,11 @@ class EngineCore:
         now = self.clock()
         outcomes: list[Outcome] = []
         for request in self.scheduler.expire(now):
-            outcomes += self.pending.fail(request.id, _deadline_error(request, now))
+            outcomes += self.pending.fail(request.id, deadline_error(request, now))
         for request in self.scheduler.overdue(now) if self.max_queue_s else ():
             outcomes += self.pending.fail(request.id, self._overdue_error())
         for request in () if self.generation is None else self.generation.expire(now):
-            outcomes.append(Failure(request.id, _deadline_error(request, now)))
+            outcomes.append(Failure(request.id, deadline_error(request, now)))
         if self.generation is not None and self.max_queue_s:
             for request in self.generation.overdue(now):
                 outcomes.append(Failure(request.id, self._overdue_error()))
@@ -454,5 +477,5 @@ class EngineCore:
         return bool(len(self.scheduler.queue))
 
 
-def _deadline_error(request: Request, now_s: float) -> DeadlineExceeded:
+def deadline_error(request: Request | Comparison, now_s: float) -> DeadlineExceeded:
     return DeadlineExceeded(f"not finished {now_s - request.arrival_s:.3f} s after arrival")

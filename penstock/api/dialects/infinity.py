@@ -75,7 +75,7 @@ async def infinity_embeddings(call: Call, body: InfinityEmbeddingsRequest) -> Re
             f"model {model.spec.name} embeds text only; modality is {body.modality!r}", param="modality"
         )
     body.dimensions = body.dimensions or None
-    default_chunking = call.state.config.default_chunking
+    default_chunking = model.default_chunking
     if body.truncate_prompt_tokens is None and not body.wants_chunks and default_chunking != "mean":
         body.truncate_prompt_tokens = -1
     return await vectors(call, body, model, body.params(Task.EMBED), prefix="infinity", items=_items)
