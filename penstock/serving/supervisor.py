@@ -23,6 +23,7 @@ import msgspec
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ModelConfig, ServerConfig
 from penstock.errors import ModelLoadError, StartFailed
+from penstock.serving import systemd
 from penstock.serving.child import Child, engine_child, engine_standby
 from penstock.serving.control import (
     ApiAttached,
@@ -222,6 +223,7 @@ class Supervisor:
                 self._check_hangs()
                 self.orders.advance()
                 self.sleepers.apply(time.monotonic())
+                systemd.notify_alive()
         finally:
             for api in self._apis:
                 api.child.stop(1.0)
@@ -334,9 +336,11 @@ class Supervisor:
         from penstock.serving.process_metrics import show_restarts
 
         self._has_been_ready = True
-        self._log_ready([each.name for each in self.models], self._started_s)
+        names = [each.name for each in self.models]
+        self._log_ready(names, self._started_s)
         if (admin_address := self._listeners.admin_address) is not None:
             log.info("operation routes are at %s", admin_address)
+        systemd.notify(systemd.READY, f"STATUS=serving {', '.join(names)}")
         show_restarts()
         if self._standby is not None:
             self._standby.prepare()
@@ -413,6 +417,7 @@ class Supervisor:
         The engines run until all API processes have exited. Processes that exit are not restarted.
         """
         log.info("%s: draining for up to %g s", signal_name, self.config.drain_s)
+        systemd.notify(systemd.STOPPING)
         self._listeners.close()
         draining = [api.child.process for api in self._apis if api.child.process is not None]
         for process in draining:
@@ -427,6 +432,7 @@ class Supervisor:
                 return self._end_at_once(signal.Signals(info.si_signo))
             self._handle_messages()  # an engine may ask for room to wake
             self.sleepers.apply(time.monotonic())
+            systemd.notify_alive()
         for process in draining:
             log.warning(
                 "API process %d is killed: its requests had not finished %g s after %s (--drain)",
