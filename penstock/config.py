@@ -95,8 +95,21 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     host: str = "127.0.0.1"
     port: int = 8000
     api_server_count: int = 1
-    api_key: str | None = None
-    api_keys: tuple[str, ...] = ()  # further keys, of a file; a client sends any one of all keys
+    api_keys: tuple[str, ...] = ()  # a client sends any one of all keys; sha256:HEX is the digest of a key
+    api_key_file: str | None = None  # further keys; read again when it changes
+    admin_keys: tuple[str, ...] = ()  # keys that admin routes ask for
+    admin_key_file: str | None = None
+    uds: str | None = None  # path of a Unix socket, in place of host and port
+    uds_permissions: int = 0o600
+    admin_port: int | None = None  # operation and admin routes are there, and not on `port`
+    admin_host: str | None = None  # None: `host`
+    ssl_certfile: str | None = None  # with it, the server speaks TLS
+    ssl_keyfile: str | None = None  # None: in `ssl_certfile`
+    ssl_keyfile_password: str | None = None
+    ssl_keyfile_password_file: str | None = None
+    ssl_ca_certs: str | None = None  # that certificates of clients are checked against
+    ssl_cert_reqs: Literal["none", "optional", "required"] = "none"  # certificates of clients
+    ssl_ciphers: str | None = None  # of TLS 1.2
     max_body_bytes: int = 32 * 1024 * 1024
     max_rows: int = 2048  # inputs of one request
     max_concurrent_requests: int = 4096  # per API process; above it: status 429
@@ -131,9 +144,9 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     access_log: bool = False
 
     @property
-    def accepted_keys(self) -> tuple[str, ...]:
-        """The keys of which a client must send one; empty if clients need none."""
-        return (() if self.api_key is None else (self.api_key,)) + self.api_keys
+    def needs_key(self) -> bool:
+        """Whether a client must send a key."""
+        return bool(self.api_keys) or self.api_key_file is not None
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):

@@ -68,6 +68,13 @@ class Unauthorized(ClientError):
     code = "invalid_api_key"
 
 
+class Forbidden(ClientError):
+    """The key is valid, but does not allow this."""
+
+    status = 403
+    code = "forbidden"
+
+
 class NotFound(ClientError):
     status = 404
     code = "not_found"
@@ -75,6 +82,10 @@ class NotFound(ClientError):
 
 class ModelNotFound(NotFound):
     code = "model_not_found"
+
+
+class ModelNotAllowed(ModelNotFound):
+    """The client's key does not allow the model. It is not told whether the server has it."""
 
 
 class MethodNotAllowed(ClientError):
@@ -135,7 +146,7 @@ class QueueFull(ClientError):
 
     status = 429
     code = "queue_full"
-    reason: ClassVar[str] = "tokens"  # label of the metric that counts refusals
+    reason: str = "tokens"  # label of the metric that counts refusals
     retry_after_s: int = 1
 
 
@@ -149,6 +160,13 @@ class QueueTooSlow(QueueFull):
     """The request would wait, or has waited, longer than `--max-queue-seconds`."""
 
     reason = "wait"
+
+
+class KeyLimitReached(QueueFull):
+    """The client's key has as many requests in flight, or has used as many tokens, as it may."""
+
+    code = "key_limit_reached"
+    reason = "key_requests"  # or key_tokens
 
 
 class Cancelled(ClientError):

@@ -6,7 +6,6 @@ A dialect is a set of routes and the shape of its error body; everything else is
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
@@ -22,6 +21,7 @@ from penstock.api.body import Body as ReplyBody
 from penstock.api.decoding import RouteDecoder
 from penstock.api.error_styles import OPENAI_ERRORS as OPENAI_ERRORS
 from penstock.api.error_styles import ErrorStyle
+from penstock.api.keys import ApiKey
 from penstock.api.metrics import CONNECTION_LIMITS, ApiMetrics
 from penstock.api.routes import RouteSpec, Variant
 from penstock.api.state import ServedModel, ServerState
@@ -29,10 +29,14 @@ from penstock.errors import (
     BadValue,
     BodyTooLarge,
     Cancelled,
+    KeyLimitReached,
     MethodNotAllowed,
+    ModelNotAllowed,
+    ModelNotFound,
     PenstockError,
     Unauthorized,
     UnsupportedEncoding,
+    shown,
 )
 
 log = logging.getLogger("penstock.api")
@@ -86,6 +90,7 @@ class Call:
     ignored_fields: tuple[str, ...] = ()
     num_truncated: int = 0  # rows that were cut to fit
     path_value: str = ""  # what stands for the path's parameter
+    key: ApiKey | None = None  # that the client has sent; None: the route or the server needs none
 
     def model(self, body: Any, *, may_truncate: bool = True) -> ServedModel:
         """The model that a body names. A prompt in the name, and the server's default for long texts, are
@@ -93,12 +98,63 @@ class Call:
         state = self.state
         model = state.models.get(body.model)  # nearly always its own name
         if model is None:
-            model, prompt = state.find(body.model)
+            model, prompt = self.resolve(body.model)
             if prompt is not None:
                 choose_prompt_by_name(body, model, prompt)
+        elif self.key is not None and not self.may_use(model):
+            raise self._not_allowed(body.model)
         if state.config.auto_truncate and may_truncate and _leaves_open(body):
             body.truncate_prompt_tokens = -1
         return model
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model of this name, if the client's key allows it."""
+        return self.resolve(name)[0]
+
+    def resolve(self, name: str | None) -> tuple[ServedModel, str | None]:
+        """The model of this name and the prompt that the name asks for. Models that the client's key does not
+        allow do not exist for the client."""
+        if self.key is None or self.key.models is None:
+            return self.state.find(name)
+        try:
+            model, prompt = self.state.find(name)
+        except ModelNotFound:
+            raise self._not_allowed(name) from None
+        if not self.may_use(model):
+            raise self._not_allowed(name)
+        return model, prompt
+
+    @property
+    def names(self) -> list[str]:
+        """The names of models that the client may use."""
+        return [name for name in self.state.names if self.may_use(self.state.find(name)[0])]
+
+    def may_use(self, model: ServedModel) -> bool:
+        if self.key is None or self.key.models is None:
+            return True
+        aliases = self.state.aliases
+        return any(aliases.get(name, name) == model.spec.name for name in self.key.models)
+
+    def _not_allowed(self, name: str | None) -> ModelNotAllowed:
+        assert self.key is not None
+        asked = f"model {shown(name)}" if name else "the default model"
+        allowed = ", ".join(self.names) or "none of this server"
+        return ModelNotAllowed(
+            f"{asked} is not one that key {self.key.name} may use; its models are: {allowed}", param="model"
+        )
+
+    def count_tokens(self, num_tokens: int) -> None:
+        """Count the tokens of a request that is about to run. Refuse it if its key has no tokens left."""
+        if (key := self.key) is not None:
+            if key.limits is not None:
+                key.limits.take(num_tokens)
+            self.metrics.key_tokens(key.name, num_tokens)
+
+    def count_generated(self, num_tokens: int) -> None:
+        if (key := self.key) is not None:
+            if key.limits is not None:
+                key.limits.owe(num_tokens)
+            self.metrics.key_tokens(key.name, num_tokens)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         total_s = time.monotonic() - self.began_s
@@ -152,8 +208,8 @@ class Endpoint:
         self.path = route.path
         self.handler = route.handler
         self.errors = route.errors
-        self.open_to_all = route.open_to_all
-        self.keys = tuple(key.encode() for key in state.config.accepted_keys)
+        self.keys = state.keys
+        self.needs_key = route.admin or (state.config.needs_key and not route.open_to_all)
         self.route = route
         self.counts_as_request = route.counts_as_request
         self.methods = self.allowed = route.all_methods
@@ -176,8 +232,8 @@ class Endpoint:
             if scope["method"] not in self.methods:
                 reply = self._other_method(scope["method"])
             else:
-                if not self.open_to_all:
-                    check_key(scope, self.keys)
+                if self.needs_key:
+                    call.key = self.keys.check(scope, needs_admin=self.route.admin)
                 reply = await (
                     self._admitted(call, scope, receive, send)
                     if self.counts_as_request
@@ -197,6 +253,8 @@ class Endpoint:
 
     def _count(self, call: Call, status: int) -> None:
         self.metrics.request(self.path, status, time.monotonic() - call.began_s)
+        if call.key is not None:
+            self.metrics.key_request(call.key.name)
 
     async def _send(self, call: Call, reply: Reply, send: Send, head_only: bool) -> None:
         body = reply.body
@@ -238,9 +296,18 @@ class Endpoint:
     async def _admitted(self, call: Call, scope: Scope, receive: Receive, send: Send) -> Reply | Streamed:
         """The reply. A streamed one has been sent when this returns: it counts as in flight until then."""
         self.state.check_room()  # before the body, which nobody has to send in vain
+        limits = None if call.key is None else call.key.limits
+        if limits is not None:
+            limits.check()
         raw = await self._read(call, scope, receive)
         call.body_bytes = len(raw)
         self.state.admit()
+        try:
+            if limits is not None:
+                limits.enter()
+        except KeyLimitReached:
+            self.state.release()
+            raise
         try:
             if self.decoder is None:
                 return await unless_gone(self.handler(call), receive)
@@ -252,6 +319,8 @@ class Endpoint:
             return reply
         finally:
             self.state.release()
+            if limits is not None:
+                limits.leave()
 
     def _work(self, call: Call, decoder: RouteDecoder, raw: bytes | bytearray) -> Awaitable[Any]:
         """What the body asks for, not begun yet."""
@@ -386,6 +455,8 @@ class Endpoint:
         if isinstance(error, MethodNotAllowed):
             headers.append((b"allow", ", ".join(self.allowed).encode()))
         self.metrics.refused(error)
+        if call.key is not None:
+            self.metrics.key_refused(call.key.name, error)
         if isinstance(error, Unauthorized):
             headers.append((b"www-authenticate", b"Bearer"))
         errors = call.errors or self.errors
@@ -403,24 +474,6 @@ def check_request_id(request_id: str) -> None:
             f"request_id may have up to {MAX_REQUEST_ID} characters, all of them printable",
             param="request_id",
         )
-
-
-def check_key(scope: Scope, keys: tuple[bytes, ...]) -> None:
-    """Refuse a request without one of `keys`. How long this takes tells nothing about the keys."""
-    if not keys:
-        return
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            scheme, _, given = value.partition(b" ")
-            if scheme.lower() == b"bearer" and _is_any(given.strip(), keys):
-                return
-        elif name in (b"x-api-key", b"api-key") and _is_any(value, keys):
-            return
-    raise Unauthorized("a valid API key is required; send `Authorization: Bearer KEY`")
-
-
-def _is_any(given: bytes, keys: Sequence[bytes]) -> bool:
-    return sum(hmac.compare_digest(given, key) for key in keys) > 0  # every key is compared
 
 
 WATCH_AFTER_S = 0.005  # most requests are answered sooner and need no watcher

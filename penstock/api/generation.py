@@ -150,6 +150,7 @@ class Generation:
                     yield deltas
         finally:
             self.call.metrics.generated(self.model.spec.name, self.completion_tokens)
+            self.call.count_generated(self.completion_tokens)
         record_phases(self.call, time.monotonic())  # text is encoded while it is generated
 
     def _count(self, delta: TextDelta) -> None:
@@ -182,7 +183,9 @@ async def begin(call: Call, body: TextFields, task: Generate, *, kind: str) -> G
             f"most {max_rows}",
             param="n",
         )
-    call.metrics.work(model.spec.name, job.num_rows, sum(map(len, job.prompts)))
+    num_tokens = sum(map(len, job.prompts))
+    call.count_tokens(num_tokens)
+    call.metrics.work(model.spec.name, job.num_rows, num_tokens)
     return Generation(call, body, model, job, kind, scores_prompt_only=task.echo and body.max_tokens == 0)
 
 

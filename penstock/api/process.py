@@ -16,13 +16,17 @@ from typing import Any, cast
 
 import msgspec
 import uvicorn
+from starlette.types import ASGIApp
 
 from penstock.api.admission import Admission
-from penstock.api.app import build_app
+from penstock.api.app import build_admin_app, build_app
 from penstock.api.connection_table import MAX_REFUSED, ConnectionTable
 from penstock.api.connections import Connection
-from penstock.api.hosts import host_check
+from penstock.api.hosts import HostCheck, host_check
+from penstock.api.http_server import Door, HttpServer
+from penstock.api.metrics import ApiMetrics
 from penstock.api.state import ServedModel, ServerState, engine_reason
+from penstock.api.tls import ServerTls
 from penstock.checkpoint.spec import with_max_model_len
 from penstock.config import ServerConfig, available_cpus
 from penstock.errors import ModelLoadError
@@ -66,12 +70,14 @@ def tokenizer_threads(cpus: int, processes: int) -> int:
     return max(1, min(4, cpus // (processes + 1)))
 
 
-def http_config(state: ServerState, listener: socket.socket) -> uvicorn.Config:
+def http_config(
+    state: ServerState, listener: socket.socket | None = None, metrics: ApiMetrics | None = None
+) -> uvicorn.Config:
     """How uvicorn serves this process: its protocol is a `Connection`, within the limits of the server."""
     limits = with_open_files(state.config)
-    hosts = host_check(listener.getsockname()[0], limits.host, limits.allowed_hosts)
+    hosts = None if listener is None else hosts_of(listener, limits)
     return uvicorn.Config(
-        build_app(state),
+        build_app(state, metrics),
         http=cast(Any, partial(Connection, table=ConnectionTable(limits, state.buffered, hosts))),
         loop="uvloop" if sys.platform != "win32" else "asyncio",
         ws="none",
@@ -84,6 +90,30 @@ def http_config(state: ServerState, listener: socket.socket) -> uvicorn.Config:
         # A last resort: the connections end all requests themselves, a second after the drain at the latest.
         timeout_graceful_shutdown=math.ceil(limits.drain_s) + 2,
     )
+
+
+def hosts_of(listener: socket.socket, config: ServerConfig) -> HostCheck | None:
+    """Which hosts requests may name. No page in a browser reaches a Unix socket."""
+    if listener.family == socket.AF_UNIX:
+        return None
+    return host_check(listener.getsockname()[0], config.host, config.allowed_hosts)
+
+
+def open_doors(state: ServerState, launch: ApiLaunch, app: ASGIApp, metrics: ApiMetrics) -> list[Door]:
+    """What this process serves on each of the sockets that it has inherited."""
+    public = socket.socket(fileno=launch.listen_fd)
+    tls = None
+    if state.config.ssl_certfile is not None:
+        served = ServerTls(state.config)
+        state.watched.append(served.reload)
+        tls = served.context
+    doors = [Door(public, app, hosts_of(public, state.config), tls)]
+    if launch.admin_fd is not None:
+        admin = socket.socket(fileno=launch.admin_fd)
+        doors.append(Door(admin, build_admin_app(state, metrics), hosts_of(admin, state.config), tls))
+    if launch.probe_fd is not None:
+        doors.append(Door(socket.socket(fileno=launch.probe_fd), app))
+    return doors
 
 
 def with_open_files(limits: ServerConfig) -> ServerConfig:
@@ -115,8 +145,12 @@ def main() -> None:
     except ModelLoadError as error:
         print(f"error: {error.message}", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(EXIT_BAD_MODEL)
-    listener = socket.socket(fileno=launch.listen_fd)
-    config = http_config(state, listener)
+    if launch.parent is not None:
+        folder = Path(launch.parent.folder) / "keys"
+        state.keys.share_limits(folder, launch.index, launch.server.api_server_count)
+    metrics = ApiMetrics()
+    config = http_config(state, metrics=metrics)
+    doors = open_doors(state, launch, cast(ASGIApp, config.app), metrics)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     gc.collect()
     gc.freeze()  # what is there now stays: no later collection has to look at it
@@ -124,7 +158,7 @@ def main() -> None:
     for model in state.models.values():
         if isinstance(model.engine, EngineClient):
             model.engine.on_ready = partial(report_started, launch)
-    uvicorn.Server(config).run(sockets=[listener])
+    HttpServer(config, doors, launch.server.header_timeout_s).run(sockets=[door.socket for door in doors])
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ async def run(
     request = prepared.request
     call.tokenize_s = time.monotonic() - began
     call.num_truncated += request.num_truncated  # a call may run several requests
+    call.count_tokens(request.num_tokens)
     call.metrics.work(model.spec.name, request.num_rows, request.num_tokens)
     try:
         output = prepared.output or await submit(model.engine, request, scheduling)

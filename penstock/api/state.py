@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from penstock.api.admission import Admission
+from penstock.api.keys import KeyRing
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ServerConfig
 from penstock.errors import EngineUnavailable, ModelNotFound, ServerFull, TooManyRequests, shown
@@ -55,12 +57,16 @@ class ServerState:
     aliases: dict[str, str] = field(default_factory=dict)  # other names of models
     in_flight: int = 0
     buffered: BufferedBytes = field(init=False)
+    keys: KeyRing = field(init=False)
+    watched: list[Callable[[], None]] = field(init=False)  # what looks after files that may change
     # A successor of this process counts from 0 again, while the engine may still run our requests.
     _name: str = field(default_factory=lambda: secrets.token_hex(4))
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         self.buffered = BufferedBytes(self.config.max_buffered_bytes)
+        self.keys = KeyRing(self.config)
+        self.watched = [self.keys.reload] if self.keys.has_files else []
 
     def next_id(self) -> str:
         """An id that no other request of this server has, also not one of a process that has exited."""

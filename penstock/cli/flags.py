@@ -94,32 +94,43 @@ def _root_path(given: str) -> str:
     return path
 
 
-def api_key(given: str) -> str:
-    """The value of --api-key, if an HTTP header can carry it. No message shows it."""
-    if not given or not all("!" <= character <= "~" for character in given):
-        raise ConfigError("--api-key takes visible ASCII characters, without spaces", param="api_key")
-    return given
+def _keys(flag: str) -> Callable[[Sequence[str]], tuple[str, ...]]:
+    """The values of a flag of keys: keys between commas, each of which a header can carry."""
+
+    def convert(given: Sequence[str]) -> tuple[str, ...]:
+        from penstock.api.key_file import given_keys
+
+        keys = tuple(key.strip() for each in given for key in each.split(",") if key.strip())
+        if not keys:
+            raise ConfigError(f"{flag} is empty; give a key of visible ASCII characters", param=flag)
+        given_keys(keys, flag)  # raises without showing a key
+        return keys
+
+    return convert
 
 
-def api_key_file(given: str) -> tuple[str, ...]:
-    """The keys in the file of --api-key-file, one in each line."""
-    try:
-        lines = Path(given).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"--api-key-file {given!r} cannot be read: {reason}", param="api_keys") from None
-    keys = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
-    if not keys:
+api_keys = _keys("--api-key")
+
+
+def _absolute(given: str) -> str:
+    """A file that is read again later, wherever the process works then. Links are not followed yet."""
+    return str(Path(given).absolute()) if given else given
+
+
+def _permissions(given: str) -> int:
+    if not re.fullmatch(r"0?o?[0-7]{3}", given):
         raise ConfigError(
-            f"--api-key-file {given!r} has no key; write one key in each line", param="api_keys"
+            f"--uds-permissions is {given!r}; use three octal digits such as 660", param="uds_permissions"
         )
-    for number, key in keys:
-        if not all("!" <= character <= "~" for character in key):
-            raise ConfigError(
-                f"--api-key-file {given!r}, line {number}: a key is visible ASCII characters, without spaces",
-                param="api_keys",
-            )
-    return tuple(key for _, key in keys)
+    return int(given.removeprefix("0").removeprefix("o"), 8)
+
+
+_CERT_REQS = ("none", "optional", "required")
+
+
+def _cert_reqs(given: str) -> str:
+    """The value of --ssl-cert-reqs: a name, or the number that Python's ssl module has for it."""
+    return _CERT_REQS[int(given)] if given.isdigit() else given
 
 
 def hang_timeout(given: float) -> float:
@@ -407,24 +418,131 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         help="Port to listen on; 0 picks a free one.",
     ),
     Flag(
-        field="api_key",
+        field="uds",
         panel=SERVER_PANEL,
-        envvar="PENSTOCK_API_KEY",
-        metavar="KEY",
-        convert=api_key,
-        help="Key that clients must send, as Authorization: Bearer KEY. Prefer the environment variable or "
-        "--api-key-file: other users of the machine can read command lines.",
-        default_text="clients need no key",
+        metavar="PATH",
+        convert=_absolute,
+        help="Unix socket to listen on, in place of --host and --port.",
+        default_text="none",
+    ),
+    Flag(
+        field="uds_permissions",
+        panel=SERVER_PANEL,
+        metavar="MODE",
+        default="600",
+        convert=_permissions,
+        help="Permissions of the socket of --uds, as octal digits. 660 lets the group connect.",
+    ),
+    Flag(
+        field="admin_port",
+        names=("--admin-port", "--prometheus-port"),
+        panel=SERVER_PANEL,
+        metavar="PORT",
+        min=0,
+        help="Port for /metrics, /version, /load, /server_info and admin routes, which --port does not serve "
+        "then. /live, /ready, /health and /ping are on both. 0 picks a free one.",
+        default_text="all routes are on --port",
+    ),
+    Flag(
+        field="admin_host",
+        panel=SERVER_PANEL,
+        help="Address of --admin-port.",
+        default_text="that of --host",
     ),
     Flag(
         field="api_keys",
-        names=("--api-key-file",),
+        names=("--api-key",),
+        panel=SERVER_PANEL,
+        envvar="PENSTOCK_API_KEY",
+        metavar="KEY,...",
+        convert=api_keys,
+        help="Keys of which clients must send one, as Authorization: Bearer KEY. Prefer the environment "
+        "variable or --api-key-file: other users of the machine can read command lines.",
+        default_text="clients need no key",
+    ),
+    Flag(
+        field="api_key_file",
         panel=SERVER_PANEL,
         metavar="FILE",
-        default=None,
-        convert=api_key_file,
-        help="File of keys, one in each line. A client must send one of them, or that of --api-key.",
+        convert=_absolute,
+        help="File of keys, one in each line, or a YAML list of entries with names and limits. It is read "
+        "again when it changes. A client must send one of them, or one of --api-key.",
         default_text="none",
+    ),
+    Flag(
+        field="admin_keys",
+        names=("--admin-key",),
+        panel=SERVER_PANEL,
+        envvar="PENSTOCK_ADMIN_KEY",
+        metavar="KEY,...",
+        convert=_keys("--admin-key"),
+        help="Keys that admin routes ask for. They open all other routes too.",
+        default_text="admin routes refuse every request",
+    ),
+    Flag(
+        field="admin_key_file",
+        panel=SERVER_PANEL,
+        metavar="FILE",
+        convert=_absolute,
+        help="File of admin keys, as --api-key-file.",
+        default_text="none",
+    ),
+    Flag(
+        field="ssl_certfile",
+        panel=SERVER_PANEL,
+        metavar="FILE",
+        convert=_absolute,
+        help="Certificate, with its chain, in PEM format. The server then speaks TLS 1.2 and 1.3 only. It is "
+        "read again when it changes.",
+        default_text="plain HTTP",
+    ),
+    Flag(
+        field="ssl_keyfile",
+        panel=SERVER_PANEL,
+        metavar="FILE",
+        convert=_absolute,
+        help="Private key of the certificate, in PEM format.",
+        default_text="in the file of --ssl-certfile",
+    ),
+    Flag(
+        field="ssl_keyfile_password",
+        panel=SERVER_PANEL,
+        envvar="PENSTOCK_SSL_KEYFILE_PASSWORD",
+        metavar="TEXT",
+        help="Password of the private key. Prefer the environment variable or --ssl-keyfile-password-file.",
+        default_text="none",
+    ),
+    Flag(
+        field="ssl_keyfile_password_file",
+        panel=SERVER_PANEL,
+        metavar="FILE",
+        convert=_absolute,
+        help="File whose first line is the password of the private key.",
+        default_text="none",
+    ),
+    Flag(
+        field="ssl_ca_certs",
+        panel=SERVER_PANEL,
+        metavar="FILE",
+        convert=_absolute,
+        help="Certificates of the authorities that sign certificates of clients, in PEM format.",
+        default_text="none",
+    ),
+    Flag(
+        field="ssl_cert_reqs",
+        panel=SERVER_PANEL,
+        metavar="none|optional|required",
+        choices=(*_CERT_REQS, "0", "1", "2"),
+        convert=_cert_reqs,
+        help="Whether clients show a certificate: none does not ask for one, required refuses clients "
+        "without, optional checks those that are shown.",
+    ),
+    Flag(
+        field="ssl_ciphers",
+        panel=SERVER_PANEL,
+        metavar="NAMES",
+        help="Ciphers of TLS 1.2, as OpenSSL lists them.",
+        default_text="those of Python's ssl module",
     ),
     Flag(
         field="api_server_count",

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from penstock.cli.arguments import hide_argument
+from penstock.cli.arguments import hide_arguments
 from penstock.cli.command import with_options
 from penstock.cli.flags import (
     GENERATION,
@@ -21,9 +21,10 @@ from penstock.cli.flags import (
     SERVER_PANEL,
     EngineFields,
     ServerFields,
-    api_key,
+    api_keys,
 )
 from penstock.cli.foreign import FOREIGN, Given
+from penstock.cli.protection import SECRET_FLAGS, check_protection, forget_secret_variables
 from penstock.config import EngineConfig, ServerConfig, available_cpus, from_mapping
 from penstock.errors import ConfigError
 from penstock.serving.child import spawned_engine
@@ -71,14 +72,12 @@ def serve(
     """
     engine, server = foreign.merged("engine", engine), foreign.merged("server", server)
     read_environment(engine, server)
-    for secret in (server.get("api_key"), foreign.hub_token):
-        hide_argument(secret)
+    hide_arguments(SECRET_FLAGS)
     if foreign.hub_token is not None:
         os.environ["HF_TOKEN"] = foreign.hub_token
     log_level = server.get("log_level", ServerConfig().log_level)
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s: %(message)s")
-    if os.environ.pop("PENSTOCK_API_KEY", None) == "":  # no child process needs it
-        log.warning("PENSTOCK_API_KEY is empty, which sets no key")
+    forget_secret_variables()
     for warning in foreign.warnings:
         log.warning("%s", warning)
     device = engine.get("device", EngineConfig().device)
@@ -93,6 +92,7 @@ def serve(
         if engine_config.pooler_config.enable_chunked_processing:
             server_config = msgspec.structs.replace(server_config, default_chunking="mean")
         check_long_texts(server_config)
+        check_protection(server_config)
         spec = describe(engine_config)
         check_tasks(foreign.tasks, spec.name, [task.value for task in spec.tasks])
         if server_config.chat_template is not None:
@@ -109,8 +109,8 @@ def read_environment(engine: EngineFields, server: ServerFields) -> None:
     if model and engine.get("model") is None:
         engine["model"] = model
     key = os.environ.pop("VLLM_API_KEY", None)  # no child process needs it
-    if key and "api_key" not in server:
-        server["api_key"] = api_key(key)
+    if key and "api_keys" not in server:
+        server["api_keys"] = api_keys([key])
 
 
 def check_tasks(wanted: Mapping[str, str], model: str, tasks: Sequence[str]) -> None:

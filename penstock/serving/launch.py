@@ -68,6 +68,9 @@ class ApiLaunch(msgspec.Struct, frozen=True):
     status_file: str | None = None  # the page of `wire.status`; None: the engine writes none
     parent: Parent | None = None  # None: no supervisor
     started_file: str | None = None  # where the process says that it accepts connections
+    index: int = 0  # among the API processes
+    admin_fd: int | None = None  # of the socket of --admin-port
+    probe_fd: int | None = None  # of the socket on which the supervisor asks
 
 
 def setup_child_process() -> None:

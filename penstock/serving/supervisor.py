@@ -7,11 +7,9 @@ read when they have to explain a 503.
 from __future__ import annotations
 
 import contextlib
-import http.client
 import logging
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -19,7 +17,7 @@ import msgspec
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, ServerConfig
-from penstock.errors import ConfigError, ModelLoadError, StartFailed
+from penstock.errors import ModelLoadError, StartFailed
 from penstock.serving.child import STANDBY, Child, engine_child
 from penstock.serving.launch import (
     EXIT_BAD_MODEL,
@@ -29,6 +27,7 @@ from penstock.serving.launch import (
     EngineState,
     Parent,
 )
+from penstock.serving.listeners import Listeners
 from penstock.serving.runtime_folder import RuntimeFolder
 from penstock.wire.liveness import MAX_COUNTED_GAP_S, HangLimits, LivenessWatch, process_is_stopped
 from penstock.wire.status import StatusReader, create_status_page
@@ -58,12 +57,13 @@ class Supervisor:
         )
         self._started_s = self._checked_s = time.monotonic()
         self._is_ready = False  # the engine serves, and this was logged
-        self._listener = listen(server.host, server.port)
-        self.port: int = self._listener.getsockname()[1]
+        self._listener = Listeners(server)
+        self.port = self._listener.port
         with contextlib.ExitStack() as undo:
             undo.callback(self._listener.close)
             self._runtime = RuntimeFolder()
             undo.callback(self._runtime.remove)
+            self._listener.open_probe(self._runtime.path)
             self._state_file = self._runtime.path / "engine.json"
             self._prepare_launches(engine, self._runtime.path)
             undo.pop_all()
@@ -87,7 +87,7 @@ class Supervisor:
                 parent=parent,
             )
         )
-        listen_fd = self._listener.fileno()
+        listeners = self._listener
         self._started_files = [folder / f"api-{index}.started" for index in range(server.api_server_count)]
         launches = [
             ApiLaunch(
@@ -95,19 +95,22 @@ class Supervisor:
                 engine=engine,
                 spec=self.spec,
                 address=address,
-                listen_fd=listen_fd,
+                listen_fd=listeners.public.fileno(),
+                admin_fd=None if listeners.admin is None else listeners.admin.fileno(),
+                probe_fd=None if listeners.probe is None else listeners.probe.fileno(),
                 state_file=str(self._state_file),
                 status_file=str(status_file),
                 parent=parent,
                 started_file=str(started_file),
+                index=index,
             )
-            for started_file in self._started_files
+            for index, started_file in enumerate(self._started_files)
         ]
         self._apis = [
             Child(
                 "penstock.api.process",
                 msgspec.json.encode(launch),
-                pass_fds=(listen_fd,),
+                pass_fds=listeners.fds,
                 max_restart_delay_s=MAX_API_RESTART_DELAY_S,
             )
             for launch in launches
@@ -175,12 +178,13 @@ class Supervisor:
         self._is_ready = True
         self._write_state("running", "the engine is running")
         log.info(
-            "%s is ready at http://%s:%d after %.1f s",
+            "%s is ready at %s after %.1f s",
             self.spec.name,
-            self.config.host,
-            self.port,
+            self._listener.address,
             time.monotonic() - self._started_s,
         )
+        if (admin_address := self._listener.admin_address) is not None:
+            log.info("operation routes are at %s", admin_address)
         show_restarts()
         self._engine.prepare_standby()
 
@@ -275,17 +279,7 @@ class Supervisor:
 
     def _answers_ready(self) -> bool:
         """Whether every API process is connected to the engine, and `GET /ready` succeeds."""
-        if not all(map(self._is_connected, self._apis)):
-            return False
-        host = "127.0.0.1" if self.config.host in ("0.0.0.0", "::", "") else self.config.host
-        connection = http.client.HTTPConnection(host, self.port, timeout=1.0)
-        try:
-            connection.request("GET", "/ready")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):  # also half an answer of a process that was killed
-            return False
-        finally:
-            connection.close()
+        return all(map(self._is_connected, self._apis)) and self._listener.answers_ready()
 
     def _write_state(self, state: str, detail: str) -> None:
         draft = self._state_file.with_suffix(".part")
@@ -310,18 +304,3 @@ def _exit_in_words(child: Child, code: int) -> str:
     if code == EXIT_DEVICE_FAILED:
         return "exited because its device failed"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket that API processes inherit; bound before anything slow happens."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", param="port") from None
-    listener.listen(4096)
-    listener.set_inheritable(True)
-    return listener

@@ -21,7 +21,7 @@ import httpx
 from tests.waiting import PATIENCE_S, wait_until
 
 ENGINE, API = "penstock.serving.engine_process", "penstock.api.process"
-_READY = re.compile(r"is ready at http://\S+:(\d+)")
+_READY = re.compile(r"is ready at https?://\S+:(\d+)")
 
 
 @dataclass
@@ -149,7 +149,7 @@ def serving(
     reader = threading.Thread(target=_collect_log, args=(server,), daemon=True)
     reader.start()
     try:
-        server.wait_for_log("is ready at http://")
+        server.wait_for_log(" is ready at ")
         yield server
     finally:
         if "http" in vars(server):

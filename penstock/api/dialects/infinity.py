@@ -167,7 +167,7 @@ async def infinity_models(call: Call) -> Reply:
         results_pending=in_flight,
         batch_size=state.config.max_rows,
     )
-    data = [_model(name, state.find(name)[0], stats) for name in state.names]
+    data = [_model(name, call.find(name), stats) for name in call.names]
     return Reply(msgspec.json.encode(InfinityModelsAnswer(data=data)))
 
 

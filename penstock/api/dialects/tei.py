@@ -362,7 +362,7 @@ def _instance_route(model: ServedModel, instance: dict[str, Any]) -> tuple[type[
 
 async def info(call: Call) -> Reply:
     """Describe the model and the limits of this server."""
-    model = next(iter(call.state.models.values()))
+    model = call.find(None)
     if not model.engine.ready:
         raise EngineUnavailable(model.engine.unavailable_reason)
     settings = getattr(model.engine, "engine_settings", {})

@@ -61,15 +61,13 @@ class ModelsAnswer(msgspec.Struct, kw_only=True):
 
 async def models(call: Call) -> Reply:
     """List the models that this server holds, each under every name that it has."""
-    state = call.state
-    data = [model_entry(name, state.find(name)[0]) for name in state.names]
+    data = [model_entry(name, call.find(name)) for name in call.names]
     return Reply(msgspec.json.encode(ModelsAnswer(data=data)))
 
 
 async def model(call: Call) -> Reply:
     """Describe one model."""
-    found, _ = call.state.find(call.path_value)
-    return Reply(msgspec.json.encode(model_entry(call.path_value, found)))
+    return Reply(msgspec.json.encode(model_entry(call.path_value, call.find(call.path_value))))
 
 
 def model_entry(name: str, model: ServedModel) -> ModelEntry:
