@@ -80,8 +80,8 @@ $(TOOLS)/.done:
 
 # Versions and hashes of everything in the container images, of the Python that deploy/docker/Dockerfile names. Takes
 # the newest that pyproject.toml allows.
-LOCK = $(TOOLS)/bin/uv pip compile pyproject.toml --generate-hashes --no-config --upgrade --quiet \
-  --python-platform x86_64-manylinux_2_28 --no-annotate --no-header --no-emit-index-url
+LOCK = $(TOOLS)/bin/uv pip compile pyproject.toml --extra otel --extra redis --extra structured \
+  --generate-hashes --no-config --upgrade --quiet --python-platform x86_64-manylinux_2_28 --no-annotate --no-header --no-emit-index-url
 lock: $(TOOLS)/.done
 	$(LOCK) --python-version 3.12 > $(TOOLS)/container-cuda.txt
 	$(LOCK) --python-version 3.11 --torch-backend cpu > $(TOOLS)/container-cpu.txt

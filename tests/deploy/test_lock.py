@@ -13,6 +13,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = ("cpu", "cuda")
+EXTRAS = ("otel", "redis", "structured")  # that the images have
 PACKAGE = re.compile(
     r"^([A-Za-z0-9._-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", re.MULTILINE
 )
@@ -31,7 +32,8 @@ def test_the_lock_covers_every_dependency_at_an_accepted_version(variant: str) -
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     environment = default_environment() | {"sys_platform": "linux", "platform_system": "Linux"}
     versions, wrong = locked(variant), []
-    for line in project["dependencies"]:
+    extras = (line for extra in EXTRAS for line in project["optional-dependencies"].get(extra, ()))
+    for line in (*project["dependencies"], *extras):
         wanted = Requirement(line)
         if wanted.marker is not None and not wanted.marker.evaluate(dict(environment)):
             continue
@@ -46,6 +48,10 @@ def test_every_line_of_the_lock_is_a_pinned_package_with_hashes(variant: str) ->
     rest = PACKAGE.sub("", read_lock(variant))
     assert [line for line in rest.splitlines() if line and not line.startswith("#")] == []
     assert len(locked(variant)) > 40
+
+
+def test_make_lock_takes_the_extras_of_the_images() -> None:
+    assert set(re.findall(r"--extra (\w+)", (ROOT / "Makefile").read_text())) == set(EXTRAS)
 
 
 def test_the_image_for_cpus_has_no_cuda() -> None:
