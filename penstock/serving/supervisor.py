@@ -342,7 +342,6 @@ class Supervisor:
             log.info("operation routes are at %s", admin_address)
         systemd.notify(systemd.READY, f"STATUS=serving {', '.join(names)}")
         show_restarts()
-        systemd.notify(systemd.READY)
         if self._standby is not None:
             self._standby.prepare()
 
