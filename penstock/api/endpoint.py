@@ -17,14 +17,17 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
+from penstock.api.access_log import shown_body
 from penstock.api.body import PIECE_BYTES, sized
 from penstock.api.body import Body as ReplyBody
 from penstock.api.decoding import RouteDecoder
 from penstock.api.error_styles import OPENAI_ERRORS as OPENAI_ERRORS
 from penstock.api.error_styles import ErrorStyle
 from penstock.api.metrics import CONNECTION_LIMITS, ApiMetrics
+from penstock.api.observer import RequestObserver
 from penstock.api.routes import RouteSpec, Variant
 from penstock.api.state import ServedModel, ServerState
+from penstock.api.tracing import RequestTrace
 from penstock.errors import (
     BadValue,
     BodyTooLarge,
@@ -86,6 +89,15 @@ class Call:
     ignored_fields: tuple[str, ...] = ()
     num_truncated: int = 0  # rows that were cut to fit
     path_value: str = ""  # what stands for the path's parameter
+    model_name: str = ""  # empty until it is known
+    num_rows: int = 0
+    num_tokens: int = 0
+    num_generated: int = 0  # tokens
+    status: int = 0  # as it is counted; 0 until the request has ended
+    error_code: str = ""
+    is_streamed: bool = False
+    trace: RequestTrace | None = None  # None: not traced
+    shown_body: str = ""  # with --log-inputs
 
     def model(self, body: Any, *, may_truncate: bool = True) -> ServedModel:
         """The model that a body names. A prompt in the name, and the server's default for long texts, are
@@ -98,7 +110,20 @@ class Call:
                 choose_prompt_by_name(body, model, prompt)
         if state.config.auto_truncate and may_truncate and _leaves_open(body):
             body.truncate_prompt_tokens = -1
+        self.model_name = model.spec.name
         return model
+
+    def count_work(self, model: ServedModel, num_rows: int, num_tokens: int) -> None:
+        """Count rows and tokens that the request brings to a model."""
+        name = self.model_name = model.spec.name
+        self.num_rows += num_rows
+        self.num_tokens += num_tokens
+        self.metrics.work(name, num_rows, num_tokens)
+
+    def log_fields(self) -> dict[str, str]:
+        """How log lines about this request name it."""
+        fields = {} if self.request_id is None else {"request_id": self.request_id}
+        return fields if self.trace is None else {**fields, "trace_id": self.trace.trace_id}
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         total_s = time.monotonic() - self.began_s
@@ -146,6 +171,8 @@ def choose_prompt_by_name(body: Any, model: ServedModel, prompt: str) -> None:
 class Endpoint:
     """An ASGI application for one route. `allowed` are the methods that its path has, of all routes."""
 
+    observer: RequestObserver | None = None  # None: requests are neither traced nor logged
+
     def __init__(self, state: ServerState, metrics: ApiMetrics, route: RouteSpec) -> None:
         self.state = state
         self.metrics = metrics
@@ -170,6 +197,8 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply: Reply | Streamed
         call = Call(self.state, self.metrics, time.monotonic())
+        if self.observer is not None:
+            self.observer.begin(call, scope, self.route)
         if self.prefix is not None:
             call.path_value = scope["path"].removeprefix(self.prefix).rstrip("/")
         try:
@@ -188,15 +217,18 @@ class Endpoint:
         except PenstockError as error:
             reply = self._error(error, call)
         except Exception:
-            log.exception("%s failed", self.path)
+            log.exception("%s failed", self.path, extra={"fields": call.log_fields()})
             reply = self._error(PenstockError("internal error; the server's log has the details"), call)
         if isinstance(reply, Reply):
             await self._send(call, reply, send, head_only=scope["method"] == "HEAD")
         else:
             self._count(call, reply.status)
+        if self.observer is not None:
+            self.observer.end(call, scope)
 
     def _count(self, call: Call, status: int) -> None:
-        self.metrics.request(self.path, status, time.monotonic() - call.began_s)
+        call.status = status
+        self.metrics.request(self.path, status, call.model_name, time.monotonic() - call.began_s)
 
     async def _send(self, call: Call, reply: Reply, send: Send, head_only: bool) -> None:
         body = reply.body
@@ -240,6 +272,8 @@ class Endpoint:
         self.state.check_room()  # before the body, which nobody has to send in vain
         raw = await self._read(call, scope, receive)
         call.body_bytes = len(raw)
+        if self.observer is not None and self.observer.shows_bodies:
+            call.shown_body = shown_body(raw)
         self.state.admit()
         try:
             if self.decoder is None:
@@ -247,6 +281,7 @@ class Endpoint:
             work = self._work(call, self.decoder, raw)
             reply: Reply | Streamed = await unless_gone(work, receive)
             if isinstance(reply, Streamed):
+                call.is_streamed = True
                 reply.headers += call.headers()
                 await self._stream(call, reply, receive, send)
             return reply
@@ -303,6 +338,7 @@ class Endpoint:
             if not pump.done():
                 error = gone.result()
                 reply.status = error.status
+                call.error_code = error.code
                 if isinstance(error, Cancelled):
                     self.metrics.refused(error)
                 else:
@@ -331,7 +367,7 @@ class Endpoint:
             reply.status = Cancelled.status
             return
         except Exception:
-            log.exception("%s failed", self.path)
+            log.exception("%s failed", self.path, extra={"fields": call.log_fields()})
             reply.status = PenstockError.status
             last = self._event(PenstockError("internal error; the server's log has the details"), call)
         await self._end_stream(last, send)
@@ -344,6 +380,7 @@ class Endpoint:
 
     def _event(self, error: PenstockError, call: Call) -> bytes:
         """An error after the status was sent: the event before the last."""
+        call.error_code = error.code
         self.metrics.refused(error)
         errors = call.errors or self.errors
         return b"data: " + msgspec.json.encode(errors.body(error)) + b"\n\ndata: [DONE]\n\n"
@@ -380,6 +417,7 @@ class Endpoint:
                 return body
 
     def _error(self, error: PenstockError, call: Call) -> Reply:
+        call.error_code = error.code
         headers = call.headers()
         if (retry_s := getattr(error, "retry_after_s", None)) is not None:
             headers.append((b"retry-after", str(retry_s).encode()))

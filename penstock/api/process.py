@@ -26,6 +26,7 @@ from penstock.api.state import ServedModel, ServerState, engine_reason
 from penstock.checkpoint.spec import with_max_model_len
 from penstock.config import ServerConfig, available_cpus
 from penstock.errors import ModelLoadError
+from penstock.logs import configure
 from penstock.serving.launch import (
     EXIT_BAD_MODEL,
     ApiLaunch,
@@ -77,7 +78,7 @@ def http_config(state: ServerState, listener: socket.socket) -> uvicorn.Config:
         ws="none",
         lifespan="on",
         log_config=None,
-        access_log=limits.access_log,
+        access_log=limits.logs_requests,
         proxy_headers=False,  # nothing here uses the client's address
         server_header=False,
         date_header=False,
@@ -109,11 +110,12 @@ def main() -> None:
     follow_parent(launch.parent)
     threads = tokenizer_threads(available_cpus(), launch.server.api_server_count)
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # read when the first texts are tokenised
-    logging.basicConfig(level=launch.server.log_level.upper(), format="%(levelname)s api: %(message)s")
+    server = launch.server
+    configure(level=server.log_level, format=server.log_format, process="api", shows_values=server.log_inputs)
     try:
         state = build_state(launch)
     except ModelLoadError as error:
-        print(f"error: {error.message}", file=sys.stderr, flush=True)  # noqa: T201
+        log.error("%s", error.message)
         sys.exit(EXIT_BAD_MODEL)
     listener = socket.socket(fileno=launch.listen_fd)
     config = http_config(state, listener)

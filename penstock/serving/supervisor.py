@@ -81,6 +81,7 @@ class Supervisor:
                 spec=self.spec,
                 address=address,
                 log_level=server.log_level,
+                log_format=server.log_format,
                 shared_memory_mb=server.shared_memory_mb,
                 metrics_folder=str(metrics),
                 status_file=str(status_file),
