@@ -78,7 +78,7 @@ class EngineUp:
     def family(self, models: Mapping[str, bool]) -> Metric:
         family = self._family()
         for model, is_up in models.items():
-            family.add_metric([model], int(is_up))
+            family.add_metric([model], 1 if is_up else 0)
         return family
 
     def _family(self) -> GaugeMetricFamily:
