@@ -39,7 +39,7 @@ _MODULES = (
     "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
 )
-_INSTALL = "install it with: pip install 'penstock[otel]'"
+_INSTALL = "pip install opentelemetry-sdk opentelemetry-exporter-otlp (the extra `otel`)"
 _OPERATIONS = {  # of the semantic conventions, by a word of the route
     "embed": "embeddings",
     "chat": "chat",
@@ -69,7 +69,7 @@ def check_endpoint(url: str, flag: str = "--otlp-endpoint") -> str:
         )
     if not is_installed():
         raise ConfigError(
-            f"{flag} needs OpenTelemetry, which is not installed; {_INSTALL}", param="otlp_endpoint"
+            f"{flag} needs OpenTelemetry, which is not installed: {_INSTALL}", param="otlp_endpoint"
         )
     protocol_of(url, os.environ)
     return url

@@ -714,7 +714,7 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         metavar="URL",
         convert=otlp_endpoint,
         help="Send OpenTelemetry traces to this collector, such as http://127.0.0.1:4317 (gRPC) or "
-        "http://127.0.0.1:4318 (HTTP). Needs penstock[otel].",
+        "http://127.0.0.1:4318 (HTTP). Needs the extra `otel`.",
         default_text="OTEL_EXPORTER_OTLP_ENDPOINT, or no traces",
     ),
     Flag(
