@@ -32,7 +32,6 @@ from penstock.api.dialects import (
 from penstock.api.endpoint import Call, Endpoint, Reply
 from penstock.api.invocations import INVOCATIONS, InvocationEndpoint
 from penstock.api.metrics import ApiMetrics
-from penstock.api.observer import RequestObserver, observer_for
 from penstock.api.routes import RouteSpec, VariantTable
 from penstock.api.schema import openapi
 from penstock.api.state import ServerState
@@ -145,12 +144,8 @@ def build_app(state: ServerState) -> ASGIApp:
     plain = [route for route in (*ROUTES, _schema_route(state)) if route is not INVOCATIONS]
     endpoints = [Endpoint(state, metrics, route) for route in plain]
     invoked = InvocationEndpoint(state, metrics, INVOCATIONS, endpoints)
-    unknown = _not_found(state, metrics)
-    observer = observer_for(state.config)
-    for endpoint in (*endpoints, invoked, unknown):
-        endpoint.observer = observer
-    app = App([*endpoints, invoked], lifespan=partial(_lifespan, state, observer))
-    app.router.default = _only_http(unknown)
+    app = App([*endpoints, invoked], lifespan=partial(_lifespan, state))
+    app.router.default = _not_found(state, metrics)
     app.router.redirect_slashes = False
     served: ASGIApp = under(state.config.root_path, app) if state.config.root_path else app
     if not state.config.allowed_origins:
@@ -187,27 +182,25 @@ def _schema_route(state: ServerState) -> RouteSpec:
 
 
 @asynccontextmanager
-async def _lifespan(state: ServerState, observer: RequestObserver | None, app: Any) -> AsyncIterator[None]:
+async def _lifespan(state: ServerState, app: Any) -> AsyncIterator[None]:
     for model in state.models.values():
         model.engine.start()
     yield
     for model in state.models.values():
         model.engine.close()
         model.text.close()
-    if observer is not None:
-        await asyncio.to_thread(observer.close)
+    if state.observer is not None:
+        await asyncio.to_thread(state.observer.close)
     await asyncio.sleep(0)
 
 
-def _not_found(state: ServerState, metrics: ApiMetrics) -> Endpoint:
+def _not_found(state: ServerState, metrics: ApiMetrics) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
     async def refuse(call: Call) -> Reply:
         raise NotFound("no such route; /docs lists all routes")
 
     route = RouteSpec("other", None, refuse, "operation", open_to_all=True, methods=ALL_METHODS)
-    return Endpoint(state, metrics, route)
+    endpoint = Endpoint(state, metrics, route)
 
-
-def _only_http(endpoint: Endpoint) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
     async def default(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             await endpoint(scope, receive, send)

@@ -24,7 +24,6 @@ from penstock.api.decoding import RouteDecoder
 from penstock.api.error_styles import OPENAI_ERRORS as OPENAI_ERRORS
 from penstock.api.error_styles import ErrorStyle
 from penstock.api.metrics import CONNECTION_LIMITS, ApiMetrics
-from penstock.api.observer import RequestObserver
 from penstock.api.routes import RouteSpec, Variant
 from penstock.api.state import ServedModel, ServerState
 from penstock.api.tracing import RequestTrace
@@ -171,11 +170,10 @@ def choose_prompt_by_name(body: Any, model: ServedModel, prompt: str) -> None:
 class Endpoint:
     """An ASGI application for one route. `allowed` are the methods that its path has, of all routes."""
 
-    observer: RequestObserver | None = None  # None: requests are neither traced nor logged
-
     def __init__(self, state: ServerState, metrics: ApiMetrics, route: RouteSpec) -> None:
         self.state = state
         self.metrics = metrics
+        self.observer = state.observer
         self.path = route.path
         self.handler = route.handler
         self.errors = route.errors

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.api.admission import Admission
+from penstock.api.observer import RequestObserver, observer_for
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ServerConfig
 from penstock.errors import EngineUnavailable, ModelNotFound, ServerFull, TooManyRequests, shown
@@ -55,12 +56,14 @@ class ServerState:
     aliases: dict[str, str] = field(default_factory=dict)  # other names of models
     in_flight: int = 0
     buffered: BufferedBytes = field(init=False)
+    observer: RequestObserver | None = field(init=False)  # None: requests are neither traced nor logged
     # A successor of this process counts from 0 again, while the engine may still run our requests.
     _name: str = field(default_factory=lambda: secrets.token_hex(4))
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         self.buffered = BufferedBytes(self.config.max_buffered_bytes)
+        self.observer = observer_for(self.config)
 
     def next_id(self) -> str:
         """An id that no other request of this server has, also not one of a process that has exited."""
