@@ -191,14 +191,14 @@ ALIASES: dict[str, tuple[Alias, ...]] = {
             "te_embed_count",
             "counter",
             "penstock_rows_total",
-            "Inputs of models that embed",
+            "Inputs of models that embed and do not generate",
             _rows_of("embed"),
         ),
         Alias(
             "te_predict_count",
             "counter",
             "penstock_rows_total",
-            "Inputs of models that classify or rerank",
+            "Inputs of other models that classify or rerank",
             _rows_of("predict"),
         ),
         Alias(

@@ -43,7 +43,9 @@ async def metrics(call: Call) -> Reply:
 
 
 def tei_kind(tasks: Collection[Task]) -> str:
-    """What TEI would do with a model that has these tasks."""
+    """What TEI would do with a model that has these tasks; empty if it serves no such model."""
+    if Task.GENERATE in tasks:
+        return ""
     if Task.EMBED in tasks:
         return "embed"
     return "predict" if Task.CLASSIFY in tasks or Task.SCORE in tasks else ""
