@@ -1,9 +1,12 @@
-"""A client that sends single rows beside one that sends requests of 2,048 rows, on one server.
+"""A client that sends single rows beside clients that send all they can, on one server.
 
-    python benchmarks/fairness.py [--seconds 30] [--rows 2048] [--base-url URL] [--flags="--threads 1"]
+    python benchmarks/fairness.py [--batch-clients 1 4] [--flood 200] [--before TREE] [--rounds 3]
 
-Each client waits for its answer before it sends again. The latency of the single rows is measured twice: on
-the server alone, and beside the large requests. No two requests share a text. Prints a line of a table.
+Each connection waits for its answer before it sends again. A batch client sends requests of 2,048 rows. The
+flood is one client with many connections, which come from an address of their own and send single rows. The
+latency of the single rows is measured on the server alone and beside these. With `--before`, a server of
+that checkout and one of this take turns. No two requests share a text. Prints a line of a table for each
+round, and the medians.
 """
 
 from __future__ import annotations
@@ -15,13 +18,15 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from http.client import HTTPConnection
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from http_load import start
 from texts import natural_texts
 
+FLOOD_ADDRESS = "127.0.0.2"  # another than that of the single rows
 PHASES = ("tokenize", "queue", "device", "total")
 MAX_CHARS = 100  # of a text: about 25 tokens
 
@@ -34,9 +39,10 @@ class Client:
     seconds: list[float] = field(default_factory=list)
     phases: list[dict[str, float]] = field(default_factory=list)  # as the server reports them, in ms
     statuses: dict[int, int] = field(default_factory=dict)
+    source: tuple[str, int] | None = None  # address that it comes from
 
     def run(self, address: tuple[str, int], until: float, pause_s: float = 0.0) -> None:
-        connection = HTTPConnection(*address, timeout=120)
+        connection = HTTPConnection(*address, timeout=120, source_address=self.source)
         while time.perf_counter() < until:
             body, began = next(self.bodies), time.perf_counter()
             connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
@@ -63,47 +69,93 @@ def percentile_ms(seconds: list[float], share: float) -> float:
     return 1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def measure(address: tuple[str, int], options: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class Figures:
+    """One round. Latencies are of the single rows, in ms."""
+
+    alone_p50: float
+    p50: float
+    p99: float
+    longest: float
+    num_single: int
+    batch_rows_per_s: float
+    flood_rows_per_s: float
+
+    def line(self, *labels: object) -> str:
+        numbers = [f"{value:.0f}" for value in astuple(self)]
+        return "| " + " | ".join([*map(str, labels), *numbers]) + " |"
+
+
+HEADINGS = "alone p50 | beside p50 | p99 | max | single rows | batch rows/s | flood rows/s"
+
+
+def measure(address: tuple[str, int], num_batch: int, options: argparse.Namespace) -> Figures:
     texts = [text[:MAX_CHARS] for text in natural_texts(options.rows)]
-    warm = Client(bodies(texts, 64, "w"))
-    warm.run(address, time.perf_counter() + 2)
+    Client(bodies(texts, 64, "w")).run(address, time.perf_counter() + 2)
     alone = Client(bodies(texts, 1, "a"))
-    alone.run(address, time.perf_counter() + options.seconds / 3, options.pause)
-    large, single = Client(bodies(texts, options.rows, "l")), Client(bodies(texts, 1, "s"))
+    alone.run(address, time.perf_counter() + options.seconds / 4, options.pause)
+    batches = [Client(bodies(texts, options.rows, f"l{number}-")) for number in range(num_batch)]
+    flood = [
+        Client(bodies(texts, 1, f"f{number}-"), source=(FLOOD_ADDRESS, 0)) for number in range(options.flood)
+    ]
+    single = Client(bodies(texts, 1, "s"))
     began = time.perf_counter()
-    thread = threading.Thread(target=large.run, args=(address, began + options.seconds))
-    thread.start()
-    single.run(address, began + options.seconds, options.pause)
-    thread.join()
-    print("slowest single rows, ms by client and server:")
+    until = began + options.seconds
+    threads = [threading.Thread(target=each.run, args=(address, until)) for each in (*batches, *flood)]
+    for thread in threads:
+        thread.start()
+    single.run(address, until, options.pause)
+    for thread in threads:
+        thread.join()
+    elapsed_s = time.perf_counter() - began
+    if options.verbose:
+        report_slowest(single)
+    return Figures(
+        percentile_ms(alone.seconds, 0.5),
+        *(percentile_ms(single.seconds, share) for share in (0.5, 0.99, 1)),
+        len(single.seconds),
+        sum(len(each.seconds) for each in batches) * options.rows / elapsed_s,
+        sum(len(each.seconds) for each in flood) / elapsed_s,
+    )
+
+
+def report_slowest(single: Client) -> None:
+    print(f"single rows: {single.statuses}; the slowest, in ms by client and server:")
     for seconds, phases in sorted(zip(single.seconds, single.phases, strict=True), key=lambda e: -e[0])[:5]:
         print(f"{1000 * seconds:.0f}: " + ", ".join(f"{name} {phases[name]:.0f}" for name in PHASES))
-    rows_per_s = len(large.seconds) * options.rows / (time.perf_counter() - began)
-    print(f"single rows: {single.statuses}, large requests: {large.statuses}")
-    print("| alone p50 / p99 ms | beside p50 / p99 / max ms | large rows/s | large p50 s |")
-    print("|---|---|---|---|")
-    print(
-        f"| {percentile_ms(alone.seconds, 0.5):.0f} / {percentile_ms(alone.seconds, 0.99):.0f} "
-        f"| {percentile_ms(single.seconds, 0.5):.0f} / {percentile_ms(single.seconds, 0.99):.0f} "
-        f"/ {percentile_ms(single.seconds, 1):.0f} "
-        f"| {rows_per_s:.0f} | {statistics.median(large.seconds):.1f} |"
-    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=30)
-    parser.add_argument("--rows", type=int, default=2048)
+    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--rows", type=int, default=2048, help="of a request of a batch client")
+    parser.add_argument("--batch-clients", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--flood", type=int, default=0, help="connections of the client that floods")
     parser.add_argument("--pause", type=float, default=0.01, help="seconds between two single rows")
+    parser.add_argument("--before", help="another checkout, to compare this one with")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--base-url", help="a server that runs already; by default one is started")
     parser.add_argument("--flags", default="", help="flags for the server that is started")
+    parser.add_argument("--verbose", action="store_true", help="show the slowest single rows")
     options = parser.parse_args()
-    if options.base_url:
-        url = urlsplit(options.base_url)
-        measure((url.hostname or "127.0.0.1", url.port or 80), options)
-        return
-    with start(["--device", "cpu", *options.flags.split()]) as server:
-        measure(("127.0.0.1", server.port), options)
+    here = str(Path(__file__).resolve().parent.parent)
+    trees = {"after": here} if options.before is None else {"before": options.before, "after": here}
+    print(f"| batch clients | | {HEADINGS} |\n" + "|---" * 9 + "|")
+    for num_batch in options.batch_clients:
+        found: dict[str, list[Figures]] = {name: [] for name in trees}
+        for _ in range(options.rounds):
+            for name, tree in trees.items():
+                if options.base_url:
+                    url = urlsplit(options.base_url)
+                    figures = measure((url.hostname or "127.0.0.1", url.port or 80), num_batch, options)
+                else:
+                    with start(["--device", "cpu", *options.flags.split()], tree) as server:
+                        figures = measure(("127.0.0.1", server.port), num_batch, options)
+                found[name].append(figures)
+                print(figures.line(num_batch, name), flush=True)
+        for name in trees if options.rounds > 1 else ():
+            columns = zip(*map(astuple, found[name]), strict=True)
+            print(Figures(*map(statistics.median, columns)).line(num_batch, f"{name}, median"), flush=True)
 
 
 if __name__ == "__main__":

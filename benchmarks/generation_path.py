@@ -43,13 +43,13 @@ from penstock.api.state import ServedModel, ServerState
 from penstock.bench.load.sse import TokenStream
 from penstock.checkpoint.describe import describe
 from penstock.checkpoint.spec import with_max_model_len
-from penstock.config import EngineConfig, ServerConfig
+from penstock.config import EngineConfig, ModelConfig, ServerConfig
 from penstock.engine.build import build_core
 from penstock.engine.loop import EngineCore
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.runner.load import settle
 from penstock.serving.engine_metrics import EngineMetrics
-from penstock.serving.launch import ApiLaunch, EngineLaunch
+from penstock.serving.launch import ApiLaunch, EngineLaunch, ModelLaunch
 from penstock.tasks.model import TextModel
 from penstock.types import GeneratePlan, SampledResult, StepPlan, StepResult
 from penstock.wire.client import EngineClient
@@ -290,7 +290,8 @@ def served(
         ]
         for _ in range(apis):
             server = ServerConfig(api_server_count=apis, log_level="warning")
-            own = ApiLaunch(server, config, spec, address, listener.fileno(), f"{work}/state")
+            model = ModelLaunch(0, ModelConfig(engine=config), spec, address, f"{work}/state")
+            own = ApiLaunch(server, (model,), listener.fileno())
             orders.append(([sys.executable, "-m", "penstock.api.process"], msgspec.json.encode(own)))
         started = []
         try:

@@ -23,11 +23,14 @@ class Running:
 
 
 @contextmanager
-def start(flags: list[str]) -> Iterator[Running]:
-    """Start `penstock serve` on a free loopback port, wait until it is ready, stop it with SIGTERM."""
+def start(flags: list[str], tree: str | None = None) -> Iterator[Running]:
+    """Start `penstock serve` on a free loopback port, wait until it is ready, stop it with SIGTERM. `tree` is
+    the checkout to run; by default that of this process."""
     port = free_port()
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock", "serve", "--port", str(port), "--log-level", "warning", *flags]
+        [sys.executable, "-m", "penstock", "serve", "--port", str(port), "--log-level", "warning", *flags],
+        env=os.environ if tree is None else os.environ | {"PYTHONPATH": tree},
+        cwd=tree,
     )
     try:
         until = time.monotonic() + 120
@@ -59,19 +62,21 @@ def is_ready(port: int) -> bool:
         connection.close()
 
 
-def run_load(port: int, texts: list[str], clients: int) -> float:
-    """Seconds until every text has been answered, one text per request, `clients` requests at a time."""
+def run_load(port: int, texts: list[str], clients: int, latencies: list[float] | None = None) -> float:
+    """Seconds until every text has been answered, one text per request, `clients` requests at a time. The
+    seconds of each request are added to `latencies`."""
     bodies = [json.dumps({"input": text, "truncate_prompt_tokens": -1}).encode() for text in texts]
-    return asyncio.run(_load(port, bodies, clients))
+    return asyncio.run(_load(port, bodies, clients, [] if latencies is None else latencies))
 
 
-async def _load(port: int, bodies: list[bytes], clients: int) -> float:
+async def _load(port: int, bodies: list[bytes], clients: int, latencies: list[float]) -> float:
     waiting = iter(bodies)
 
     async def client() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for body in waiting:
             head = f"POST /v1/embeddings HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\n\r\n"
+            sent = time.perf_counter()
             writer.write(head.encode() + body)
             answer = await reader.readuntil(b"\r\n\r\n")
             status = answer.split(b" ", 2)[1]
@@ -81,6 +86,7 @@ async def _load(port: int, bodies: list[bytes], clients: int) -> float:
                 if line.startswith(b"content-length")
             )
             await reader.readexactly(length)
+            latencies.append(time.perf_counter() - sent)
             if status != b"200":
                 raise SystemExit(f"the server answered {status.decode()}")
         writer.close()

@@ -94,12 +94,40 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 ALIAS_SETS = ("tei", "vllm")  # servers whose names of metrics /metrics can show too
 
 
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One model of a server. None: as the server's settings say for all models."""
+
+    engine: EngineConfig
+    aliases: tuple[str, ...] = ()  # further names, besides those of `engine.served_model_name`
+    auto_truncate: bool | None = None
+    default_chunking: Literal["none", "mean"] | None = None
+    chat_template: str | None = None
+    sleep_after_s: float | None = None  # idle for so long, its engine goes to sleep; 0: never
+
+    def __post_init__(self) -> None:
+        if self.sleep_after_s is not None and not self.sleep_after_s >= 0:
+            raise ValueError(f"sleep_after_s is {self.sleep_after_s}; use 0 or more seconds")
+
+
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
     api_server_count: int = 1
-    api_key: str | None = None
-    api_keys: tuple[str, ...] = ()  # further keys, of a file; a client sends any one of all keys
+    api_keys: tuple[str, ...] = ()  # a client sends any one of all keys; sha256:HEX is the digest of a key
+    api_key_file: str | None = None  # further keys; read again when it changes
+    admin_keys: tuple[str, ...] = ()  # keys that admin routes ask for
+    admin_key_file: str | None = None
+    uds: str | None = None  # path of a Unix socket, in place of host and port
+    uds_permissions: int = 0o600
+    admin_port: int | None = None  # operation and admin routes are there, and not on `port`
+    admin_host: str | None = None  # None: `host`
+    ssl_certfile: str | None = None  # with it, the server speaks TLS
+    ssl_keyfile: str | None = None  # None: in `ssl_certfile`
+    ssl_keyfile_password: str | None = None
+    ssl_keyfile_password_file: str | None = None
+    ssl_ca_certs: str | None = None  # that certificates of clients are checked against
+    ssl_cert_reqs: Literal["none", "optional", "required"] = "none"  # certificates of clients
+    ssl_ciphers: str | None = None  # of TLS 1.2
     max_body_bytes: int = 32 * 1024 * 1024
     max_rows: int = 2048  # inputs of one request
     max_concurrent_requests: int = 4096  # per API process; above it: status 429
@@ -123,11 +151,17 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     root_path: str = ""  # before every route, where a proxy leaves it there
     default_timeout_s: float | None = None
     shared_memory_mb: int = 512  # for large responses from the engine to API processes; 0: sent by socket
+    result_cache_mb: int = 0  # results kept in each API process; 0: none
+    result_cache_redis: str | None = None  # URL of a Redis that keeps results too
+    result_cache_ttl_s: float = 86_400.0  # how long a result is kept; 0: until there is no room
     chat_template: str | None = None  # Jinja, or the name of one of the model's templates; None: its default
     trust_request_chat_template: bool = False  # requests may bring a chat template of their own
     enable_tokenizer_info_endpoint: bool = False  # /tokenizer_info shows the tokenizer's configuration
     drain_s: float = 30.0
+    wake_timeout_s: float = 30.0  # of a request for a model that sleeps; 0: it does not wait
     standby_engine: bool | None = None  # None: beside an engine on a GPU
+    sleep_after_s: float = 0.0  # a model that is idle for so long goes to sleep; 0: never
+    max_awake_models: int = 0  # beyond it, the least recently used model goes to sleep; 0: no limit
     engine_hang_timeout_s: float = 10.0  # without a sign of life of the engine's loop; 0: never replaced
     engine_step_timeout_s: float = 600.0  # of one step; 0: no limit
     log_level: str = "info"
@@ -143,9 +177,9 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return self.access_log or self.log_inputs
 
     @property
-    def accepted_keys(self) -> tuple[str, ...]:
-        """The keys of which a client must send one; empty if clients need none."""
-        return (() if self.api_key is None else (self.api_key,)) + self.api_keys
+    def needs_key(self) -> bool:
+        """Whether a client must send a key."""
+        return bool(self.api_keys) or self.api_key_file is not None
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,7 +205,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = False
     generates: bool = False
     generate_prefixes: bool = False  # sequences that generate share cached prefixes
-    kv_cache_bytes: int = 0  # 0: the free memory of the device
+    kv_cache_bytes: int = 0  # 0: a share of the free memory of the device
+    kv_share: float = 0.8  # of the memory that the weights leave free; the rest is for activations
     share_identical: bool = True
     document_cache_bytes: int = 0
     step_output_bytes: int = 0  # 0: no limit

@@ -68,6 +68,13 @@ class Unauthorized(ClientError):
     code = "invalid_api_key"
 
 
+class Forbidden(ClientError):
+    """The key is valid, but does not allow this."""
+
+    status = 403
+    code = "forbidden"
+
+
 class NotFound(ClientError):
     status = 404
     code = "not_found"
@@ -75,6 +82,10 @@ class NotFound(ClientError):
 
 class ModelNotFound(NotFound):
     code = "model_not_found"
+
+
+class ModelNotAllowed(ModelNotFound):
+    """The client's key does not allow the model. It is not told whether the server has it."""
 
 
 class MethodNotAllowed(ClientError):
@@ -92,6 +103,13 @@ class ReadTimeout(ClientError):
 
     status = 408
     code = "read_timeout"
+
+
+class OrderFailed(ClientError):
+    """An operator's order for a model could not be carried out."""
+
+    status = 409
+    code = "order_failed"
 
 
 class BodyTooLarge(ClientError):
@@ -135,7 +153,7 @@ class QueueFull(ClientError):
 
     status = 429
     code = "queue_full"
-    reason: ClassVar[str] = "tokens"  # label of the metric that counts refusals
+    reason: str = "tokens"  # label of the metric that counts refusals
     retry_after_s: int = 1
 
 
@@ -149,6 +167,13 @@ class QueueTooSlow(QueueFull):
     """The request would wait, or has waited, longer than `--max-queue-seconds`."""
 
     reason = "wait"
+
+
+class KeyLimitReached(QueueFull):
+    """The client's key has as many requests in flight, or has used as many tokens, as it may."""
+
+    code = "key_limit_reached"
+    reason = "key_requests"  # or key_tokens
 
 
 class Cancelled(ClientError):
@@ -193,6 +218,13 @@ class EngineUnavailable(EngineError):
     status = 503
     code = "engine_unavailable"
     retry_after_s: ClassVar[int] = 2
+
+
+class ModelAsleep(EngineUnavailable):
+    """The model sleeps, and did not wake in time or could not be woken."""
+
+    code = "model_asleep"
+    retry_after_s = 5
 
 
 class ServerFull(EngineError):

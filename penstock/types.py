@@ -41,6 +41,19 @@ class Task(enum.StrEnum):
 LABELLED_TASKS = frozenset({Task.ENTITIES, Task.ZERO_SHOT})  # their labels come with the request
 
 
+class EngineSleep(enum.IntEnum):
+    """Whether an engine holds its weights and caches."""
+
+    AWAKE = 0
+    FALLING_ASLEEP = 1
+    ASLEEP = 2
+    WAKING = 3
+
+    @property
+    def words(self) -> str:
+        return self.name.lower().replace("_", " ")
+
+
 class OutputDtype(enum.StrEnum):
     """Number format of output vectors. `binary` and `ubinary` pack eight sign bits into a byte."""
 
@@ -216,6 +229,17 @@ def cumulative(lengths: Ints) -> Ints:
     return out
 
 
+def ragged_arange(starts: Ints, lengths: Ints, cu_lengths: Ints) -> Ints:
+    """For each row the indices start, start + 1, … up to its length; all rows concatenated."""
+    shift = np.repeat(starts - cu_lengths[:-1], lengths)
+    return shift + np.arange(len(shift), dtype=np.int32)
+
+
+def runs(starts: Ints, lengths: Ints) -> Ints:
+    """`ragged_arange` for callers without cumulative lengths."""
+    return ragged_arange(starts, lengths, cumulative(lengths))
+
+
 def split_rows(values: Array, lengths: Ints) -> list[Array]:
     """Split a ragged run [tokens, …] into one view per row."""
     out, first = [], 0
@@ -250,6 +274,8 @@ class Request:
     cache_salt: str = ""  # prefixes are shared only between equal salts
     sampling: SamplerParams | None = None  # set when the rows are prompts to continue
     num_truncated: int = 0  # rows that were cut to fit; not sent to the engine
+    client: str = ""  # who sent it: clients share the device by their weights
+    weight: float = 1.0  # above 0
     starts: Ints = field(init=False)  # [rows], start offset of each row in token_ids
 
     def __post_init__(self) -> None:

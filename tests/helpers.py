@@ -28,6 +28,8 @@ def make_request(
     type_ids: Sequence[int] | None = None,
     skip: Sequence[int] | None = None,
     key_limits: Sequence[int] | None = None,
+    client: str = "",
+    weight: float = 1.0,
 ) -> Request:
     """A request whose tokens count up from `first_token`, so that every token is different."""
     total = sum(lengths)
@@ -42,6 +44,8 @@ def make_request(
         priority=priority,
         arrival_s=arrival_s,
         deadline_s=deadline_s,
+        client=client,
+        weight=weight,
     )
 
 

@@ -43,7 +43,7 @@ class AccessLog:
             ("tokens", call.num_tokens),
             ("generated_tokens", call.num_generated),
             ("error", call.error_code),
-            ("key", getattr(getattr(call, "key", None), "name", "")),
+            ("key", "" if call.key is None else call.key.name),
             ("body", call.shown_body),
         ):
             if value:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.backlog import Backlog, check_wait, retry_after_s
+from penstock.backlog import check_wait, max_queued_of, retry_after_s
 from penstock.errors import QueueFull
 from penstock.wire.status import StatusReader
 
@@ -75,10 +75,19 @@ class Admission:
             return True
         return self._clock() < self._trusted_until_s[0]
 
-    def admit(self, kind: str, num_bytes: int, num_rows: int = 1, *, generates: bool = False) -> Admitted:
+    def admit(
+        self,
+        kind: str,
+        num_bytes: int,
+        num_rows: int = 1,
+        *,
+        generates: bool = False,
+        light_weight: float = 0.0,
+    ) -> Admitted:
         """Count a request in, or raise `QueueFull`. Call `tokenised` when it is ready to be submitted.
 
-        `kind` names requests of similar bodies: they have about as many tokens in a byte.
+        `kind` names requests of similar bodies: they have about as many tokens in a byte. `light_weight` is
+        the weight of a client that has no other request in flight: it does not wait for all of the others'.
         """
         admitted = Admitted(num_bytes, self._ratios[kind].estimate(num_bytes), False)
         if self._status is not None:
@@ -89,7 +98,7 @@ class Admission:
                     or num_rows > settings["max_num_seqs"]
                 )
                 if admitted.is_large or self._clock() >= self._trusted_until_s[generates]:
-                    self._check(admitted, settings, generates)
+                    self._check(admitted, settings, generates, light_weight)
         self._tokenising[admitted.is_large] += admitted.estimated_tokens
         return admitted
 
@@ -107,15 +116,19 @@ class Admission:
             error.retry_after_s = retry_after_s(wait_s, limit_s)
         return error
 
-    def _check(self, admitted: Admitted, settings: Mapping[str, Any], generates: bool) -> None:
+    def _check(
+        self, admitted: Admitted, settings: Mapping[str, Any], generates: bool, light_weight: float
+    ) -> None:
         if self._status is None or not (any(self._tokenising) or self._status.has_backlog):
             return
         status, (small, large) = self._status.read(), self._tokenising
         published = status.prompt_backlog if generates else status.backlog
-        backlog = Backlog(
-            published.small_tokens + small, published.large_tokens + large, published.tokens_per_s
+        backlog = published._replace(
+            small_tokens=published.small_tokens + small, large_tokens=published.large_tokens + large
         )
         waiting, limit = backlog.num_tokens, settings["max_queued_tokens"]
+        if light_weight and (backlog.small_weight or backlog.large_weight):
+            limit = max_queued_of(limit, waiting, held=0, num_clients=1)
         if waiting and waiting + admitted.estimated_tokens > limit:
             error = QueueFull(
                 f"about {waiting} tokens are waiting and at most {limit} may; this request has about "
@@ -123,6 +136,11 @@ class Admission:
             )
             error.retry_after_s = retry_after_s(backlog.wait_s(is_large=True), 0)
             raise error
-        check_wait(backlog.wait_s(is_large=admitted.is_large or generates), settings["max_queue_seconds"])
-        if not admitted.is_large:
+        is_large = admitted.is_large or generates
+        wait_s = backlog.wait_s(is_large=is_large)
+        if light_weight:
+            own_tokens = min(admitted.estimated_tokens, settings["max_num_batched_tokens"])
+            wait_s = backlog.client_wait_s(own_tokens, light_weight, is_large=is_large and not generates)
+        check_wait(wait_s, settings["max_queue_seconds"])
+        if not admitted.is_large and not light_weight:
             self._trusted_until_s[generates] = self._clock() + _TRUST_S

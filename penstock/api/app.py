@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.api.dialects import (
+    admin,
     cohere,
     hugging_face,
     infinity,
@@ -32,9 +33,10 @@ from penstock.api.dialects import (
 from penstock.api.endpoint import Call, Endpoint, Reply
 from penstock.api.invocations import INVOCATIONS, InvocationEndpoint
 from penstock.api.metrics import ApiMetrics
-from penstock.api.routes import RouteSpec, VariantTable
+from penstock.api.routes import Handler, RouteSpec, VariantTable
 from penstock.api.schema import openapi
 from penstock.api.state import ServerState
+from penstock.api.watched_files import watch_files
 from penstock.errors import NotFound
 
 DIALECTS: tuple[ModuleType, ...] = (
@@ -49,6 +51,7 @@ DIALECTS: tuple[ModuleType, ...] = (
     infinity,
     ollama,
     operation,
+    admin,
     pages,
 )
 
@@ -75,6 +78,7 @@ EXPOSED_HEADERS = (
     "x-request-id",
     "x-ignored-fields",
     "x-truncated-rows",
+    "x-cache-hits",
     "x-tokenize-ms",
     "x-queue-ms",
     "x-device-ms",
@@ -139,13 +143,33 @@ def under(root: str, app: ASGIApp) -> ASGIApp:
     return serve
 
 
-def build_app(state: ServerState) -> ASGIApp:
-    metrics = ApiMetrics()
-    plain = [route for route in (*ROUTES, _schema_route(state)) if route is not INVOCATIONS]
+def build_app(state: ServerState, metrics: ApiMetrics | None = None) -> ASGIApp:
+    """The application of the public port: all routes, without those that an admin port has taken over."""
+    metrics = metrics or ApiMetrics()
+    plain = [route for route in (*public_routes(state), _schema_route(state)) if route is not INVOCATIONS]
     endpoints = [Endpoint(state, metrics, route) for route in plain]
     invoked = InvocationEndpoint(state, metrics, INVOCATIONS, endpoints)
     app = App([*endpoints, invoked], lifespan=partial(_lifespan, state))
-    app.router.default = _not_found(state, metrics)
+    moved = () if state.config.admin_port is None else [each for each in ROUTES if not each.is_public]
+    return _served(state, app, _not_found(state, metrics, [route.path for route in moved]))
+
+
+def build_admin_app(state: ServerState, metrics: ApiMetrics) -> ASGIApp:
+    """The application of the admin port. It has no lifespan: the public one is served by the same process."""
+    routes = [route for route in ROUTES if route.is_for_operators]
+    app = App([Endpoint(state, metrics, route) for route in routes])
+    return _served(state, app, _not_found(state, metrics))
+
+
+def public_routes(state: ServerState) -> tuple[RouteSpec, ...]:
+    if state.config.admin_port is None:
+        return ROUTES
+    return tuple(route for route in ROUTES if route.is_public)
+
+
+def _served(state: ServerState, app: App, default: ASGIApp) -> ASGIApp:
+    """The application below its root path, for pages of the allowed origins."""
+    app.router.default = default
     app.router.redirect_slashes = False
     served: ASGIApp = under(state.config.root_path, app) if state.config.root_path else app
     if not state.config.allowed_origins:
@@ -166,9 +190,9 @@ def _schema_route(state: ServerState) -> RouteSpec:
     def schema() -> bytes:
         config, names = state.config, state.names
         document = openapi(
-            (*ROUTES, route),
+            (*public_routes(state), route),
             strict_fields=config.strict_fields,
-            needs_key=bool(config.accepted_keys),
+            needs_key=config.needs_key,
             model=names[0] if names else None,
         )
         return msgspec.json.encode(document)
@@ -183,26 +207,46 @@ def _schema_route(state: ServerState) -> RouteSpec:
 
 @asynccontextmanager
 async def _lifespan(state: ServerState, app: Any) -> AsyncIterator[None]:
+    if state.follower is not None:
+        await state.follower.start()
     for model in state.models.values():
         model.engine.start()
+    watch = asyncio.create_task(watch_files(state.watched))
     yield
+    if state.follower is not None:
+        await state.follower.close()
+    watch.cancel()
     for model in state.models.values():
         model.engine.close()
         model.text.close()
     if state.observer is not None:
         await asyncio.to_thread(state.observer.close)
+    if state.result_cache is not None:
+        await state.result_cache.close()
     await asyncio.sleep(0)
 
 
-def _not_found(state: ServerState, metrics: ApiMetrics) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+def _not_found(
+    state: ServerState, metrics: ApiMetrics, moved: Sequence[str] = ()
+) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+    """The answer to paths that have no route; `moved` are those of the admin port."""
+
     async def refuse(call: Call) -> Reply:
         raise NotFound("no such route; /docs lists all routes")
 
-    route = RouteSpec("other", None, refuse, "operation", open_to_all=True, methods=ALL_METHODS)
-    endpoint = Endpoint(state, metrics, route)
+    async def refuse_moved(call: Call) -> Reply:
+        raise NotFound("this route is on the port of --admin-port")
+
+    def endpoint_of(handler: Handler) -> Endpoint:
+        route = RouteSpec("other", None, handler, "operation", open_to_all=True, methods=ALL_METHODS)
+        return Endpoint(state, metrics, route)
+
+    endpoint, elsewhere = endpoint_of(refuse), endpoint_of(refuse_moved)
+    prefixes = tuple(path.partition("{")[0] for path in moved)
 
     async def default(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await endpoint(scope, receive, send)
+            is_moved = (scope["path"].rstrip("/") or "/").startswith(prefixes)
+            await (elsewhere if prefixes and is_moved else endpoint)(scope, receive, send)
 
     return default

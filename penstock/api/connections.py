@@ -211,6 +211,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self.table = table
         self.limits = table.limits
+        self.hosts = table.hosts
         self.address = ""  # that it counts for
         self.logs_access = self.access_log
         self._asgi: Any = {"version": self.asgi_version, "spec_version": "2.3"}
@@ -274,8 +275,11 @@ class Connection(HttpToolsProtocol):
                 self._count_overhead(len(data))
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Keep the connection if an answer is due: the client may still read."""
+        """Keep the connection if an answer is due: the client may still read. TLS has no half-open
+        connections."""
         self._has_ended = True
+        if self.scheme == "https":
+            return None
         if self._reads_head:
             self._stop(BadValue("the connection ended before the headers were complete"))
             return True
@@ -460,7 +464,8 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
             return
         self._lingering_s = self.loop.time()
-        self.transport.write_eof()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
         self.flow.resume_reading()
 
     def _check_head_time(self, now_s: float) -> None:
@@ -549,8 +554,8 @@ class Connection(HttpToolsProtocol):
         if self.logs_access:
             cast(dict[str, Any], self.scope)[SCOPE_KEY] = Claim()
         error = None
-        if self.table.hosts is not None and self.host is not None:
-            error = self.table.hosts.check(self.host)
+        if self.hosts is not None and self.host is not None:
+            error = self.hosts.check(self.host)
         return self.app if error is None else _refuse_host(error)
 
     def _start(self, exchange: Exchange, app: ASGI3Application) -> None:

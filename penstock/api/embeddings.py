@@ -55,7 +55,7 @@ async def vectors(
     call: Call, body: ChunkFields, model: ServedModel, params: PoolingParams, *, prefix: str, items: Items
 ) -> Reply:
     """The values of a pooling task, in the chunks that the body or the server's default asks for."""
-    if body.chunking is None and call.state.config.default_chunking == "mean" and params.task is Task.EMBED:
+    if body.chunking is None and model.default_chunking == "mean" and params.task is Task.EMBED:
         body.chunking = _default_chunking(body, model)
     if body.wants_chunks:
         return await _in_chunks(call, body, model, params, prefix=prefix, items=items)
@@ -71,9 +71,9 @@ def _default_chunking(body: ChunkFields, model: ServedModel) -> Literal["mean"] 
     return "mean" if _may_be_chunked(body.input, model) else None
 
 
-def is_chunked_by_default(call: Call, inputs: str | list[Any], model: ServedModel) -> bool:
+def is_chunked_by_default(inputs: str | list[Any], model: ServedModel) -> bool:
     """Whether the server's default embeds these inputs in chunks, where their body leaves it open."""
-    return call.state.config.default_chunking == "mean" and _may_be_chunked(inputs, model)
+    return model.default_chunking == "mean" and _may_be_chunked(inputs, model)
 
 
 def _may_be_chunked(inputs: str | list[Any], model: ServedModel) -> bool:

@@ -6,7 +6,6 @@ A dialect is a set of routes and the shape of its error body; everything else is
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
@@ -21,9 +20,12 @@ from penstock.api.access_log import shown_body
 from penstock.api.body import PIECE_BYTES, sized
 from penstock.api.body import Body as ReplyBody
 from penstock.api.decoding import RouteDecoder
+from penstock.api.default_model import Use, use_of
 from penstock.api.error_styles import OPENAI_ERRORS as OPENAI_ERRORS
 from penstock.api.error_styles import ErrorStyle
+from penstock.api.keys import ApiKey
 from penstock.api.metrics import CONNECTION_LIMITS, ApiMetrics
+from penstock.api.result_cache import CacheControl, cache_control_of
 from penstock.api.routes import RouteSpec, Variant
 from penstock.api.state import ServedModel, ServerState
 from penstock.api.tracing import RequestTrace
@@ -31,10 +33,14 @@ from penstock.errors import (
     BadValue,
     BodyTooLarge,
     Cancelled,
+    KeyLimitReached,
     MethodNotAllowed,
+    ModelNotAllowed,
+    ModelNotFound,
     PenstockError,
     Unauthorized,
     UnsupportedEncoding,
+    shown,
 )
 
 log = logging.getLogger("penstock.api")
@@ -42,6 +48,7 @@ Answered = TypeVar("Answered")
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
 MAX_REQUEST_ID = 256  # characters
+_THIS_MACHINE = ("127.0.0.1", "::1")  # addresses that tell nothing about who sends
 _MAX_DIGITS = 18  # of a declared size; longer ones are too large in any case
 _MAX_IGNORED_CHARS = 1024  # of the header that names ignored fields
 
@@ -87,6 +94,8 @@ class Call:
     errors: ErrorStyle | None = None  # of the dialect that the body turned out to be
     ignored_fields: tuple[str, ...] = ()
     num_truncated: int = 0  # rows that were cut to fit
+    cache_control: CacheControl = CacheControl.DEFAULT
+    num_cached_rows: int | None = None  # answered by the result cache; None: it was not asked
     path_value: str = ""  # what stands for the path's parameter
     model_name: str = ""  # empty until it is known
     num_rows: int = 0
@@ -97,6 +106,20 @@ class Call:
     is_streamed: bool = False
     trace: RequestTrace | None = None  # None: not traced
     shown_body: str = ""  # with --log-inputs
+    use: Use | None = None  # what the route does with a model
+    query_string: bytes = b""  # of a route without a body
+    key: ApiKey | None = None  # that the client has sent; None: the route or the server needs none
+    client: str = ""  # who sent it: the key's name, or as `client_of` tells
+
+    @property
+    def weight(self) -> float:
+        """The client's share of the device, compared to other clients."""
+        return 1.0 if self.key is None else self.key.weight
+
+    @property
+    def light_weight(self) -> float:
+        """The weight of a client that has no other request in flight; 0 for one that has."""
+        return self.weight if self.state.held.get(self.client, 0) <= 1 else 0.0
 
     def model(self, body: Any, *, may_truncate: bool = True) -> ServedModel:
         """The model that a body names. A prompt in the name, and the server's default for long texts, are
@@ -104,10 +127,12 @@ class Call:
         state = self.state
         model = state.models.get(body.model)  # nearly always its own name
         if model is None:
-            model, prompt = state.find(body.model)
+            model, prompt = self.resolve(body.model)
             if prompt is not None:
                 choose_prompt_by_name(body, model, prompt)
-        if state.config.auto_truncate and may_truncate and _leaves_open(body):
+        elif self.key is not None and not self.may_use(model):
+            raise self._not_allowed(body.model)
+        if model.auto_truncate and may_truncate and _leaves_open(body):
             body.truncate_prompt_tokens = -1
         self.model_name = model.spec.name
         return model
@@ -124,6 +149,56 @@ class Call:
         fields = {} if self.request_id is None else {"request_id": self.request_id}
         return fields if self.trace is None else {**fields, "trace_id": self.trace.trace_id}
 
+    def find(self, name: str | None) -> ServedModel:
+        """The model of this name, if the client's key allows it."""
+        return self.resolve(name)[0]
+
+    def resolve(self, name: str | None) -> tuple[ServedModel, str | None]:
+        """The model of this name and the prompt that the name asks for. Models that the client's key does not
+        allow do not exist for the client."""
+        if self.key is None or self.key.models is None:
+            return self.state.find(name, self.use)
+        try:
+            model, prompt = self.state.find(name, self.use)
+        except ModelNotFound:
+            raise self._not_allowed(name) from None
+        if not self.may_use(model):
+            raise self._not_allowed(name)
+        return model, prompt
+
+    @property
+    def names(self) -> list[str]:
+        """The names of models that the client may use."""
+        return [name for name in self.state.names if self.may_use(self.state.find(name)[0])]
+
+    def may_use(self, model: ServedModel) -> bool:
+        if self.key is None or self.key.models is None:
+            return True
+        aliases = self.state.aliases
+        return any(aliases.get(name, name) == model.spec.name for name in self.key.models)
+
+    def _not_allowed(self, name: str | None) -> ModelNotAllowed:
+        assert self.key is not None
+        asked = f"model {shown(name)}" if name else "the default model"
+        allowed = ", ".join(self.names) or "none of this server"
+        return ModelNotAllowed(
+            f"{asked} is not one that key {self.key.name} may use; its models are: {allowed}", param="model"
+        )
+
+    def count_tokens(self, num_tokens: int) -> None:
+        """Count the tokens of a request that is about to run. Refuse it if its key has no tokens left."""
+        if (key := self.key) is not None:
+            if key.limits is not None:
+                key.limits.take(num_tokens)
+            self.metrics.key_tokens(key.name, num_tokens)
+
+    def count_generated(self, num_tokens: int) -> None:
+        self.num_generated += num_tokens
+        if (key := self.key) is not None:
+            if key.limits is not None:
+                key.limits.owe(num_tokens)
+            self.metrics.key_tokens(key.name, num_tokens)
+
     def headers(self) -> list[tuple[bytes, bytes]]:
         total_s = time.monotonic() - self.began_s
         out = [
@@ -138,6 +213,8 @@ class Call:
             out.append((b"x-ignored-fields", _names_header(self.ignored_fields)))
         if self.num_truncated:
             out.append((b"x-truncated-rows", b"%d" % self.num_truncated))
+        if self.num_cached_rows is not None:
+            out.append((b"x-cache-hits", b"%d" % self.num_cached_rows))
         return out
 
 
@@ -177,9 +254,10 @@ class Endpoint:
         self.path = route.path
         self.handler = route.handler
         self.errors = route.errors
-        self.open_to_all = route.open_to_all
-        self.keys = tuple(key.encode() for key in state.config.accepted_keys)
+        self.keys = state.keys
+        self.needs_key = route.admin or (state.config.needs_key and not route.open_to_all)
         self.route = route
+        self.use = use_of(route.path)
         self.counts_as_request = route.counts_as_request
         self.methods = self.allowed = route.all_methods
         self.prefix = route.prefix
@@ -197,19 +275,20 @@ class Endpoint:
         call = Call(self.state, self.metrics, time.monotonic())
         if self.observer is not None:
             self.observer.begin(call, scope, self.route)
+        call.use = self.use
         if self.prefix is not None:
             call.path_value = scope["path"].removeprefix(self.prefix).rstrip("/")
         try:
             if scope["method"] not in self.methods:
                 reply = self._other_method(scope["method"])
             else:
-                if not self.open_to_all:
-                    check_key(scope, self.keys)
-                reply = await (
-                    self._admitted(call, scope, receive, send)
-                    if self.counts_as_request
-                    else self.handler(call)
-                )
+                if self.needs_key:
+                    call.key = self.keys.check(scope, needs_admin=self.route.admin)
+                if self.counts_as_request:
+                    reply = await self._admitted(call, scope, receive, send)
+                else:
+                    call.query_string = scope["query_string"]
+                    reply = await self.handler(call)
             if isinstance(reply, Reply):
                 reply.headers += call.headers()
         except PenstockError as error:
@@ -227,6 +306,8 @@ class Endpoint:
     def _count(self, call: Call, status: int) -> None:
         call.status = status
         self.metrics.request(self.path, status, call.model_name, time.monotonic() - call.began_s)
+        if call.key is not None:
+            self.metrics.key_request(call.key.name)
 
     async def _send(self, call: Call, reply: Reply, send: Send, head_only: bool) -> None:
         body = reply.body
@@ -267,12 +348,22 @@ class Endpoint:
 
     async def _admitted(self, call: Call, scope: Scope, receive: Receive, send: Send) -> Reply | Streamed:
         """The reply. A streamed one has been sent when this returns: it counts as in flight until then."""
-        self.state.check_room()  # before the body, which nobody has to send in vain
+        call.client = client = client_of(scope) if call.key is None else call.key.name
+        self.state.check_room(client)  # before the body, which nobody has to send in vain
+        limits = None if call.key is None else call.key.limits
+        if limits is not None:
+            limits.check()
         raw = await self._read(call, scope, receive)
         call.body_bytes = len(raw)
         if self.observer is not None and self.observer.shows_bodies:
             call.shown_body = shown_body(raw)
-        self.state.admit()
+        self.state.admit(client)
+        try:
+            if limits is not None:
+                limits.enter()
+        except KeyLimitReached:
+            self.state.release(client)
+            raise
         try:
             if self.decoder is None:
                 return await unless_gone(self.handler(call), receive)
@@ -284,7 +375,9 @@ class Endpoint:
                 await self._stream(call, reply, receive, send)
             return reply
         finally:
-            self.state.release()
+            self.state.release(client)
+            if limits is not None:
+                limits.leave()
 
     def _work(self, call: Call, decoder: RouteDecoder, raw: bytes | bytearray) -> Awaitable[Any]:
         """What the body asks for, not begun yet."""
@@ -392,6 +485,8 @@ class Endpoint:
             elif name == b"content-length":
                 if value.isdigit() and (len(value) > _MAX_DIGITS or int(value) > limit):
                     raise BodyTooLarge(f"the body has {value[:24].decode()} bytes; the limit is {limit}")
+            elif name == b"cache-control":
+                call.cache_control = cache_control_of(value)
             elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
                 raise UnsupportedEncoding(
                     f"Content-Encoding is {value.decode('latin-1')[:100]!r}; send the body uncompressed"
@@ -422,10 +517,21 @@ class Endpoint:
         if isinstance(error, MethodNotAllowed):
             headers.append((b"allow", ", ".join(self.allowed).encode()))
         self.metrics.refused(error)
+        if call.key is not None:
+            self.metrics.key_refused(call.key.name, error)
         if isinstance(error, Unauthorized):
             headers.append((b"www-authenticate", b"Bearer"))
         errors = call.errors or self.errors
         return Reply(msgspec.json.encode(errors.body(error)), JSON, errors.status(error), headers)
+
+
+def client_of(scope: Scope) -> str:
+    """Who sent a request: the address of the peer, or the connection if it is on this machine. Clients share
+    the device by this name."""
+    if not (peer := scope.get("client")):  # a Unix socket
+        return ""
+    host, port = peer
+    return f"{host}:{port}" if host in _THIS_MACHINE else str(host)
 
 
 def is_request_id(text: str) -> bool:
@@ -439,24 +545,6 @@ def check_request_id(request_id: str) -> None:
             f"request_id may have up to {MAX_REQUEST_ID} characters, all of them printable",
             param="request_id",
         )
-
-
-def check_key(scope: Scope, keys: tuple[bytes, ...]) -> None:
-    """Refuse a request without one of `keys`. How long this takes tells nothing about the keys."""
-    if not keys:
-        return
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            scheme, _, given = value.partition(b" ")
-            if scheme.lower() == b"bearer" and _is_any(given.strip(), keys):
-                return
-        elif name in (b"x-api-key", b"api-key") and _is_any(value, keys):
-            return
-    raise Unauthorized("a valid API key is required; send `Authorization: Bearer KEY`")
-
-
-def _is_any(given: bytes, keys: Sequence[bytes]) -> bool:
-    return sum(hmac.compare_digest(given, key) for key in keys) > 0  # every key is compared
 
 
 WATCH_AFTER_S = 0.005  # most requests are answered sooner and need no watcher

@@ -151,9 +151,9 @@ class Generation:
                     yield deltas
         finally:
             self.call.metrics.generated(self.model.spec.name, self.completion_tokens)
-            self.call.num_generated += self.completion_tokens
             if self.call.trace is not None:
                 self.call.trace.generated(self._launched_s, self.call.device_s)
+            self.call.count_generated(self.completion_tokens)
         record_phases(self.call, time.monotonic())  # text is encoded while it is generated
 
     def _count(self, delta: TextDelta) -> None:
@@ -191,7 +191,9 @@ async def begin(call: Call, body: TextFields, task: Generate, *, kind: str) -> G
             f"most {max_rows}",
             param="n",
         )
-    call.count_work(model, job.num_rows, sum(map(len, job.prompts)))
+    num_tokens = sum(map(len, job.prompts))
+    call.count_tokens(num_tokens)
+    call.count_work(model, job.num_rows, num_tokens)
     if call.trace is not None:
         call.trace.tokenized(began, call.tokenize_s)
     return Generation(call, body, model, job, kind, scores_prompt_only=task.echo and body.max_tokens == 0)
@@ -200,7 +202,7 @@ async def begin(call: Call, body: TextFields, task: Generate, *, kind: str) -> G
 async def _prepare(call: Call, model: ServedModel, task: Generate, scheduling: Scheduling) -> GenerationJob:
     """Tokenise the prompts, unless the queue has no room for them."""
     admission, kind, num_tokens = model.admission, type(task).__name__, None
-    admitted = admission.admit(kind, call.body_bytes, generates=True)
+    admitted = admission.admit(kind, call.body_bytes, generates=True, light_weight=call.light_weight)
     try:
         job = await task.prepare(model.text, call.state.next_id(), scheduling)
         num_tokens = sum(map(len, job.prompts))

@@ -81,19 +81,19 @@ class InvocationEndpoint(Endpoint):
         self._others = {each.path: each for each in others if each.route.body is not None}
 
     def _work(self, call: Call, decoder: RouteDecoder, raw: bytes | bytearray) -> Awaitable[Any]:
-        other = self._find(raw)
+        other = self._find(call, raw)
         assert other.decoder is not None
-        call.errors = other.errors
+        call.errors, call.use = other.errors, other.use
         return other._work(call, other.decoder, raw)
 
-    def _find(self, raw: bytes | bytearray) -> Endpoint:
+    def _find(self, call: Call, raw: bytes | bytearray) -> Endpoint:
         check_nesting(raw)
         try:
             fields = _FIELDS.decode(raw)
             name = _NAME.decode(fields.get("model", b"null"))
         except UNDECODABLE as error:
             raise BadValue(f"the body is not a valid JSON object: {error}") from None
-        model, _ = self.state.find(name)
+        model = call.find(name)
         found = self._others.get(path_of(fields, model) or "")
         if found is None:
             raise BadValue(

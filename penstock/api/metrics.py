@@ -12,7 +12,15 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from penstock.api.metric_aliases import Kinds, alias_text
 from penstock.buffered_metrics import BufferedHistogram, BufferedMetrics
-from penstock.errors import Cancelled, PenstockError, QueueFull, QueueTooSlow, TooManyRequests
+from penstock.errors import (
+    Cancelled,
+    KeyLimitReached,
+    ModelNotAllowed,
+    PenstockError,
+    QueueFull,
+    QueueTooSlow,
+    TooManyRequests,
+)
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 REQUESTS = Counter(
@@ -88,6 +96,15 @@ class EngineUp:
 
 
 ENGINE_UP = EngineUp()
+KEY_REQUESTS = Counter("penstock_key_requests", "Requests by the name of their API key", ["key"])
+KEY_TOKENS = Counter(
+    "penstock_key_tokens", "Tokens received and generated, by the name of the API key", ["key"]
+)
+KEY_REFUSED = Counter(
+    "penstock_key_refused",
+    "Requests refused because of their API key, by its name: too many requests or tokens, or a model",
+    ["key", "reason"],
+)
 
 
 PUBLISH_INTERVAL_S = 0.1
@@ -113,6 +130,18 @@ class ApiMetrics:
             REJECTED.labels(error.reason).inc()
         elif isinstance(error, Cancelled):
             CANCELLED.inc()
+
+    def key_request(self, key: str) -> None:
+        self._buffer.counter(KEY_REQUESTS, key).inc()
+
+    def key_tokens(self, key: str, tokens: int) -> None:
+        self._buffer.counter(KEY_TOKENS, key).inc(tokens)
+
+    def key_refused(self, key: str, error: PenstockError) -> None:
+        if isinstance(error, KeyLimitReached):
+            KEY_REFUSED.labels(key, error.reason.removeprefix("key_")).inc()
+        elif isinstance(error, ModelNotAllowed):
+            KEY_REFUSED.labels(key, "model").inc()
 
     def ignored_fields(self, route: str, count: int) -> None:
         IGNORED_FIELDS.labels(route).inc(count)

@@ -132,14 +132,14 @@ class TextOptions:
     def side(self) -> Side:
         return "left" if self.direction.lower() == "left" else "right"
 
-    def limit(self, call: Call) -> int | None:
+    def limit(self, model: ServedModel) -> int | None:
         """The value of `truncate_prompt_tokens`: long texts are cut unless somebody says otherwise."""
-        given = self.truncate if self.truncate is not None else call.state.config.auto_truncate
+        given = self.truncate if self.truncate is not None else model.auto_truncate
         return None if given is False else -1
 
-    def inputs(self, call: Call) -> InputOptions:
+    def inputs(self, model: ServedModel) -> InputOptions:
         return InputOptions(
-            truncate_prompt_tokens=self.limit(call),
+            truncate_prompt_tokens=self.limit(model),
             truncation_side=self.side,
             prompt_name=self.prompt_name,
             prompt=self.prompt,
@@ -147,9 +147,9 @@ class TextOptions:
             input_type=self.input_type,
         )
 
-    def pairs(self, call: Call, *, is_symmetric: bool = False) -> PairOptions:
+    def pairs(self, model: ServedModel, *, is_symmetric: bool = False) -> PairOptions:
         return PairOptions(
-            truncate_prompt_tokens=self.limit(call),
+            truncate_prompt_tokens=self.limit(model),
             truncation_side=self.side,
             is_symmetric=is_symmetric,
             prompt_name=self.prompt_name if is_symmetric else None,
@@ -197,8 +197,8 @@ async def _run_embed(
 ) -> Result[NDArray[Any]]:
     """The vectors. Long texts are embedded in chunks where `--default-chunking` says so and the body does not
     ask for a cut."""
-    own = options.inputs(call)
-    if options.truncate is None and is_chunked_by_default(call, inputs, model):
+    own = options.inputs(model)
+    if options.truncate is None and is_chunked_by_default(inputs, model):
         task = EmbedInChunks(
             inputs=inputs,
             params=params,
@@ -219,7 +219,7 @@ async def embed_all(
     task = TokenEmbed(
         inputs=inputs,
         params=PoolingParams(Task.TOKEN_EMBED, normalize=False),
-        options=options.inputs(call),
+        options=options.inputs(model),
     )
     result = await run(call, body, model, task, rows_name="inputs")
     return vectors_reply(call, result, num_chars(inputs))
@@ -233,7 +233,7 @@ async def embed_sparse(
     task = Sparse(
         inputs=inputs,
         params=PoolingParams(Task.SPARSE, top_k=MAX_TOP_K),
-        options=options.inputs(call),
+        options=options.inputs(model),
     )
     result = await run(call, body, model, task, rows_name="inputs")
     began = time.monotonic()
@@ -262,7 +262,7 @@ async def rank(
         raise EmptyInput("query and a text are empty; give at least one character", param="texts")
     activate = False if raw_scores else None
     model, pairs = call.model(body), make_pairs(query, texts)
-    result = await run_pairs(call, body, model, pairs, options.pairs(call), activate=activate)
+    result = await run_pairs(call, body, model, pairs, options.pairs(model), activate=activate)
     began, scores = time.monotonic(), result.value
     rows: list[dict[str, Any]] = [{"index": index, "score": scores[index]} for index in top_indices(scores)]
     if return_text:
@@ -285,7 +285,7 @@ async def similarity(
         raise EmptyInput("inputs has an empty text; give at least one character for each", param="inputs")
     check_num_rows(call, len(sentences), "sentences")
     pairs = make_pairs(source, sentences)
-    symmetric = options.pairs(call, is_symmetric=True)
+    symmetric = options.pairs(model, is_symmetric=True)
     result = await run_pairs(call, body, model, pairs, symmetric, activate=None)
     return bare_reply(call, result, result.value, len(source) + num_chars(sentences), time.monotonic())
 
@@ -310,7 +310,8 @@ async def predict(
     """The scores of all labels for texts and pairs of texts."""
     rows, is_one = predict_rows(inputs)
     check_num_rows(call, len(rows), "inputs")
-    model, own = call.model(body), options.inputs(call)
+    model = call.model(body)
+    own = options.inputs(model)
     params = PoolingParams(Task.CLASSIFY, normalize=False if raw_scores else None)
     scores: list[Any] = [None] * len(rows)
     results = []

@@ -9,21 +9,23 @@ import os
 import resource
 import socket
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import uvicorn
+from starlette.types import ASGIApp
 
-from penstock.api.admission import Admission
-from penstock.api.app import build_app
+from penstock.api.app import build_admin_app, build_app
 from penstock.api.connection_table import MAX_REFUSED, ConnectionTable
 from penstock.api.connections import Connection
-from penstock.api.hosts import host_check
-from penstock.api.state import ServedModel, ServerState, engine_reason
-from penstock.checkpoint.spec import with_max_model_len
+from penstock.api.hosts import HostCheck, host_check
+from penstock.api.http_server import Door, HttpServer
+from penstock.api.metrics import ApiMetrics
+from penstock.api.model_table import ModelTableFollower, build_model
+from penstock.api.state import ServerState
+from penstock.api.tls import ServerTls
 from penstock.config import ServerConfig, available_cpus
 from penstock.errors import ModelLoadError
 from penstock.logs import configure
@@ -31,35 +33,17 @@ from penstock.serving.launch import (
     EXIT_BAD_MODEL,
     ApiLaunch,
     follow_parent,
-    report_started,
     setup_child_process,
 )
-from penstock.tasks.model import TextModel
-from penstock.wire.client import EngineClient
-from penstock.wire.liveness import HangLimits
-from penstock.wire.status import StatusReader
 
 OTHER_FILES = 256  # that a process opens besides its connections
 log = logging.getLogger("penstock.api")
 
 
 def build_state(launch: ApiLaunch) -> ServerState:
-    spec = with_max_model_len(launch.spec, launch.engine.max_model_len or launch.spec.max_model_len)
-    status = None if launch.status_file is None else StatusReader(Path(launch.status_file))
-    engine = EngineClient(
-        launch.address,
-        partial(engine_reason, Path(launch.state_file)),
-        status,
-        HangLimits.for_refusing(launch.server.engine_hang_timeout_s, launch.server.engine_step_timeout_s),
-    )
-    model = ServedModel(
-        text=TextModel(spec, chat_template=launch.server.chat_template),
-        engine=engine,
-        created_s=int(time.time()),
-        admission=Admission(status, lambda: engine.engine_settings),
-    )
-    aliases = dict.fromkeys(launch.engine.model_names[1:], spec.name)
-    return ServerState(launch.server, {spec.name: model}, aliases)
+    state = ServerState(launch.server, {})
+    state.serve_models([build_model(each, launch.server) for each in launch.models])
+    return state
 
 
 def tokenizer_threads(cpus: int, processes: int) -> int:
@@ -67,12 +51,14 @@ def tokenizer_threads(cpus: int, processes: int) -> int:
     return max(1, min(4, cpus // (processes + 1)))
 
 
-def http_config(state: ServerState, listener: socket.socket) -> uvicorn.Config:
+def http_config(
+    state: ServerState, listener: socket.socket | None = None, metrics: ApiMetrics | None = None
+) -> uvicorn.Config:
     """How uvicorn serves this process: its protocol is a `Connection`, within the limits of the server."""
     limits = with_open_files(state.config)
-    hosts = host_check(listener.getsockname()[0], limits.host, limits.allowed_hosts)
+    hosts = None if listener is None else hosts_of(listener, limits)
     return uvicorn.Config(
-        build_app(state),
+        build_app(state, metrics),
         http=cast(Any, partial(Connection, table=ConnectionTable(limits, state.buffered, hosts))),
         loop="uvloop" if sys.platform != "win32" else "asyncio",
         ws="none",
@@ -85,6 +71,28 @@ def http_config(state: ServerState, listener: socket.socket) -> uvicorn.Config:
         # A last resort: the connections end all requests themselves, a second after the drain at the latest.
         timeout_graceful_shutdown=math.ceil(limits.drain_s) + 2,
     )
+
+
+def hosts_of(listener: socket.socket, config: ServerConfig) -> HostCheck | None:
+    """Which hosts requests may name. No page in a browser reaches a Unix socket."""
+    if listener.family == socket.AF_UNIX:
+        return None
+    return host_check(listener.getsockname()[0], config.host, config.allowed_hosts)
+
+
+def open_doors(state: ServerState, launch: ApiLaunch, app: ASGIApp, metrics: ApiMetrics) -> list[Door]:
+    """What this process serves on each of the sockets that it has inherited."""
+    public = socket.socket(fileno=launch.listen_fd)
+    tls = None
+    if state.config.ssl_certfile is not None:
+        served = ServerTls(state.config)
+        state.watched.append(served.reload)
+        tls = served.context
+    doors = [Door(public, app, hosts_of(public, state.config), tls)]
+    if launch.admin_fd is not None:
+        admin = socket.socket(fileno=launch.admin_fd)
+        doors.append(Door(admin, build_admin_app(state, metrics), hosts_of(admin, state.config), tls))
+    return doors
 
 
 def with_open_files(limits: ServerConfig) -> ServerConfig:
@@ -117,16 +125,22 @@ def main() -> None:
     except ModelLoadError as error:
         log.error("%s", error.message)
         sys.exit(EXIT_BAD_MODEL)
-    listener = socket.socket(fileno=launch.listen_fd)
-    config = http_config(state, listener)
+    if launch.parent is not None:
+        folder = Path(launch.parent.folder) / "keys"
+        state.keys.share_limits(folder, launch.index, launch.server.api_server_count)
+    follower = None
+    if launch.control is not None:
+        state.follower = follower = ModelTableFollower(state, launch.control)
+    metrics = ApiMetrics()
+    config = http_config(state, metrics=metrics)
+    doors = open_doors(state, launch, cast(ASGIApp, config.app), metrics)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     gc.collect()
     gc.freeze()  # what is there now stays: no later collection has to look at it
-    report_started(launch)
-    for model in state.models.values():
-        if isinstance(model.engine, EngineClient):
-            model.engine.on_ready = partial(report_started, launch)
-    uvicorn.Server(config).run(sockets=[listener])
+    server = HttpServer(config, doors, launch.server.header_timeout_s)
+    if follower is not None:
+        server.on_started = follower.report_serving
+    server.run(sockets=[door.socket for door in doors])
 
 
 if __name__ == "__main__":

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from penstock.api.error_styles import OPENAI_ERRORS, ErrorStyle
 
 Handler = Callable[..., Awaitable[Any]]  # (call) or (call, body) → Reply | Streamed
+Door = Literal["public", "admin", "both"]
 Claims = Callable[[Mapping[str, msgspec.Raw]], bool]
 
 
@@ -50,6 +51,8 @@ class RouteSpec:
     errors: ErrorStyle = OPENAI_ERRORS
     example: Mapping[str, Any] | None = None  # a body that works with a fitting model
     open_to_all: bool = False  # needs no API key
+    admin: bool = False  # needs an admin key
+    on: Door = "public"  # where --admin-port divides the routes; a route for admins is on the admin port
     methods: tuple[str, ...] | None = None  # None: POST with a body, GET and HEAD without
     variants: tuple[Variant, ...] = ()  # other kinds of body on the same path
     # Content types of the 200 answer beside JSON. Where none is named, a body with `stream` has
@@ -57,6 +60,16 @@ class RouteSpec:
     media: tuple[str, ...] = ()
     is_listed: bool = True  # in the OpenAPI document; False: a file of a page, or a route that only refuses
     path_example: str | None = None  # of the path's parameter; one called `model` needs none
+
+    @property
+    def is_public(self) -> bool:
+        """Whether the public port serves it although there is an admin port."""
+        return self.on != "admin" and not self.admin
+
+    @property
+    def is_for_operators(self) -> bool:
+        """Whether the admin port serves it."""
+        return self.on != "public" or self.admin
 
     @property
     def counts_as_request(self) -> bool:

@@ -60,11 +60,16 @@ async def run(
     request = prepared.request
     call.tokenize_s = time.monotonic() - began
     call.num_truncated += request.num_truncated  # a call may run several requests
+    call.count_tokens(request.num_tokens)
     call.count_work(model, request.num_rows, request.num_tokens)
     if call.trace is not None:
         call.trace.tokenized(began, call.tokenize_s)
     try:
-        output = prepared.output or await submit(model.engine, request, scheduling)
+        if (output := prepared.output) is None:
+            if (cache := call.state.result_cache) is None:
+                output = await submit(model.engine, request, scheduling)
+            else:
+                output = await cache.answer(call, model, request, scheduling)
     except QueueFull as error:
         raise model.admission.with_retry_after(error) from None
     call.queue_s = max(0.0, output.timings.queue_s - call.tokenize_s)  # the engine counts from the arrival
@@ -77,7 +82,7 @@ async def run(
 async def _prepare(call: Call, model: ServedModel, task: PoolingTask[R]) -> Prepared[R]:
     """Tokenise the inputs, unless the queue has no room for them."""
     admission, kind, num_tokens = model.admission, type(task).__name__, None
-    admitted = admission.admit(kind, call.body_bytes, task.num_rows)
+    admitted = admission.admit(kind, call.body_bytes, task.num_rows, light_weight=call.light_weight)
     try:
         prepared = await task.prepare(model.text, call.state.next_id())
         num_tokens = prepared.request.num_tokens
@@ -101,7 +106,13 @@ def scheduling_of(call: Call, body: Scheduled) -> Scheduling:
     timeout_s = body.timeout if body.timeout is not None else call.state.config.default_timeout_s
     if timeout_s is not None:
         check_timeout(timeout_s)
-    return Scheduling(priority=body.priority, arrival_s=call.began_s, timeout_s=timeout_s)
+    return Scheduling(
+        priority=body.priority,
+        arrival_s=call.began_s,
+        timeout_s=timeout_s,
+        client=call.client,
+        weight=call.weight,
+    )
 
 
 def check_timeout(timeout_s: float | None) -> None:

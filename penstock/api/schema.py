@@ -21,6 +21,7 @@ from penstock.errors import (
     DeadlineExceeded,
     EmptyInput,
     EngineUnavailable,
+    Forbidden,
     MalformedBody,
     ModelNotFound,
     NotPossible,
@@ -71,6 +72,7 @@ _HEADERS: dict[str, tuple[bool, Json, str]] = {  # on every answer: (always ther
     "x-request-id": (False, {"type": "string"}, "The request's id, if the client gave one."),
     "x-ignored-fields": (False, {"type": "string"}, "The fields of the body that were ignored."),
     "x-truncated-rows": (False, {"type": "integer"}, "How many rows were cut to fit the model."),
+    "x-cache-hits": (False, {"type": "integer"}, "How many rows the result cache answered, if there is one."),
 }
 _RETRY_AFTER: Json = {"description": "Seconds to wait.", "schema": {"type": "integer"}}
 _METADATA: Json = {
@@ -89,6 +91,10 @@ _EVENTS, _OCTETS = "text/event-stream", "application/octet-stream"
 _UNAUTHORIZED = (
     Unauthorized("a valid API key is required; send `Authorization: Bearer KEY`"),
     "The key is missing or wrong.",
+)
+_FORBIDDEN = (
+    Forbidden("this route needs an admin key, and key search is none"),
+    "The key is not an admin key, or the server has none.",
 )
 _NOT_FOUND = (
     ModelNotFound("no model is named 'other'; /v1/models lists all", param="model"),
@@ -132,8 +138,8 @@ def openapi(
         for method in _methods(route):
             operation = _operation(route, schemas, model)
             operation["operationId"] = names[method, route.path]
-            if not route.open_to_all:
-                operation["security"] = [{"key": []}] if needs_key else [{}, {"key": []}]
+            if route.admin or not route.open_to_all:
+                operation["security"] = [{"key": []}] if needs_key or route.admin else [{}, {"key": []}]
             paths.setdefault(route.path, {})[method] = operation
     return {
         "openapi": "3.1.0",
@@ -428,6 +434,11 @@ def _error_answers(route: RouteSpec, schemas: _Schemas) -> Json:
 
 
 def _errors(route: RouteSpec) -> Iterable[tuple[PenstockError, str]]:
+    if route.admin:
+        return (
+            *(_ERRORS if route.body is not None else (_UNAUTHORIZED, _NOT_FOUND, _UNAVAILABLE)),
+            _FORBIDDEN,
+        )
     if route.body is not None:
         return _ERRORS
     return (_UNAVAILABLE,) if route.open_to_all else (_UNAUTHORIZED, _NOT_FOUND, _UNAVAILABLE)

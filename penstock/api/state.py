@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from penstock.api.admission import Admission
+from penstock.api.default_model import Use, choose
+from penstock.api.keys import KeyRing
 from penstock.api.observer import RequestObserver, observer_for
+from penstock.api.result_cache import ResultCache
+from penstock.backlog import max_queued_of
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ServerConfig
 from penstock.errors import EngineUnavailable, ModelNotFound, ServerFull, TooManyRequests, shown
 from penstock.handle import EngineHandle
+from penstock.serving.control import Action, OrderAnswer
 from penstock.serving.launch import EngineState
 from penstock.tasks.model import TextModel
+from penstock.wire.status import EngineSleep, StatusReader
 
 PROMPT_KINDS = ("query", "document")  # that NAME:KIND asks for
 DEFAULT_TAG = "latest"  # that some clients add to every name
@@ -29,10 +37,42 @@ class ServedModel:
     engine: EngineHandle
     created_s: int
     admission: Admission = field(default_factory=Admission)
+    auto_truncate: bool | None = None  # as in `ServerConfig`, which settles None
+    default_chunking: Literal["none", "mean"] | None = None
+    number: int = 0  # that the supervisor knows the model by
+    aliases: tuple[str, ...] = ()
+    status: StatusReader | None = None  # the engine's page; None: the engine has none
+    state_file: Path | None = None  # where the supervisor writes why the engine cannot serve
 
     @property
     def spec(self) -> ModelSpec:
         return self.text.spec
+
+    @property
+    def state(self) -> ModelState:
+        """Whether requests are served at once, after the model is awake, or not."""
+        if not self.engine.ready:
+            return "starting" if self._engine_state().state == "starting" else "restarting"
+        if self.status is None:
+            return "awake"
+        return SLEEP_STATES[self.status.read().sleep_state]
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the model has never been served since it was loaded."""
+        return not self.engine.ready and self._engine_state().state == "starting"
+
+    def _engine_state(self) -> EngineState:
+        return EngineState("starting", "") if self.state_file is None else read_state(self.state_file)
+
+
+ModelState = Literal["awake", "falling asleep", "asleep", "waking", "starting", "restarting"]
+SLEEP_STATES: dict[EngineSleep, ModelState] = {
+    EngineSleep.AWAKE: "awake",
+    EngineSleep.FALLING_ASLEEP: "falling asleep",
+    EngineSleep.ASLEEP: "asleep",
+    EngineSleep.WAKING: "waking",
+}
 
 
 @dataclass(slots=True)
@@ -49,14 +89,33 @@ class BufferedBytes:
         )
 
 
+class ModelFollower(Protocol):
+    """Follows the set of models that the supervisor holds."""
+
+    async def start(self) -> None:
+        """Connect to the supervisor."""
+
+    async def close(self) -> None: ...
+
+    async def order(
+        self, action: Action, model: str, *, level: int | None = None, settings: dict[str, Any] | None = None
+    ) -> OrderAnswer:
+        """Have the supervisor carry out an order for a model."""
+
+
 @dataclass(slots=True)
 class ServerState:
     config: ServerConfig
     models: dict[str, ServedModel]
     aliases: dict[str, str] = field(default_factory=dict)  # other names of models
+    follower: ModelFollower | None = None  # takes orders to change the models; None: they cannot be changed
     in_flight: int = 0
+    held: dict[str, int] = field(default_factory=dict)  # of those in flight, requests of each client
     buffered: BufferedBytes = field(init=False)
     observer: RequestObserver | None = field(init=False)  # None: requests are neither traced nor logged
+    keys: KeyRing = field(init=False)
+    watched: list[Callable[[], None]] = field(init=False)  # what looks after files that may change
+    result_cache: ResultCache | None = field(init=False)  # None: every row is computed
     # A successor of this process counts from 0 again, while the engine may still run our requests.
     _name: str = field(default_factory=lambda: secrets.token_hex(4))
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
@@ -64,6 +123,25 @@ class ServerState:
     def __post_init__(self) -> None:
         self.buffered = BufferedBytes(self.config.max_buffered_bytes)
         self.observer = observer_for(self.config)
+        self.result_cache = ResultCache.of(self.config)
+        self.keys = KeyRing(self.config)
+        self.watched = [self.keys.reload] if self.keys.has_files else []
+        for model in self.models.values():
+            self._settle(model)
+
+    def serve_models(self, models: Sequence[ServedModel]) -> None:
+        """Serve these models, in this order, and no others."""
+        for model in models:
+            self._settle(model)
+        self.models = {model.spec.name: model for model in models}
+        self.aliases = {alias: model.spec.name for model in models for alias in model.aliases}
+
+    def _settle(self, model: ServedModel) -> None:
+        """Fill in the server's settings where the model has none of its own."""
+        if model.auto_truncate is None:
+            model.auto_truncate = self.config.auto_truncate
+        if model.default_chunking is None:
+            model.default_chunking = self.config.default_chunking
 
     def next_id(self) -> str:
         """An id that no other request of this server has, also not one of a process that has exited."""
@@ -74,14 +152,15 @@ class ServerState:
         """Every name that a request may use, of all models."""
         return [*self.models, *self.aliases]
 
-    def find(self, name: str | None) -> tuple[ServedModel, str | None]:
-        """The model of this name; without a name, the first. `NAME:PROMPT` names a prompt too."""
+    def find(self, name: str | None, use: Use | None = None) -> tuple[ServedModel, str | None]:
+        """The model of this name; without a name, the one that suits the use. `NAME:PROMPT` names a prompt
+        too."""
         if name is None or name == "":
-            return next(iter(self.models.values())), None
+            return self.default(use), None
         if (model := self._named(name)) is not None:
             return model, None
         if name == NO_NAME:
-            return next(iter(self.models.values())), None
+            return self.default(use), None
         base, _, prompt = name.rpartition(":")
         if (model := self._named(base)) is not None:
             if prompt == DEFAULT_TAG:
@@ -89,44 +168,74 @@ class ServerState:
             if prompt in PROMPT_KINDS or prompt in model.spec.prompts:
                 return model, prompt
         if self.config.any_model_name:
-            return next(iter(self.models.values())), None
+            return self.default(use), None
         raise ModelNotFound(
             f"model {shown(name)} is not served here; this server has: {', '.join(self.names)}",
             param="model",
         )
 
+    def default(self, use: Use | None = None) -> ServedModel:
+        """The model of requests that name none."""
+        models = list(self.models.values())
+        if not models:
+            raise EngineUnavailable("this server has no model yet")
+        return models[choose((model.spec for model in models), use) if len(models) > 1 else 0]
+
     def _named(self, name: str) -> ServedModel | None:
         return self.models.get(self.aliases.get(name, name))
 
-    def admit(self) -> None:
+    def admit(self, client: str = "") -> None:
         """Count a request in, once its body is read and before other work; `release` counts it out."""
-        self.check_room()
+        self.check_room(client)
         self.in_flight += 1
+        held = self.held
+        held[client] = held.get(client, 0) + 1
 
-    def check_room(self) -> None:
-        """Refuse a request if as many as allowed are in flight."""
-        if self.in_flight >= self.config.max_concurrent_requests:
-            raise TooManyRequests(
-                f"{self.in_flight} requests are in flight, which is the limit; try again shortly"
-            )
+    def check_room(self, client: str = "") -> None:
+        """Refuse a request if as many as allowed are in flight, and its client has its share of them."""
+        limit = self.config.max_concurrent_requests
+        if self.in_flight >= limit:
+            limit = max_queued_of(limit, self.in_flight, self.held.get(client, 0), len(self.held))
+            if self.in_flight >= limit:
+                raise TooManyRequests(
+                    f"{self.in_flight} requests are in flight, which is the limit; try again shortly"
+                )
 
-    def release(self) -> None:
+    def release(self, client: str = "") -> None:
         self.in_flight -= 1
+        left = self.held[client] - 1
+        if left:
+            self.held[client] = left
+        else:
+            del self.held[client]
 
     def check_engines(self) -> None:
-        """Raise with the reason if an engine cannot serve."""
+        """Raise with the reason unless requests are served: every model has been started, and not all of them
+        are being restarted."""
         for model in self.models.values():
-            if not model.engine.ready:
+            if model.is_starting:
                 raise EngineUnavailable(model.engine.unavailable_reason)
+        if not any(model.engine.ready for model in self.models.values()):
+            reasons = (model.engine.unavailable_reason for model in self.models.values())
+            raise EngineUnavailable(next(reasons, "this server has no model yet"))
 
     @property
     def ready(self) -> bool:
-        return all(model.engine.ready for model in self.models.values())
+        try:
+            self.check_engines()
+        except EngineUnavailable:
+            return False
+        return True
+
+
+def read_state(state_file: Path) -> EngineState:
+    """What the supervisor has recorded about an engine."""
+    try:
+        return msgspec.json.decode(state_file.read_bytes(), type=EngineState)
+    except (OSError, msgspec.DecodeError):
+        return EngineState("starting", "the engine is not running")
 
 
 def engine_reason(state_file: Path) -> str:
-    """Why the engine is not running, as the supervisor recorded it."""
-    try:
-        return msgspec.json.decode(state_file.read_bytes(), type=EngineState).detail
-    except (OSError, msgspec.DecodeError):
-        return "the engine is not running"
+    """Why the engine is not running."""
+    return read_state(state_file).detail

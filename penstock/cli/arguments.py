@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
+from collections.abc import Collection
 from pathlib import Path
 
 _ARGUMENTS_BEGIN = 45  # field of /proc/self/stat, counted from behind the name
+
+
+def hide_arguments(flags: Collection[str]) -> None:
+    """Overwrite the values of flags wherever the command line has them."""
+    for argument, following in zip(sys.argv, [*sys.argv[1:], None], strict=True):
+        name, equals, value = argument.partition("=")
+        if name.replace("_", "-") in flags:
+            hide_argument(value if equals else following)
 
 
 def hide_argument(secret: str | None) -> None:

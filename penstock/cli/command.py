@@ -217,7 +217,7 @@ class ServeCommand(Command):
         if flag in args and (names_model or not args[0].startswith("-")):
             args = repeat_flags(args, {flag})
         rest = super().parse_args(ctx, args)
-        if file is not None and not names_model and ctx.params["model_argument"] is not None:
+        if file is not None and not names_model and ctx.params["models"]:
             ctx.params["engineconfig_model"] = None  # the argument comes before the file
         return rest
 

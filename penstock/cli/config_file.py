@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 from penstock.errors import ConfigError
 
 FLAG = "--config"
+MODELS = "models"  # the key that lists models
+Convert = Callable[[Any], tuple[str, Any]]  # value in the file → field and its value
 
 
 def config_file(args: Sequence[str]) -> str | None:
@@ -31,6 +33,8 @@ def read_config(file: str, params: Sequence[Any]) -> dict[str, Any]:
     by_name = {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
     values: dict[str, Any] = {}
     for key, value in _mapping(file).items():
+        if key == MODELS:
+            continue
         name = "--" + str(key).replace("_", "-")
         param = by_name.get(name)
         if param is None or name in (FLAG, "--help"):
@@ -42,6 +46,42 @@ def read_config(file: str, params: Sequence[Any]) -> dict[str, Any]:
         if value is not None:
             values[param.name] = _value(param, name, value)
     return values
+
+
+def listed_models(file: str, settings: Mapping[str, Convert]) -> list[dict[str, Any]]:
+    """The models that a file lists, each with the fields that it sets. `settings` has the flags that a model
+    may set, by name without hyphens in front, and turns a value of the file into a field."""
+    listed = _mapping(file).get(MODELS)
+    if listed is None:
+        return []
+    if not isinstance(listed, list) or not listed:
+        raise ConfigError(
+            f"{MODELS} of {FLAG} must be a list, as in - model: BAAI/bge-small-en-v1.5", param=FLAG
+        )
+    return [_listed_model(entry, settings) for entry in listed]
+
+
+def _listed_model(entry: Any, settings: Mapping[str, Convert]) -> dict[str, Any]:
+    given = {"model": entry} if isinstance(entry, str) else entry
+    if not isinstance(given, dict) or not isinstance(given.get("model"), str):
+        raise ConfigError(
+            f"{MODELS} of {FLAG} has {entry!r}; use a model, or a mapping with its `model` and settings",
+            param=FLAG,
+        )
+    fields: dict[str, Any] = {}
+    for key, value in given.items():
+        name = str(key).replace("_", "-")
+        if name not in settings:
+            close = get_close_matches(name, settings, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(
+                f"model {given['model']!r} of {FLAG} has {key!r}, which is no setting of a model{hint}",
+                param=FLAG,
+            )
+        if value is not None:
+            field, converted = settings[name](value)
+            fields[field] = converted
+    return fields
 
 
 def _mapping(file: str) -> Mapping[Any, Any]:

@@ -35,6 +35,7 @@ _EXTRAS = {
     "hf": "runs models through transformers, and converts tokenizers without tokenizer.json",
     "structured": "JSON schemas, expressions and grammars for generated text",
     "otel": "OpenTelemetry traces",
+    "redis": "results kept in Redis, for --result-cache-redis",
     "bench": "other engines to measure against",
 }
 _MIN_OPEN_FILES = 4096

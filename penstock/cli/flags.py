@@ -7,6 +7,7 @@ where it differs from the field's, its group, its help and the values it accepts
 from __future__ import annotations
 
 import enum
+import importlib.util
 import inspect
 import json
 import re
@@ -25,6 +26,7 @@ from penstock.errors import ConfigError
 
 MODEL, SERVER_PANEL, SCHEDULING = "Model", "Server", "Scheduling"
 MEMORY, GENERATION, OBSERVABILITY = "Memory", "Generation", "Observability"
+MAX_TTL_S = 315_360_000  # ten years
 
 EngineFields = dict[str, Any]  # fields of EngineConfig that the user has set
 ServerFields = dict[str, Any]  # fields of ServerConfig that the user has set
@@ -112,32 +114,43 @@ def _root_path(given: str) -> str:
     return path
 
 
-def api_key(given: str) -> str:
-    """The value of --api-key, if an HTTP header can carry it. No message shows it."""
-    if not given or not all("!" <= character <= "~" for character in given):
-        raise ConfigError("--api-key takes visible ASCII characters, without spaces", param="api_key")
-    return given
+def _keys(flag: str) -> Callable[[Sequence[str]], tuple[str, ...]]:
+    """The values of a flag of keys: keys between commas, each of which a header can carry."""
+
+    def convert(given: Sequence[str]) -> tuple[str, ...]:
+        from penstock.api.key_file import given_keys
+
+        keys = tuple(key.strip() for each in given for key in each.split(",") if key.strip())
+        if not keys:
+            raise ConfigError(f"{flag} is empty; give a key of visible ASCII characters", param=flag)
+        given_keys(keys, flag)  # raises without showing a key
+        return keys
+
+    return convert
 
 
-def api_key_file(given: str) -> tuple[str, ...]:
-    """The keys in the file of --api-key-file, one in each line."""
-    try:
-        lines = Path(given).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"--api-key-file {given!r} cannot be read: {reason}", param="api_keys") from None
-    keys = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
-    if not keys:
+api_keys = _keys("--api-key")
+
+
+def _absolute(given: str) -> str:
+    """A file that is read again later, wherever the process works then. Links are not followed yet."""
+    return str(Path(given).absolute()) if given else given
+
+
+def _permissions(given: str) -> int:
+    if not re.fullmatch(r"0?o?[0-7]{3}", given):
         raise ConfigError(
-            f"--api-key-file {given!r} has no key; write one key in each line", param="api_keys"
+            f"--uds-permissions is {given!r}; use three octal digits such as 660", param="uds_permissions"
         )
-    for number, key in keys:
-        if not all("!" <= character <= "~" for character in key):
-            raise ConfigError(
-                f"--api-key-file {given!r}, line {number}: a key is visible ASCII characters, without spaces",
-                param="api_keys",
-            )
-    return tuple(key for _, key in keys)
+    return int(given.removeprefix("0").removeprefix("o"), 8)
+
+
+_CERT_REQS = ("none", "optional", "required")
+
+
+def _cert_reqs(given: str) -> str:
+    """The value of --ssl-cert-reqs: a name, or the number that Python's ssl module has for it."""
+    return _CERT_REQS[int(given)] if given.isdigit() else given
 
 
 def hang_timeout(given: float) -> float:
@@ -146,6 +159,38 @@ def hang_timeout(given: float) -> float:
         raise ConfigError(
             f"--engine-hang-timeout is {given:g}; use at least 1 second, or 0 for never",
             param="engine_hang_timeout_s",
+        )
+    return given
+
+
+def redis_url(given: str) -> str:
+    """The value of --result-cache-redis. No message shows it: it may hold a password."""
+    from urllib.parse import urlsplit
+
+    try:
+        parts = urlsplit(given)
+        is_complete = bool(parts.path if parts.scheme == "unix" else parts.hostname) and parts.port != 0
+    except ValueError:
+        is_complete = False
+    if not is_complete or parts.scheme not in ("redis", "rediss", "unix"):
+        raise ConfigError(
+            "--result-cache-redis takes redis://HOST:PORT/DB, rediss:// for TLS, or unix:///PATH",
+            param="result_cache_redis",
+        )
+    if importlib.util.find_spec("redis") is None:
+        raise ConfigError(
+            "--result-cache-redis needs the redis package; run `pip install 'penstock[redis]'`",
+            param="result_cache_redis",
+        )
+    return given
+
+
+def cache_ttl(given: float) -> float:
+    """The value of --result-cache-ttl."""
+    if not given <= MAX_TTL_S:  # true of NaN as well
+        raise ConfigError(
+            f"--result-cache-ttl is {given:g}; use up to {MAX_TTL_S} seconds, or 0 for no limit",
+            param="result_cache_ttl_s",
         )
     return given
 
@@ -425,24 +470,131 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         help="Port to listen on; 0 picks a free one.",
     ),
     Flag(
-        field="api_key",
+        field="uds",
         panel=SERVER_PANEL,
-        envvar="PENSTOCK_API_KEY",
-        metavar="KEY",
-        convert=api_key,
-        help="Key that clients must send, as Authorization: Bearer KEY. Prefer the environment variable or "
-        "--api-key-file: other users of the machine can read command lines.",
-        default_text="clients need no key",
+        metavar="PATH",
+        convert=_absolute,
+        help="Unix socket to listen on, in place of --host and --port.",
+        default_text="none",
+    ),
+    Flag(
+        field="uds_permissions",
+        panel=SERVER_PANEL,
+        metavar="MODE",
+        default="600",
+        convert=_permissions,
+        help="Permissions of the socket of --uds, as octal digits. 660 lets the group connect.",
+    ),
+    Flag(
+        field="admin_port",
+        names=("--admin-port", "--prometheus-port"),
+        panel=SERVER_PANEL,
+        metavar="PORT",
+        min=0,
+        help="Port for /metrics, /version, /load, /server_info and admin routes, which --port does not serve "
+        "then. /live, /ready, /health and /ping are on both. 0 picks a free one.",
+        default_text="all routes are on --port",
+    ),
+    Flag(
+        field="admin_host",
+        panel=SERVER_PANEL,
+        help="Address of --admin-port.",
+        default_text="that of --host",
     ),
     Flag(
         field="api_keys",
-        names=("--api-key-file",),
+        names=("--api-key",),
+        panel=SERVER_PANEL,
+        envvar="PENSTOCK_API_KEY",
+        metavar="KEY,...",
+        convert=api_keys,
+        help="Keys of which clients must send one, as Authorization: Bearer KEY. Prefer the environment "
+        "variable or --api-key-file: other users of the machine can read command lines.",
+        default_text="clients need no key",
+    ),
+    Flag(
+        field="api_key_file",
         panel=SERVER_PANEL,
         metavar="FILE",
-        default=None,
-        convert=api_key_file,
-        help="File of keys, one in each line. A client must send one of them, or that of --api-key.",
+        convert=_absolute,
+        help="File of keys, one in each line, or a YAML list of entries with names and limits. It is read "
+        "again when it changes. A client must send one of them, or one of --api-key.",
         default_text="none",
+    ),
+    Flag(
+        field="admin_keys",
+        names=("--admin-key",),
+        panel=SERVER_PANEL,
+        envvar="PENSTOCK_ADMIN_KEY",
+        metavar="KEY,...",
+        convert=_keys("--admin-key"),
+        help="Keys that admin routes ask for. They open all other routes too.",
+        default_text="admin routes refuse every request",
+    ),
+    Flag(
+        field="admin_key_file",
+        panel=SERVER_PANEL,
+        metavar="FILE",
+        convert=_absolute,
+        help="File of admin keys, as --api-key-file.",
+        default_text="none",
+    ),
+    Flag(
+        field="ssl_certfile",
+        panel=SERVER_PANEL,
+        metavar="FILE",
+        convert=_absolute,
+        help="Certificate, with its chain, in PEM format. The server then speaks TLS 1.2 and 1.3 only. It is "
+        "read again when it changes.",
+        default_text="plain HTTP",
+    ),
+    Flag(
+        field="ssl_keyfile",
+        panel=SERVER_PANEL,
+        metavar="FILE",
+        convert=_absolute,
+        help="Private key of the certificate, in PEM format.",
+        default_text="in the file of --ssl-certfile",
+    ),
+    Flag(
+        field="ssl_keyfile_password",
+        panel=SERVER_PANEL,
+        envvar="PENSTOCK_SSL_KEYFILE_PASSWORD",
+        metavar="TEXT",
+        help="Password of the private key. Prefer the environment variable or --ssl-keyfile-password-file.",
+        default_text="none",
+    ),
+    Flag(
+        field="ssl_keyfile_password_file",
+        panel=SERVER_PANEL,
+        metavar="FILE",
+        convert=_absolute,
+        help="File whose first line is the password of the private key.",
+        default_text="none",
+    ),
+    Flag(
+        field="ssl_ca_certs",
+        panel=SERVER_PANEL,
+        metavar="FILE",
+        convert=_absolute,
+        help="Certificates of the authorities that sign certificates of clients, in PEM format.",
+        default_text="none",
+    ),
+    Flag(
+        field="ssl_cert_reqs",
+        panel=SERVER_PANEL,
+        metavar="none|optional|required",
+        choices=(*_CERT_REQS, "0", "1", "2"),
+        convert=_cert_reqs,
+        help="Whether clients show a certificate: none does not ask for one, required refuses clients "
+        "without, optional checks those that are shown.",
+    ),
+    Flag(
+        field="ssl_ciphers",
+        panel=SERVER_PANEL,
+        metavar="NAMES",
+        help="Ciphers of TLS 1.2, as OpenSSL lists them.",
+        default_text="those of Python's ssl module",
     ),
     Flag(
         field="api_server_count",
@@ -626,6 +778,31 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         help="Time to finish requests after SIGTERM. A second signal ends the server at once.",
     ),
     Flag(
+        field="sleep_after_s",
+        names=("--sleep-after",),
+        panel=SERVER_PANEL,
+        metavar="SECONDS",
+        min=0,
+        help="Put a model to sleep that had no request for this long: it gives its memory back, and the next "
+        "request wakes it. 0 never does.",
+    ),
+    Flag(
+        field="max_awake_models",
+        panel=SERVER_PANEL,
+        min=0,
+        help="Put the least recently used models to sleep where more than this many are awake; 0 sets no "
+        "limit.",
+    ),
+    Flag(
+        field="wake_timeout_s",
+        names=("--wake-timeout",),
+        panel=SERVER_PANEL,
+        metavar="SECONDS",
+        min=0,
+        help="How long a request waits for a model that sleeps to wake, before it gets 503. 0 does not wait: "
+        "the request gets 503 at once and wakes the model.",
+    ),
+    Flag(
         field="standby_engine",
         panel=SERVER_PANEL,
         help="Keep a process that has imported PyTorch, so that an engine that dies is replaced sooner. It "
@@ -658,6 +835,31 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         min=0,
         help="Shared memory in MiB through which large results reach the API processes, allocated on demand; "
         "0 sends them through a socket.",
+    ),
+    Flag(
+        field="result_cache_mb",
+        panel=MEMORY,
+        min=0,
+        help="Memory in MiB, in each API process, for results: rows that were answered before are answered "
+        "without the engine; 0 keeps none.",
+    ),
+    Flag(
+        field="result_cache_redis",
+        panel=MEMORY,
+        metavar="URL",
+        convert=redis_url,
+        help="Redis that keeps results too, as redis://HOST:PORT/DB; rediss:// uses TLS. All processes and "
+        "servers of the same model share them. Prefer PENSTOCK_REDIS_PASSWORD to a password in the URL.",
+        default_text="none",
+    ),
+    Flag(
+        field="result_cache_ttl_s",
+        names=("--result-cache-ttl",),
+        panel=MEMORY,
+        metavar="SECONDS",
+        min=0,
+        convert=cache_ttl,
+        help="How long a result is kept; 0 keeps it until there is no room.",
     ),
     Flag(
         field="chat_template",
@@ -764,6 +966,21 @@ class ConfigFlags:
         if self._takes_model_argument:
             self._add_model_argument(fields, values[_MODEL_ARGUMENT.name])
         return fields
+
+    def from_file(self, flag: Flag, value: Any) -> tuple[str, Any]:
+        """The field and its value for what a YAML file has for a flag."""
+        kind, choices = _kind(self._hints[flag.field]), self._choices(flag)
+        if choices is not None and value not in (accepted := [choice.value for choice in choices]):
+            raise ConfigError(
+                f"{flag.name[2:]} is {value!r}; use one of {', '.join(accepted)}", param=flag.field
+            )
+        if flag.min is not None and isinstance(value, int | float) and value < flag.min:
+            raise ConfigError(f"{flag.name[2:]} is {value}; use at least {flag.min:g}", param=flag.field)
+        if get_origin(kind) is list and not isinstance(value, list):
+            value = [value]
+        if kind == _JSON and isinstance(value, dict):
+            return flag.field, value
+        return flag.field, self.to_field(flag, value)
 
     def default(self, flag: Flag) -> Any:
         """What the flag's value is where the user does not give it."""
@@ -893,5 +1110,5 @@ def _kind(hint: Any) -> Any:
 
 ENGINE = ConfigFlags(EngineConfig, ENGINE_FLAGS)
 ENGINE_AND_ARGUMENT = ConfigFlags(EngineConfig, ENGINE_FLAGS, takes_model_argument=True)
-SERVED_ENGINE = ConfigFlags(EngineConfig, ENGINE_FLAGS, takes_model_argument=True, is_offline=False)
+SERVED_ENGINE = ConfigFlags(EngineConfig, ENGINE_FLAGS, is_offline=False)
 SERVER = ConfigFlags(ServerConfig, SERVER_FLAGS)

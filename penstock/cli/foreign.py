@@ -169,7 +169,6 @@ _ONE_DEVICE = "one engine runs on one device; start a server for each and put a 
 _STEPS = "steps are planned by Penstock's own scheduler"
 _KERNELS = "Penstock chooses its kernels and CUDA graphs itself"
 _LOADING = "weights are read by Penstock's own loader"
-_TLS = "the server speaks plain HTTP; terminate TLS in a proxy before it"
 _ADAPTERS = "no LoRA adapter is loaded; merge it into the model"
 _NO_CODE = "no code of a checkpoint is run"
 _CACHE = "the cache has its own size; see --kv-cache-gb"
@@ -237,7 +236,7 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     no_effect("--tokenization-workers", server=TEI, value="N", why="threads follow from the cores"),
     no_effect("--disable-spans", server=TEI, why="spans are not logged; --otlp-endpoint sends them"),
     no_effect("--collect-detailed-traces", server=VLLM, value="NAMES", why="traces have every phase"),
-    no_effect("--prometheus-port", server=TEI, value="PORT", why="metrics are at /metrics of the same port"),
+    no_effect("--enable-ssl-refresh", server=VLLM, why="certificates are always read again when they change"),
     no_effect("--trust-remote-code", server=VLLM, why=_NO_CODE),
     no_effect("--code-revision", server=VLLM, value="REVISION", why=_NO_CODE),
     no_effect("--gpu-memory-utilization", server=VLLM, value="SHARE", why=_CACHE),
@@ -339,13 +338,6 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     refused("--return-tokens-as-token-ids", server=VLLM, why="set it in requests"),
     refused("--allow-credentials", server=VLLM, why="clients send the API key as a header, not as a cookie"),
     refused("--disable-fastapi-docs", server=VLLM, why="/docs and /openapi.json are always there"),
-    refused("--uds", server=VLLM, value="PATH", why="the server listens on --host and --port"),
-    refused("--ssl-keyfile", server=VLLM, value="FILE", why=_TLS),
-    refused("--ssl-certfile", server=VLLM, value="FILE", why=_TLS),
-    refused("--ssl-ca-certs", server=VLLM, value="FILE", why=_TLS),
-    refused("--ssl-cert-reqs", server=VLLM, value="N", why=_TLS),
-    refused("--ssl-ciphers", server=VLLM, value="NAMES", why=_TLS),
-    refused("--enable-ssl-refresh", server=VLLM, why=_TLS),
     refused("--enable-lora", server=VLLM, why=_ADAPTERS),
     refused("--lora-modules", server=VLLM, value="MODULES", why=_ADAPTERS),
     refused("--enable-force-include-usage", server=VLLM, why="set stream_options in requests"),

@@ -1,4 +1,4 @@
-"""`penstock serve`: a server for one model."""
+"""`penstock serve`: a server for one model or several."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import enum
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import msgspec
 import typer
 
-from penstock.cli.arguments import hide_argument
+from penstock.cli.arguments import hide_arguments
 from penstock.cli.command import with_options
+from penstock.cli.config_file import Convert, listed_models
 from penstock.cli.flags import (
     GENERATION,
     SERVED_ENGINE,
@@ -21,9 +22,10 @@ from penstock.cli.flags import (
     SERVER_PANEL,
     EngineFields,
     ServerFields,
-    api_key,
+    api_keys,
 )
 from penstock.cli.foreign import FOREIGN, Given
+from penstock.cli.protection import SECRET_FLAGS, check_protection, forget_secret_variables
 from penstock.config import EngineConfig, ServerConfig, available_cpus, from_mapping
 from penstock.errors import ConfigError
 from penstock.logs import configure
@@ -44,12 +46,21 @@ def serve(
     engine: EngineFields,
     server: ServerFields,
     foreign: Given,
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL...]",
+            help="Models to serve, each in an engine of its own. NAME=MODEL gives one a name.",
+            show_default=False,
+        ),
+    ] = None,
     config: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
             rich_help_panel=SERVER_PANEL,
-            help="YAML file of flags, as in `port: 8080`. Flags of the command line come first.",
+            help="YAML file of flags, as in `port: 8080`. Flags of the command line come first. `models:` "
+            "lists models with settings of their own.",
             show_default=False,
         ),
     ] = None,
@@ -62,18 +73,19 @@ def serve(
         ),
     ] = Runner.AUTO,
 ) -> None:
-    """Serve MODEL over HTTP until SIGTERM or ctrl-C.
+    """Serve models over HTTP until SIGTERM or ctrl-C.
 
     \b
     Examples:
       penstock serve
       penstock serve BAAI/bge-base-en-v1.5 --port 8080
       penstock serve Qwen/Qwen3-0.6B --device cuda --kv-cache-gb 20
+      penstock serve embed=BAAI/bge-base-en-v1.5 rerank=BAAI/bge-reranker-base
+      penstock serve --config models.yaml
     """
     engine, server = foreign.merged("engine", engine), foreign.merged("server", server)
     read_environment(engine, server)
-    for secret in (server.get("api_key"), foreign.hub_token):
-        hide_argument(secret)
+    hide_arguments(SECRET_FLAGS)
     if foreign.hub_token is not None:
         os.environ["HF_TOKEN"] = foreign.hub_token
     defaults = ServerConfig()
@@ -84,30 +96,75 @@ def serve(
     )
     if server.get("log_inputs"):
         log.warning("--log-inputs is on: texts of requests are written to the log")
-    if os.environ.pop("PENSTOCK_API_KEY", None) == "":  # no child process needs it
-        log.warning("PENSTOCK_API_KEY is empty, which sets no key")
+    forget_secret_variables()
     for warning in foreign.warnings:
         log.warning("%s", warning)
     device = engine.get("device", EngineConfig().device)
     with spawned_engine(device) as begun:  # before the imports below: it starts meanwhile
-        from penstock.checkpoint.describe import describe
+        from penstock.serving.model_settings import describe_loaded, describe_model
         from penstock.serving.supervisor import Supervisor
 
         wants_generation = generation(engine.get("enable_generation"), runner)
-        engine_config = from_mapping(EngineConfig, {**engine, "enable_generation": wants_generation})
+        shared = {**engine, "enable_generation": wants_generation}
         processes = api_processes(server.get("api_server_count", "auto"), device)
         server_config = from_mapping(ServerConfig, {**server, "api_server_count": processes})
-        if engine_config.pooler_config.enable_chunked_processing:
-            server_config = msgspec.structs.replace(server_config, default_chunking="mean")
-        check_long_texts(server_config)
-        spec = describe(engine_config)
-        check_tasks(foreign.tasks, spec.name, [task.value for task in spec.tasks])
-        if server_config.chat_template is not None:
-            from penstock.inputs.chat import ModelTemplate
-
-            _ = ModelTemplate(spec.path, server_config.chat_template).template  # raises if it is not valid
-        supervisor = Supervisor(engine_config, server_config, spec, begun)
+        check_protection(server_config)
+        listed = [] if config is None else listed_models(config, settings_of_models())
+        described = []
+        for settings in model_settings(models or [], shared, listed):
+            described.append(describe_model(settings, server_config))
+            spec = described[-1][1]
+            check_tasks(foreign.tasks, spec.name, [task.value for task in spec.tasks])
+        describe = partial(describe_loaded, defaults=shared, server=server_config)
+        supervisor = Supervisor(described, server_config, begun, describe=describe)
     raise typer.Exit(supervisor.run())
+
+
+OF_A_MODEL = ("auto_truncate", "default_chunking", "chat_template", "sleep_after_s")
+
+
+def settings_of_models() -> dict[str, Convert]:
+    """What a model in the file of --config may set: the engine's flags, a few of the server's, aliases."""
+    flags = [(SERVED_ENGINE, flag) for flag in SERVED_ENGINE.flags]
+    flags += [(SERVER, flag) for flag in SERVER.flags if flag.field in OF_A_MODEL]
+    settings: dict[str, Convert] = {
+        name[2:]: partial(group.from_file, flag) for group, flag in flags for name in flag.all_names
+    }
+    settings["aliases"] = lambda value: ("aliases", value if isinstance(value, list) else [value])
+    return settings
+
+
+def model_settings(
+    arguments: Sequence[str], shared: Mapping[str, Any], listed: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The settings of each model: those of the arguments, else of the file, else one with the flags alone."""
+    named = shared.get("model"), shared.get("served_model_name")
+    base = {name: value for name, value in shared.items() if name not in ("model", "served_model_name")}
+    if len(arguments) == 1 and named[0] not in (None, arguments[0]):
+        raise ConfigError(f"two models are named: {arguments[0]!r} and --model {named[0]!r}", param="model")
+    if len(arguments) > 1 and named != (None, None):
+        flag = "--model" if named[0] is not None else "--served-model-name"
+        raise ConfigError(
+            f"{flag} is for one model, and {len(arguments)} are given; write NAME=MODEL for each", param=flag
+        )
+    if arguments:
+        own = {} if named[1] is None else {"served_model_name": named[1]}
+        return [{**base, **own, **named_model(each)} for each in arguments]
+    if not listed:
+        return [dict(shared)]
+    if named != (None, None):
+        raise ConfigError("--config lists models with names: leave out --served-model-name and --model")
+    return [{**base, **each} for each in listed]
+
+
+def named_model(argument: str) -> dict[str, Any]:
+    """The settings of the argument MODEL or NAME=MODEL."""
+    name, equals, model = argument.partition("=")
+    if not equals or Path(argument).exists():
+        return {"model": argument}
+    if not name or not model:
+        raise ConfigError(f"the model {argument!r} has an empty part; use NAME=MODEL", param="model")
+    return {"model": model, "served_model_name": (name,)}
 
 
 def read_environment(engine: EngineFields, server: ServerFields) -> None:
@@ -116,8 +173,8 @@ def read_environment(engine: EngineFields, server: ServerFields) -> None:
     if model and engine.get("model") is None:
         engine["model"] = model
     key = os.environ.pop("VLLM_API_KEY", None)  # no child process needs it
-    if key and "api_key" not in server:
-        server["api_key"] = api_key(key)
+    if key and "api_keys" not in server:
+        server["api_keys"] = api_keys([key])
 
 
 def check_tasks(wanted: Mapping[str, str], model: str, tasks: Sequence[str]) -> None:
@@ -125,14 +182,6 @@ def check_tasks(wanted: Mapping[str, str], model: str, tasks: Sequence[str]) -> 
     for flag, task in wanted.items():
         if task not in tasks:
             raise ConfigError(f"{flag}: model {model} has no task {task}; its tasks are: {', '.join(tasks)}")
-
-
-def check_long_texts(config: ServerConfig) -> None:
-    if config.auto_truncate and config.default_chunking != "none":
-        raise ConfigError(
-            "--auto-truncate cuts long texts and --default-chunking embeds them whole; give only one",
-            param="default_chunking",
-        )
 
 
 def generation(asked: bool | None, runner: str) -> bool | None:

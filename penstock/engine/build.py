@@ -43,6 +43,7 @@ def build_core(
         generation=generation,
     )
     core.max_queue_s = settings.max_queue_seconds
+    core.sleeper = loaded.sleeper
     if generation is not None:
         core.grammars = _grammars(spec)
     return core

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from penstock.content import row_keys, scope
+from penstock.content import row_keys, scope, select_rows
 from penstock.engine.progress import Follower, Progress
-from penstock.scheduler.ragged import runs
 from penstock.types import ONE_ROW, Ints, Request
 
 _Rows = dict[bytes, tuple[Progress, int]]  # content → the request that runs it, and its row
@@ -40,8 +39,10 @@ class Split(NamedTuple):
 class Deduplicator:
     """Rows in flight, by what is asked of them and by content."""
 
-    def __init__(self) -> None:
+    def __init__(self, runs_soon: Callable[[Request], bool] = lambda leader: True) -> None:
+        """`runs_soon` says whether the rows of a request that is in flight run before long."""
         self.shared_rows = 0
+        self._runs_soon = runs_soon
         self._rows: dict[_Scope, _Rows] = {}
 
     def split(self, request: Request) -> Split:
@@ -51,7 +52,7 @@ class Deduplicator:
         keys = row_keys(request)
         if len(keys) == 1:
             found = known.get(keys[0])
-            if found is None or found[0].request.priority > request.priority:
+            if found is None or not self._may_follow(request, found[0].request):
                 return Split(shared, request, None, keys, ONE_ROW, [])
         own: dict[bytes, int] = {}  # content → row of the job
         first_rows: list[int] = []
@@ -59,7 +60,7 @@ class Deduplicator:
         leaders: dict[int, tuple[Progress, list[int], list[int]]] = {}
         for row, key in enumerate(keys):
             found = known.get(key)
-            if found is not None and found[0].request.priority <= request.priority:
+            if found is not None and self._may_follow(request, found[0].request):
                 _, rows, leader_rows = leaders.setdefault(id(found[0]), (found[0], [], []))
                 rows.append(row)
                 leader_rows.append(found[1])
@@ -77,6 +78,13 @@ class Deduplicator:
             LeaderRows(leader, _ints(mine), _ints(theirs)) for leader, mine, theirs in leaders.values()
         ]
         return Split(shared, job, source_rows, list(own), to_run, found_rows)
+
+    def _may_follow(self, request: Request, leader: Request) -> bool:
+        """Whether a request may wait for rows of another: not where these are less urgent, or wait behind
+        many others of another client."""
+        if leader.priority > request.priority:
+            return False
+        return leader.client == request.client or self._runs_soon(leader)
 
     def begin(self, request: Request, split: Split) -> Progress:
         """Register a request: it follows the rows that it found, and others may follow its own."""
@@ -103,27 +111,6 @@ class Deduplicator:
         progress.dedup_keys = []
         if not known:
             del self._rows[progress.dedup_scope]
-
-
-def select_rows(request: Request, rows: Ints, request_id: str) -> Request:
-    """These rows as a request of their own."""
-    lengths = request.lengths[rows]
-    tokens = runs(request.starts[rows], lengths)
-
-    def select(array: Ints | None, index: Ints) -> Ints | None:
-        return None if array is None else array[index]
-
-    return replace(
-        request,
-        id=request_id,
-        token_ids=request.token_ids[tokens],
-        lengths=lengths,
-        type_ids=select(request.type_ids, tokens),
-        token_mask=select(request.token_mask, tokens),
-        skip=select(request.skip, rows),
-        key_limits=select(request.key_limits, rows),
-        adapters=select(request.adapters, rows),
-    )
 
 
 def _ints(values: list[int]) -> Ints:

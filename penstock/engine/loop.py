@@ -32,10 +32,10 @@ from penstock.errors import (
     QueueTooSlow,
 )
 from penstock.kvcache.blocks import BlockPool
-from penstock.runner.base import Runner
+from penstock.runner.base import Runner, Sleeper
 from penstock.scheduler.generation import GenerationScheduler
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.queue import UNBOUNDED
+from penstock.scheduler.queue import HEAD_START_S, UNBOUNDED
 from penstock.scheduler.scheduler import ScheduledRows, Scheduler
 from penstock.types import (
     Comparison,
@@ -52,6 +52,15 @@ from penstock.types import (
 )
 
 log = logging.getLogger("penstock.engine")
+
+
+@dataclass(slots=True)
+class HeldWork:
+    """What waits for the engine to wake, outside of its queues."""
+
+    num_rows: int = 0
+    num_tokens: int = 0  # to pool
+    num_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +106,9 @@ class EngineCore:
         self.generation = generation  # None: this engine only pools
         self.grammars: Grammars | None = None  # compiles grammars before their requests join `generation`
         self.max_queue_s = 0.0  # until a request starts; 0: no limit
-        self.dedup = Deduplicator() if share_identical else None
+        self.sleeper: Sleeper | None = None  # None: this engine cannot sleep
+        self.held = HeldWork()  # while the engine sleeps
+        self.dedup = Deduplicator(scheduler.runs_soon) if share_identical else None
         self.pending = PendingRequests(scheduler, self.dedup)
         self._recovery = StepRecovery(scheduler, self.pending, generation)
         self._fair_share = FairShare()
@@ -153,9 +164,21 @@ class EngineCore:
             self._add_generation(request, request.sampling)
         else:
             if self.scheduler.queue.num_tokens > self._num_fast_tokens:
-                is_large = self.scheduler.queue.is_large(request)
-                check_wait(self.backlog.wait_s(is_large=is_large), self.max_queue_s)
+                check_wait(self._wait_s(request), self.max_queue_s)
             self.pending.add(request, self._start_by_s())
+
+    def _wait_s(self, request: Request) -> float:
+        """Seconds until a pooling request that arrives now starts."""
+        queue = self.scheduler.queue
+        is_large = queue.is_large(request)
+        own_tokens = queue.num_tokens_of(request.client, large=is_large)
+        own_tokens += min(request.num_tokens, self.scheduler.budget.max_tokens)
+        return self.backlog.client_wait_s(own_tokens, request.weight, is_large=is_large)
+
+    def _prompt_wait_s(self, generation: GenerationScheduler, request: Request) -> float:
+        """Seconds until a request that arrives now begins to generate."""
+        own_tokens = generation.queued_tokens_of(request.client) + request.num_tokens
+        return self.prompt_backlog.client_wait_s(own_tokens, request.weight, is_large=False)
 
     def _start_by_s(self) -> float | None:
         """By when a request that is queued now must start."""
@@ -165,13 +188,19 @@ class EngineCore:
     def backlog(self) -> Backlog:
         """The pooling work that waits."""
         queue, large = self.scheduler.queue, self.scheduler.queue.num_large_tokens
-        return Backlog(queue.num_tokens - large, large, self._throughput.tokens_per_s)
+        small = queue.num_tokens - large + self.held.num_tokens
+        weights = queue.weight(large=False), queue.weight(large=True)
+        return Backlog(small, large, self._throughput.tokens_per_s, *weights)
 
     @property
     def prompt_backlog(self) -> Backlog:
         """The prompts that wait to generate."""
-        waiting = 0 if self.generation is None else self.generation.queued_tokens
-        return Backlog(waiting, 0, self._prompt_throughput.tokens_per_s)
+        generation = self.generation
+        waiting, weight = (
+            (0, 0.0) if generation is None else (generation.queued_tokens, generation.queued_weight)
+        )
+        waiting += self.held.num_prompt_tokens
+        return Backlog(waiting, 0, self._prompt_throughput.tokens_per_s, weight, 0.0)
 
     def submit(self, work: Request | Comparison) -> list[Outcome]:
         """Take on a request or a comparison. Returns its failure if it is refused, and also if the code
@@ -199,7 +228,7 @@ class EngineCore:
             raise NotPossible("this engine does not generate")
         if request.adapters is not None:  # generation plans carry none: running would be silently wrong
             raise NotPossible("generation does not apply adapters; use a pooling task", param="adapter")
-        check_wait(self.prompt_backlog.wait_s(is_large=True), self.max_queue_s)
+        check_wait(self._prompt_wait_s(self.generation, request), self.max_queue_s)
         if sampling.grammar is None:
             self.generation.add(request, start_by_s=self._start_by_s())
         elif self.grammars is None:
@@ -253,6 +282,17 @@ class EngineCore:
         self._launch()
         return outcomes
 
+    def forget_cached(self) -> None:
+        """Forget cached prefixes and vectors, whose contents are lost. Nothing may be in flight."""
+        if (pool := self.pool) is not None:
+            pool.forget_prefixes()
+        if (vectors := self.scheduler.vector_cache) is not None:
+            vectors.forget()
+
+    def fail_device(self, error: DeviceFailed) -> None:
+        """Give up the device, which failed outside of a step."""
+        self._recovery.device_failure = error
+
     def check_integrity(self) -> None:
         """Assert that nothing is held for requests that are gone; for tests, when idle."""
         if self.generation is not None:
@@ -272,11 +312,11 @@ class EngineCore:
         now = self.clock()
         outcomes: list[Outcome] = []
         for request in self.scheduler.expire(now):
-            outcomes += self.pending.fail(request.id, _deadline_error(request, now))
+            outcomes += self.pending.fail(request.id, deadline_error(request, now))
         for request in self.scheduler.overdue(now) if self.max_queue_s else ():
             outcomes += self.pending.fail(request.id, self._overdue_error())
         for request in () if self.generation is None else self.generation.expire(now):
-            outcomes.append(Failure(request.id, _deadline_error(request, now)))
+            outcomes.append(Failure(request.id, deadline_error(request, now)))
         if self.generation is not None and self.max_queue_s:
             for request in self.generation.overdue(now):
                 outcomes.append(Failure(request.id, self._overdue_error()))
@@ -354,6 +394,7 @@ class EngineCore:
             has_backlog=step.left_backlog and bool(len(self.scheduler.queue) or self._in_flight),
         )
         if rate := self._throughput.tokens_per_s:
+            self.scheduler.queue.set_head_start(rate * HEAD_START_S)
             if self.max_queue_s:
                 self._num_fast_tokens = int(rate * ADMITTED_SHARE * self.max_queue_s)
             max_tokens = self.scheduler.budget.max_tokens
@@ -454,5 +495,5 @@ class EngineCore:
         return bool(len(self.scheduler.queue))
 
 
-def _deadline_error(request: Request, now_s: float) -> DeadlineExceeded:
+def deadline_error(request: Request | Comparison, now_s: float) -> DeadlineExceeded:
     return DeadlineExceeded(f"not finished {now_s - request.arrival_s:.3f} s after arrival")

@@ -131,6 +131,8 @@ class JobOptions:
     priority: int = 0
     arrival_s: float = 0.0
     deadline_s: float | None = None
+    client: str = ""
+    weight: float = 1.0
 
 
 DEFAULT_JOB_OPTIONS = JobOptions()
@@ -151,6 +153,8 @@ class GenerationJob:
     priority: int = 0
     arrival_s: float = 0.0
     deadline_s: float | None = None
+    client: str = ""
+    weight: float = 1.0
 
     @property
     def num_rows(self) -> int:
@@ -189,6 +193,8 @@ class GenerationJob:
             priority=self.priority,
             arrival_s=self.arrival_s,
             deadline_s=self.deadline_s,
+            client=self.client,
+            weight=self.weight,
             reuse_prefix=sampling.prompt_logprobs is None,  # the cache holds no logits of the prompt
             cache_salt=self.cache_salt,
             sampling=sampling,
@@ -268,6 +274,8 @@ class GenerationInputs:
             priority=options.priority,
             arrival_s=options.arrival_s,
             deadline_s=options.deadline_s,
+            client=options.client,
+            weight=options.weight,
         )
 
     def sampling(

@@ -84,6 +84,10 @@ class BlockPool:
                 del self._idle[block]
                 self._free.append(block)
 
+    def forget_prefixes(self) -> None:
+        """Unpublish every prefix, because the contents of all blocks are lost."""
+        self.retract(list(self._key_of))
+
     def check_integrity(self) -> None:
         """Assert that every block is in one state and none is in use; for tests, when idle."""
         self.check()

@@ -17,6 +17,12 @@ class KVStore:
         shape = (layers, slots, kv_heads, dim)
         self.keys, self.values = (_zeros(shape, dtype, device) for _ in range(2))
 
+    def clear(self) -> None:
+        """Lose all keys and values. On a CPU this frees their memory until it is written again."""
+        shape, dtype, device = self.keys.shape, self.keys.dtype, self.keys.device
+        del self.keys, self.values
+        self.keys, self.values = (_zeros(shape, dtype, device) for _ in range(2))
+
     @staticmethod
     def bytes_per_slot(layers: int, kv_heads: int, dim: int, dtype: torch.dtype) -> int:
         return 2 * layers * kv_heads * dim * dtype.itemsize

@@ -315,6 +315,11 @@ def _mask(
     return (added if visible is None else added.masked_fill(~visible, float("-inf"))), False
 
 
+def forget_masks() -> None:
+    """Free the masks that are kept for later steps."""
+    _visible.cache_clear()
+
+
 @lru_cache(maxsize=64)
 def _visible(length: int, num_cached: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
     """True where a token of the step (first axis) attends to a key, [length, num_cached + length]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -29,3 +30,23 @@ class Runner(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+SLEEP_LEVELS = (1, 2)  # 1: weights are kept in the host's memory; 2: they are read again from their files
+MakeRoom = Callable[[int], None]  # blocks until that many bytes are free, or others cannot free more
+
+
+class Sleeper(Protocol):
+    """Takes a runner's weights and caches off the device and brings them back. No step may run meanwhile."""
+
+    default_level: int
+    num_bytes: int  # of the device, or of a CPU's memory, that the model takes while it is awake
+
+    def sleep(self, level: int) -> int:
+        """Free memory; returns how many bytes. If it raises, nothing has changed. A runner that sleeps at
+        level 1 may be sent on to level 2."""
+        ...
+
+    def wake(self, make_room: MakeRoom) -> None:
+        """Take the memory again. If it raises, the runner still sleeps."""
+        ...

@@ -133,10 +133,16 @@ class Captures(Generic[K, G]):
         again."""
         if self.captured:
             log.warning("memory ran out: %d graphs are dropped", len(self.captured))
+        self.forget()
+        self._pause_captures()
+
+    def forget(self) -> None:
+        """Drop all graphs: the tensors that they read will have other addresses. The next may be captured at
+        once."""
         self.captured.clear()
+        self._not_before = 0.0
         if isinstance(self.capture, CudaCapture):
             self.capture.renew_pool()
-        self._pause_captures()
 
     def _pause_captures(self) -> None:
         self._not_before = self.clock() + OOM_PAUSE_S

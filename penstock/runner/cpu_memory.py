@@ -19,6 +19,9 @@ MAX_UNTRIMMED_BYTES = 128 << 20
 _MEMORY_USE = Path("/proc/self/statm")  # in pages
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CONTAINER_USE = Path("/sys/fs/cgroup/memory.current")
+_CONTAINER_STATISTICS = Path("/sys/fs/cgroup/memory.stat")
+_MACHINE_MEMORY = Path("/proc/meminfo")
 
 
 def total_memory_bytes() -> int:
@@ -27,6 +30,19 @@ def total_memory_bytes() -> int:
     with suppress(OSError, ValueError):  # "max" is no number: there is no limit
         total = min(total, int(_CONTAINER_LIMIT.read_text()))
     return total
+
+
+def available_memory_bytes() -> int:
+    """The memory that this machine or the container can still give, with what the system caches of files."""
+    available = _PAGE_BYTES * os.sysconf("SC_AVPHYS_PAGES")
+    with suppress(OSError, KeyError, ValueError):
+        lines = (line.split() for line in _MACHINE_MEMORY.read_text().splitlines())
+        available = {name: int(size) << 10 for name, size, *_ in lines}["MemAvailable:"]
+    with suppress(OSError, KeyError, ValueError):
+        limit, used = int(_CONTAINER_LIMIT.read_text()), int(_CONTAINER_USE.read_text())
+        statistics = dict(line.split() for line in _CONTAINER_STATISTICS.read_text().splitlines())
+        available = min(available, max(0, limit - used + int(statistics["file"])))
+    return available
 
 
 class HeapTrimmer:
@@ -40,8 +56,8 @@ class HeapTrimmer:
     def __init__(
         self, trim: Callable[[], None] | None = None, private_bytes: Callable[[], int] | None = None
     ) -> None:
-        self._trim = trim or _malloc_trim()
-        self._private_bytes = private_bytes or _private_bytes
+        self._trim = trim or malloc_trim()
+        self._private_bytes = private_bytes or process_bytes
         self._trimmed_bytes = 0  # the process's memory after the last trim
         self._checked_s = time.perf_counter()
 
@@ -55,7 +71,7 @@ class HeapTrimmer:
             self._trimmed_bytes = self._private_bytes()
 
 
-def _private_bytes() -> int:
+def process_bytes() -> int:
     """Memory of this process that is neither a file's nor shared; 0 where the system does not say."""
     with suppress(OSError, ValueError):
         _, resident, shared, *_ = map(int, _MEMORY_USE.read_text().split())
@@ -63,7 +79,7 @@ def _private_bytes() -> int:
     return 0
 
 
-def _malloc_trim() -> Callable[[], None]:
+def malloc_trim() -> Callable[[], None]:
     """glibc's function; nothing where the C library has none."""
     try:
         function = ctypes.CDLL(None).malloc_trim

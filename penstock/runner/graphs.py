@@ -300,9 +300,9 @@ class Graphs(Captures[Key, Graph]):
             log.info("%d graphs are captured; steps of other shapes run eagerly", len(self.captured))
         return graph
 
-    def drop(self) -> None:
+    def forget(self) -> None:
         self.output_bytes = 0
-        super().drop()
+        super().forget()
 
     def _make_graph(self, key: Key, layout: Layout) -> Graph:
         batch = _padded_batch(layout, self.integers, self.cache)

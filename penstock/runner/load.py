@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
 
@@ -18,7 +18,7 @@ from penstock.checkpoint.sizes import check_memory, check_weight_files
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, Machine, Resolved, available_cpus, resolve
 from penstock.errors import ConfigError, ModelLoadError
-from penstock.runner.base import BLOCK_SIZE, Runner
+from penstock.runner.base import BLOCK_SIZE, Runner, Sleeper
 from penstock.runner.cpu_memory import total_memory_bytes
 from penstock.types import Task
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from penstock.kvcache.store import KVCache
     from penstock.models.registry import CausalModel, Model
     from penstock.models.static import StaticModel
+    from penstock.pooling.build import Pooler
+    from penstock.runner.generator import Generator
     from penstock.runner.model_runner import ModelRunner
     from penstock.scoring.pairs import PairScorer
 
@@ -62,6 +64,7 @@ class Loaded:
     runner: Runner
     num_blocks: int = 0  # of the KV cache
     num_cached_vectors: int = 0  # vectors in the store that scores read from
+    sleeper: Sleeper | None = None  # None: the runner cannot sleep
 
 
 def settle(config: EngineConfig, spec: ModelSpec) -> Resolved:
@@ -96,13 +99,23 @@ def load_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
 
 def _load(spec: ModelSpec, settings: Resolved) -> Loaded:
     if settings.device == "null":
-        from penstock.runner.null import NullRunner
+        from penstock.runner.null import NullRunner, NullSleeper
 
         cached = settings.chunked or settings.generates
         blocks = -(-4 * settings.max_model_len // BLOCK_SIZE) if cached else 0
         widths: dict[Task, int] = {t: spec.width(t) for t in spec.tasks if t is not Task.GENERATE}
-        return Loaded(NullRunner(widths), blocks, _LATE_VECTORS)
+        return Loaded(NullRunner(widths), blocks, _LATE_VECTORS, NullSleeper())
     return _model_runner(spec, settings)
+
+
+class Parts(NamedTuple):
+    """What a runner computes with."""
+
+    model: Model
+    pooler: Pooler
+    cache: KVCache | None
+    generator: Generator | None
+    num_blocks: int  # of the cache
 
 
 def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
@@ -110,26 +123,14 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     with watch.timed("imports"):
         import torch
 
-        from penstock.pooling.build import build_pooler
-        from penstock.runner.generator import Generator
         from penstock.runner.model_runner import ModelRunner
+        from penstock.runner.sleep import ModelSleeper
 
-    device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
+    device = torch.device(settings.device)
     if device.type == "cpu":
         torch.set_num_threads(settings.threads)
-    with torch.inference_mode(), watch.timed("weights"), _buildable(spec, device):
-        model = _model(spec, settings, dtype, device)
-        pooler = build_pooler(spec, model.heads, settings.load_format, settings.seed, device, dtype)
-        pooler.row_means = getattr(model, "row_means", None)
-    pooler.scorer = _scorer(spec, settings, device)
+    model, pooler, cache, generator, blocks = _build_parts(spec, settings, watch)
     num_cached_vectors = 0 if pooler.scorer is None else len(pooler.scorer.store)
-    cache, blocks = None, 0
-    generator = None
-    with watch.timed("memory"):
-        if settings.generates:
-            generator = Generator(model.heads[Task.GENERATE], settings.max_num_seqs, device)
-        if settings.chunked or settings.generates:
-            cache, blocks = make_cache(cast("CausalModel", model), settings, dtype, device)
     runner = ModelRunner(
         model, pooler, device, settings.pipeline_depth, cache, generator, graphs=settings.graphs
     )
@@ -142,7 +143,53 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
             spec.name,
             spec.why_not_score,
         )
-    return Loaded(runner, blocks, num_cached_vectors)
+    # The KV cache must have as many blocks again, however much memory is free then.
+    cache_bytes = 0 if cache is None else cache.store.keys.nbytes + cache.store.values.nbytes
+    again = msgspec.structs.replace(settings, kv_cache_bytes=cache_bytes)
+
+    def install() -> None:
+        with _without_repeated_warnings():
+            parts = _build_parts(spec, again, Stopwatch())
+        if parts.num_blocks != blocks:
+            raise ModelLoadError(f"the KV cache has {parts.num_blocks} blocks instead of {blocks}")
+        runner.install(parts.model, parts.pooler, parts.cache, parts.generator)
+
+    return Loaded(runner, blocks, num_cached_vectors, ModelSleeper(runner, spec.path, install))
+
+
+@contextmanager
+def _without_repeated_warnings() -> Iterator[None]:
+    """Say nothing of what a checkpoint leaves unused: that was said when it was first loaded."""
+    levels = {name: logging.getLogger(name).level for name in ("penstock.load", "penstock.models")}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def _build_parts(spec: ModelSpec, settings: Resolved, watch: Stopwatch) -> Parts:
+    import torch
+
+    from penstock.pooling.build import build_pooler
+    from penstock.runner.generator import Generator
+
+    device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
+    with torch.inference_mode(), watch.timed("weights"), _buildable(spec, device):
+        model = _model(spec, settings, dtype, device)
+        pooler = build_pooler(spec, model.heads, settings.load_format, settings.seed, device, dtype)
+        pooler.row_means = getattr(model, "row_means", None)
+    pooler.scorer = _scorer(spec, settings, device)
+    cache, blocks = None, 0
+    generator = None
+    with watch.timed("memory"):
+        if settings.generates:
+            generator = Generator(model.heads[Task.GENERATE], settings.max_num_seqs, device)
+        if settings.chunked or settings.generates:
+            cache, blocks = make_cache(cast("CausalModel", model), settings, dtype, device)
+    return Parts(model, pooler, cache, generator, blocks)
 
 
 def _warm_up(runner: ModelRunner, spec: ModelSpec, settings: Resolved, blocks: int, watch: Stopwatch) -> None:
@@ -285,9 +332,6 @@ def _buildable(spec: ModelSpec, device: torch.device) -> Iterator[None]:
         raise ModelLoadError(f"the model in {spec.folder} cannot be built: {error}", param="model") from error
 
 
-_KV_SHARE = 0.8  # of the memory that the weights leave free; the rest is for activations
-
-
 def _check_layers(spec: ModelSpec, settings: Resolved) -> None:
     layers = spec.num_layers
     if layers is not None and (beyond := [n for n in settings.unquantized_layers if n >= layers]):
@@ -309,7 +353,7 @@ def make_cache(
     block_bytes = BLOCK_SIZE * KVStore.bytes_per_slot(layers, kv_heads, dim, dtype)
     needed = -(-settings.max_model_len // BLOCK_SIZE)
     enough = needed * settings.max_num_seqs
-    granted = settings.kv_cache_bytes or int(_KV_SHARE * torch.cuda.mem_get_info(device)[0])
+    granted = settings.kv_cache_bytes or int(settings.kv_share * torch.cuda.mem_get_info(device)[0])
     blocks = max(needed, min(enough, granted // block_bytes))
     if blocks * block_bytes > (total := _total_bytes(device)):
         raise ConfigError(

@@ -71,16 +71,10 @@ class ModelRunner:
         graphs: bool = False,
     ) -> None:
         """`cache` is needed for plans that use the KV cache, `generator` for those that generate."""
-        self.model = model
-        self.pooler = pooler
         self.device = device
-        self.cache = cache
-        self.generator = generator
         self.staging = Staging(device, depth)
-        self.graphs = Graphs(model, pooler, self.staging, cache=cache) if graphs else None
-        self.decode: DecodeGraphs | None = None
-        if self.graphs is not None and generator is not None and cache is not None:
-            self.decode = DecodeGraphs(model, generator, self.staging, cache.store, self.graphs.capture)
+        self._uses_graphs = graphs
+        self.install(model, pooler, cache, generator)
         self._events: list[_Events] = []  # one pair more than there are steps in flight
         self._depth = depth
         self._turn = 0
@@ -88,6 +82,24 @@ class ModelRunner:
         self._pads_steps = pads_steps(device)
         self._trimmer = HeapTrimmer()  # of steps on a CPU
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-step")
+
+    def install(
+        self, model: Model, pooler: Pooler, cache: KVCache | None, generator: Generator | None
+    ) -> None:
+        """Run the next steps with these. No step may be in flight."""
+        self.model = model
+        self.pooler = pooler
+        self.cache = cache
+        self.generator = generator
+        self.graphs = Graphs(model, pooler, self.staging, cache=cache) if self._uses_graphs else None
+        self.decode: DecodeGraphs | None = None
+        if self.graphs is not None and generator is not None and cache is not None:
+            self.decode = DecodeGraphs(model, generator, self.staging, cache.store, self.graphs.capture)
+
+    def uninstall(self) -> None:
+        """Let go of everything that `install` was given; steps fail until it is called again."""
+        del self.model, self.pooler
+        self.cache = self.generator = self.graphs = self.decode = None
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
         if self.device.type == "cpu":

@@ -15,9 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.backlog import max_queued_of
 from penstock.content import PrefixKeys
 from penstock.errors import NotPossible, PenstockError, QueueFull, RowFailed
 from penstock.kvcache.blocks import BlockPool
+from penstock.scheduler.fair_queue import STEPS_IN_HEAD_START, FairQueue
 from penstock.scheduler.limits import GenerationLimits
 from penstock.scheduler.logprobs import Logprobs, PromptLogprobs, split_logprobs
 from penstock.scheduler.queue import HEAD_START_S
@@ -40,6 +42,7 @@ from penstock.types import (
 
 __all__ = ["Constraint", "GenerationLimits", "GenerationScheduler"]
 
+_LATEST_WEIGHT = 0.05  # of the latest sequence in the mean length of outputs
 _NOT_FINITE = "the model gave logits that are not finite"
 _ALL_FORBIDDEN = (
     "no token may follow: the grammar, allowed_token_ids, bad_words and min_tokens of the request leave none"
@@ -69,7 +72,9 @@ class GenerationScheduler:
         self._prompt_logprobs = PromptLogprobs(self._slots)
         self._running: list[int] = []  # slots, by rank: the newest sequence is last
         self._preempted: list[SequenceState] = []  # with a slot but no blocks, by rank
-        self._waiting: list[SequenceState] = []  # with neither, by rank
+        self._waiting = FairQueue[SequenceState]()  # with neither
+        self._waiting.head_start_tokens = STEPS_IN_HEAD_START * limits.max_tokens
+        self._mean_output = 0.0  # tokens of finished sequences
         self._unfinished: dict[str, list[SequenceState]] = {}  # of each request
         self._failures: dict[str, PenstockError] = {}  # requests that cannot continue, until `take_failures`
         self._suspects = SuspectRequests()
@@ -98,12 +103,24 @@ class GenerationScheduler:
         if request.sampling is None:
             raise NotPossible("a request without sampling parameters cannot generate")
         self.limits.check(request, request.sampling)
-        if self.queued_tokens and self.queued_tokens + request.num_tokens > self.limits.max_queued_tokens:
-            raise QueueFull(
-                f"{self.queued_tokens} tokens of prompts are waiting and at most "
-                f"{self.limits.max_queued_tokens} may; try again shortly"
-            )
+        waiting, limit = self.queued_tokens, self.limits.max_queued_tokens
+        if waiting and waiting + request.num_tokens > limit:
+            held = self.queued_tokens_of(request.client)
+            limit = max_queued_of(limit, waiting, held, self._waiting.num_clients)
+            if waiting + request.num_tokens > limit:
+                raise QueueFull(
+                    f"{waiting} tokens of prompts are waiting and at most {limit} may; try again shortly"
+                )
         return request.sampling
+
+    def queued_tokens_of(self, client: str) -> int:
+        """Tokens of a client's prompts that wait."""
+        return self._waiting.num_tokens_of(client)
+
+    @property
+    def queued_weight(self) -> float:
+        """The weights of all clients whose prompts wait."""
+        return self._waiting.weight
 
     def add(
         self, request: Request, constraints: Sequence[Constraint] = (), start_by_s: float | None = None
@@ -122,7 +139,9 @@ class GenerationScheduler:
         self._unfinished[request.id] = sequences
         self._may_have_deadlines |= request.deadline_s is not None
         for sequence in sequences:
-            _insert(self._waiting, sequence)
+            num_tokens = len(sequence.prompt)
+            sequence.client = self._waiting.add(sequence.rank, sequence, num_tokens)
+            sequence.client.num_tokens += num_tokens
         self.queued_tokens += request.num_tokens
         if start_by_s is not None:
             self._start_by.add(start_by_s, sequences)
@@ -187,10 +206,11 @@ class GenerationScheduler:
         """Assert that every slot and block belongs to one sequence or to none."""
         preempted = [sequence.slot for sequence in self._preempted]
         self._slots.check_integrity(self._running, preempted, self.pool.block_size)
-        assert all(not sequence.blocks for sequence in self._waiting)
+        waiting = list(self._waiting.walk())
+        assert all(not sequence.blocks for sequence in waiting)
         num_unfinished = sum(map(len, self._unfinished.values()))
         assert num_unfinished == len(self._running) + len(preempted) + len(self._waiting)
-        assert self.queued_tokens == sum(len(sequence.prompt) for sequence in self._waiting)
+        assert self.queued_tokens == sum(len(sequence.prompt) for sequence in waiting)
         self.pool.check()
         if not self._unfinished:
             assert self.pool.available == self.pool.num_blocks, "blocks are held though no sequence is left"
@@ -201,7 +221,7 @@ class GenerationScheduler:
         """Plan the next step: decodes first, then chunks of prompts; None if nothing can run. Without `admit`
         no waiting sequence takes blocks."""
         self._now_s = now_s
-        if not self._running and not self._preempted and not self._waiting:
+        if not self._running and not self._preempted and not len(self._waiting):
             return None
         if not self._suspects:
             return self._next_step(None, admit)
@@ -335,7 +355,7 @@ class GenerationScheduler:
                 return
             yield slot
         while admit and table.has_free:
-            new = next((s for s in self._waiting if may_run is None or may_run(s.request.id)), None)
+            new = next((s for s in self._waiting.walk() if may_run is None or may_run(s.request.id)), None)
             if new is None or not self._admit(new):
                 return
             yield new.slot
@@ -344,8 +364,8 @@ class GenerationScheduler:
         """Give a waiting sequence its slot and the blocks of its prompt; False if none are free."""
         if (allocation := self._allocate(sequence, sequence.prompt)) is None:
             return False
-        self._waiting.remove(sequence)
-        self.queued_tokens -= len(sequence.prompt)
+        output = min(self._mean_output, sequence.sampling.max_tokens)
+        self._leave_queue(sequence, runs=len(sequence.prompt) + output)
         self.num_started_tokens += len(sequence.prompt)
         sequence.queued_s = max(0.0, self._now_s - sequence.request.arrival_s)
         self._slots.assign(sequence)
@@ -508,6 +528,8 @@ class GenerationScheduler:
         _insert(self._preempted, sequence)
 
     def _finish(self, sequence: SequenceState) -> None:
+        num_generated = int(self._slots.num_known[sequence.slot]) - len(sequence.prompt)
+        self._mean_output += _LATEST_WEIGHT * (num_generated - self._mean_output)
         sequences = self._unfinished[sequence.request.id]
         sequences.remove(sequence)
         if not sequences:
@@ -517,8 +539,7 @@ class GenerationScheduler:
     def _drop(self, sequence: SequenceState) -> None:
         """Free everything that a sequence holds."""
         if sequence.slot < 0:
-            self._waiting.remove(sequence)
-            self.queued_tokens -= len(sequence.prompt)
+            self._leave_queue(sequence)
             return
         if sequence.slot in self._running:
             self._running.remove(sequence.slot)
@@ -527,6 +548,16 @@ class GenerationScheduler:
             self._preempted.remove(sequence)
         self._prompt_logprobs.leave(sequence)
         self._slots.free(sequence)
+
+    def _leave_queue(self, sequence: SequenceState, runs: float = 0.0) -> None:
+        """Take a sequence from the queue, and charge its client for the tokens that it will run."""
+        num_tokens, client = len(sequence.prompt), sequence.client
+        self.queued_tokens -= num_tokens
+        assert client is not None
+        client.num_tokens -= num_tokens
+        if runs:
+            self._waiting.charge(client, runs)
+        self._waiting.remove(client, sequence.rank)
 
 
 def _nothing_follows(sequence: SequenceState) -> PenstockError:

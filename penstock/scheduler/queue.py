@@ -1,16 +1,16 @@
 """The waiting queue: requests in the order in which they run.
 
-The order never has to be recomputed. A priority level is worth a fixed head start in seconds, so the rank of
-a request is `arrival + priority × head start`. Requests of one priority run first come, first served. A
-request that arrives later than the head start cannot overtake, so no request starves.
+The order of a client's requests never has to be recomputed. A priority level is worth a fixed head start in
+seconds, so the rank of a request is `arrival + priority × head start`. Requests of one priority run first
+come, first served. A request that arrives later than the head start cannot overtake, so no request starves.
+Clients take turns by the tokens that run for them (`FairQueue`).
 
-Small requests, which fit into one step, and large ones wait in two lists of their own. The scheduler lets
+Small requests, which fit into one step, and large ones wait in two lines of their own. The scheduler lets
 both have a share of each step, so that a single row does not wait for the thousands of an earlier request.
 """
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import itertools
 from collections.abc import Iterator
@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from penstock.backlog import small_share
+from penstock.scheduler.fair_queue import ClientQueue, FairQueue
 from penstock.scheduler.start_deadlines import StartDeadlines
 from penstock.types import ONE_ROW, CachedVectors, Ints, Request
 
@@ -48,6 +50,7 @@ class QueuedRequest:
     order: Ints  # [rows], row numbers, longest first
     cumulative: Ints  # [rows], tokens of rows order[0..i]
     rank: Rank
+    client: ClientQueue[QueuedRequest]
     is_large: bool = False
     has_started: bool = False  # some of its rows have been scheduled
     cursor: int = 0
@@ -148,6 +151,9 @@ class QueuedRequest:
         return taken
 
 
+_NO_CLIENT = ClientQueue[QueuedRequest]("")  # of a request that does not wait in line
+
+
 def _longest_first(request: Request, rows: Ints) -> Ints:
     """An order of rows: the longest first, but queries before the documents that need them."""
     lengths = request.lengths[rows]
@@ -156,18 +162,19 @@ def _longest_first(request: Request, rows: Ints) -> Ints:
     return np.lexsort((-lengths, rows >= request.num_queries)).astype(np.int32)
 
 
-_Entries = list[tuple[Rank, QueuedRequest]]
+def _has_rows_left(queued: QueuedRequest) -> int:
+    return queued.next_length or queued.num_rows_left
 
 
 class WaitingQueue:
-    """Requests by rank, with look-up by id and by deadline."""
+    """Requests in the order in which they run, with look-up by id and by deadline."""
 
     def __init__(self, max_small_tokens: int = UNBOUNDED, max_small_rows: int = UNBOUNDED) -> None:
         """Requests with more tokens or rows than these are large."""
         self._max_small_tokens = max_small_tokens
         self._max_small_rows = max_small_rows
-        self._small: _Entries = []
-        self._large: _Entries = []
+        self._small = FairQueue[QueuedRequest]()
+        self._large = FairQueue[QueuedRequest]()
         self._by_id: dict[str, QueuedRequest] = {}
         self._deadlines: list[tuple[float, int, str]] = []  # a heap that may name requests that have left
         self._start_by = StartDeadlines(self._waits_to_start)
@@ -181,10 +188,8 @@ class WaitingQueue:
         return len(self._small) + len(self._large)
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        entries = self._small or self._large
-        if self._small and self._large:
-            entries = list(heapq.merge(self._small, self._large, key=lambda entry: entry[0]))
-        return (queued for _, queued in entries)
+        """By rank, whatever the client and the kind."""
+        return iter(sorted(self._by_id.values(), key=lambda queued: queued.rank))
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
@@ -199,11 +204,43 @@ class WaitingQueue:
         return bool(self._large)
 
     def of_kind(self, *, large: bool) -> Iterator[QueuedRequest]:
-        """The small or the large requests, in order."""
-        return (queued for _, queued in (self._large if large else self._small))
+        """The small or the large requests, in the order in which they should run."""
+        return self._line(large).walk()
 
     def first(self, *, large: bool) -> QueuedRequest:
-        return (self._large if large else self._small)[0][1]
+        return self._line(large).first()
+
+    def _line(self, large: bool) -> FairQueue[QueuedRequest]:
+        return self._large if large else self._small
+
+    def is_far_behind(self, queued: QueuedRequest, num_tokens: int) -> bool:
+        """Whether the client of a request has run less than its share by so many tokens."""
+        behind = self._line(queued.is_large).virtual_time - queued.client.virtual_time
+        return behind * queued.client.weight > num_tokens
+
+    def set_head_start(self, num_tokens: float) -> None:
+        """Set what one level of priority is worth against other clients, in tokens of the device."""
+        self._small.head_start_tokens = self._large.head_start_tokens = num_tokens
+
+    @property
+    def small_share(self) -> float:
+        """The share of a step that small requests have while both kinds wait: by the clients that wait."""
+        return small_share(self._small.weight, self._large.weight)
+
+    @property
+    def num_clients(self) -> int:
+        """Clients that wait; one with requests of both kinds counts twice."""
+        return self._small.num_clients + self._large.num_clients
+
+    def weight(self, *, large: bool) -> float:
+        """The weights of all clients whose requests of a kind wait."""
+        return self._line(large).weight
+
+    def num_tokens_of(self, client: str, *, large: bool | None = None) -> int:
+        """The tokens of a client's requests that wait, of a kind or of both."""
+        if large is None:
+            return self._small.num_tokens_of(client) + self._large.num_tokens_of(client)
+        return self._line(large).num_tokens_of(client)
 
     def is_large(self, request: Request) -> bool:
         return request.num_tokens > self._max_small_tokens or request.num_rows > self._max_small_rows
@@ -222,12 +259,9 @@ class WaitingQueue:
         else:
             order = _longest_first(request, np.arange(request.num_rows, dtype=np.int32))
             cumulative = np.cumsum(request.lengths[order], dtype=np.int32)
-        queued = QueuedRequest(request, order, cumulative, rank, self.is_large(request))
-        entries = self._large if queued.is_large else self._small
-        if not entries or rank > entries[-1][0]:
-            entries.append((rank, queued))
-        else:
-            bisect.insort(entries, (rank, queued), key=lambda entry: entry[0])
+        is_large = self.is_large(request)
+        queued = QueuedRequest(request, order, cumulative, rank, _NO_CLIENT, is_large)
+        queued.client = (self._large if is_large else self._small).add(rank, queued, request.num_tokens)
         self._by_id[request.id] = queued
         self.account(queued, -request.num_tokens, -request.num_rows)
         if request.deadline_s is not None:
@@ -240,21 +274,20 @@ class WaitingQueue:
         """Subtract tokens and rows that left the queue to run; negative numbers come back to it."""
         self.num_tokens -= tokens
         self.num_rows -= rows
+        queued.client.num_tokens -= tokens
         if queued.is_large:
             self.num_large_tokens -= tokens
             self.num_large_rows -= rows
 
-    def remove_finished(self, num_visited: int | None = None, *, large: bool = False) -> None:
-        """Remove the requests of a kind that have no rows left, among the first `num_visited` or all."""
-        entries = self._large if large else self._small
-        visited = entries[:num_visited]
-        stay = [entry for entry in visited if entry[1].next_length or entry[1].num_rows_left]
-        if len(stay) == len(visited):
-            return
-        for _, queued in visited:
-            if not queued.next_length and not queued.num_rows_left:
-                del self._by_id[queued.request.id]
-        entries[:num_visited] = stay
+    def charge(self, queued: QueuedRequest, tokens: int) -> None:
+        """Count tokens that run now for the client of a request."""
+        (self._large if queued.is_large else self._small).charge(queued.client, tokens)
+
+    def settle(self, num_visited: int, *, large: bool = False) -> None:
+        """After a walk over `num_visited` requests of a kind: remove those that have no rows left, and let
+        the clients take turns."""
+        for queued in self._line(large).settle(num_visited, _has_rows_left):
+            del self._by_id[queued.request.id]
 
     def find(self, request_id: str) -> QueuedRequest | None:
         return self._by_id.get(request_id)
@@ -264,9 +297,7 @@ class WaitingQueue:
         if queued is None:
             return None
         self.account(queued, queued.num_tokens_left, queued.num_rows_left)
-        entries = self._large if queued.is_large else self._small
-        index = bisect.bisect_left(entries, queued.rank, key=lambda entry: entry[0])
-        del entries[index]
+        self._line(queued.is_large).remove(queued.client, queued.rank)
         return queued
 
     def remove_expired(self, now_s: float) -> list[QueuedRequest]:

@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.backlog import max_queued_of
 from penstock.content import PrefixKeys
 from penstock.errors import NotPossible, QueueFull
 from penstock.kvcache.blocks import BlockPool
+from penstock.scheduler.fair_queue import STEPS_IN_HEAD_START, ClientQueue
 from penstock.scheduler.queue import OpenRow, QueuedRequest, WaitingQueue
 from penstock.scheduler.vector_cache import VectorCache, vector_counts
 from penstock.types import CachedVectors, Ints, PoolingParams, Request
@@ -111,8 +113,9 @@ class Scheduler:
         self.chunking = chunking
         self.vector_cache = vector_cache  # for requests with pairs
         self.queue = WaitingQueue(budget.max_tokens, budget.max_rows) if budget.is_shared else WaitingQueue()
+        self.queue.set_head_start(STEPS_IN_HEAD_START * budget.max_tokens)
         self.max_shared_tokens = budget.max_tokens  # of a step of large requests that small ones wait for
-        self._small_lead = 0  # tokens that small requests have run more than large ones while both waited
+        self._small_lead = 0.0  # tokens that small requests have run more than large ones while both waited
         self._num_short_steps = 0  # steps of large requests that stay short, as small ones may come
         self.isolated: deque[list[QueuedRequest]] = (
             deque()
@@ -124,10 +127,21 @@ class Scheduler:
         `overdue` gives it up if nothing of it has run at `start_by_s`."""
         waiting, limit = self.queue.num_tokens, self.budget.max_queued_tokens
         if waiting and waiting + request.num_tokens > limit:
-            raise QueueFull(f"{waiting} tokens are waiting and at most {limit} may; try again shortly")
+            self._check_share(request, waiting, limit)
         if request.pairs is not None:
             self._check_queries(request)
         self.queue.add(request, start_by_s)
+
+    def _check_share(self, request: Request, waiting: int, limit: int) -> None:
+        """Let a request into a full queue if its client holds less than its share of it."""
+        held = self.queue.num_tokens_of(request.client)
+        limit = max_queued_of(limit, waiting, held, self.queue.num_clients)
+        if waiting + request.num_tokens > limit:
+            raise QueueFull(f"{waiting} tokens are waiting and at most {limit} may; try again shortly")
+
+    def runs_soon(self, request: Request) -> bool:
+        """Whether no more than a step of a request's client waits, so that its rows run before long."""
+        return self.queue.num_tokens_of(request.client) <= self.budget.max_tokens
 
     def finish(self, request: Request, *, succeeded: bool) -> None:
         """Free what a request holds once nothing of it is left to run."""
@@ -171,14 +185,15 @@ class Scheduler:
         request, queued = entry.request, self.queue.find(entry.request.id)
         if isolated is None:
             rank = self.queue.next_rank(request)
-            isolated = QueuedRequest(request, _NO_ROWS, _NO_ROWS, rank, cached=entry.cached)
+            outside = ClientQueue[QueuedRequest](request.client)
+            isolated = QueuedRequest(request, _NO_ROWS, _NO_ROWS, rank, outside, cached=entry.cached)
         for owner in (isolated, queued):
             closed = [] if owner is None else owner.close_rows(entry.rows)
             if owner is not None and closed:
                 self._free_blocks(closed)
                 self.queue.account(owner, sum(row.length - row.num_done for row in closed), len(closed))
-        if queued is not None:
-            self.queue.remove_finished(large=queued.is_large)
+        if queued is not None and not queued.num_rows_left:
+            self.queue.remove(request.id)
         num_documents = 0 if entry.cached_documents is None else len(entry.cached_documents)
         self.queue.account(
             isolated, -int(request.lengths[entry.rows].sum()), -len(entry.rows) - num_documents
@@ -249,9 +264,11 @@ class Scheduler:
         scheduled: list[ScheduledRows] = []
         num_visited = self._fill(self.queue.of_kind(large=False), self._step_room(), scheduled)
         if scheduled:
-            self.queue.remove_finished(num_visited)
+            self.queue.settle(num_visited)
             self._num_short_steps = self.SHORT_STEPS
-        self._small_lead = 0
+        else:
+            self._fill_started(scheduled)
+        self._small_lead = 0.0
         return scheduled
 
     def _fill_large(self) -> list[ScheduledRows]:
@@ -262,8 +279,10 @@ class Scheduler:
             room.tokens = min(room.tokens, self.max_shared_tokens)
         num_visited = self._fill(self.queue.of_kind(large=True), room, scheduled)
         if scheduled:
-            self.queue.remove_finished(num_visited, large=True)
-        self._small_lead = 0
+            self.queue.settle(num_visited, large=True)
+        else:
+            self._fill_started(scheduled)
+        self._small_lead = 0.0
         return scheduled
 
     def _fill_mixed(self) -> list[ScheduledRows]:
@@ -273,10 +292,13 @@ class Scheduler:
         room.tokens = min(room.tokens, self.max_shared_tokens)
         self._num_short_steps = self.SHORT_STEPS
         small_before, large_before = queue.num_tokens - queue.num_large_tokens, queue.num_large_tokens
+        share = queue.small_share
         leader = self._yields(large=False) or (self._small_lead > 0 and not self._yields(large=True))
         waiting = (queue.of_kind(large=False), queue.of_kind(large=True))
         num_visited = [0, 0]  # small, large
         tokens, rows = self._share(room, large=not leader)
+        if (self._small_lead > 0) is leader:  # it catches up what it is behind
+            tokens -= min(int(abs(self._small_lead) / 2), tokens // 2)
         room.tokens, room.rows = room.tokens - tokens, room.rows - rows
         num_visited[leader] = self._fill(waiting[leader], room, scheduled)
         room.tokens, room.rows = room.tokens + tokens, room.rows + rows
@@ -284,26 +306,43 @@ class Scheduler:
             if not room.is_full:
                 num_visited[kind] += self._fill(waiting[kind], room, scheduled)
         for kind in (False, True):
-            queue.remove_finished(num_visited[kind], large=kind)
+            queue.settle(num_visited[kind], large=kind)
         small = small_before - (queue.num_tokens - queue.num_large_tokens)
-        lead = self._small_lead + small - (large_before - queue.num_large_tokens)
+        large = large_before - queue.num_large_tokens
+        lead = self._small_lead + 2 * (small * (1 - share) - large * share)
         self._small_lead = max(-self.budget.max_tokens, min(lead, self.budget.max_tokens))
+        if not scheduled:
+            self._fill_started(scheduled)
         return scheduled
 
+    def _fill_started(self, scheduled: list[ScheduledRows]) -> None:
+        """Continue requests that hold blocks or vectors. All that were visited wait for what these hold."""
+        if len(self.queue) <= self.LOOK_AHEAD:
+            return  # all were visited
+        started = [queued for queued in self.queue if queued.open or queued.cached is not None]
+        self._fill(iter(started), self._step_room(), scheduled)
+        for queued in started:
+            if not queued.num_rows_left:
+                self.queue.remove(queued.request.id)
+
     def _share(self, room: _StepRoom, *, large: bool) -> tuple[int, int]:
-        """The tokens and rows of a step that are left for a kind of requests: half of it at most."""
+        """The tokens and rows of a step that are left for a kind of requests: its share at most."""
         if self._yields(large=large):
             return 0, 0
         queue = self.queue
+        share = 1 - queue.small_share if large else queue.small_share
         tokens, rows = queue.num_large_tokens, queue.num_large_rows
         if not large:
             tokens, rows = queue.num_tokens - tokens, queue.num_rows - rows
-        return min(tokens, room.tokens // 2), min(rows, room.rows // 2)
+        return min(tokens, int(room.tokens * share)), min(rows, int(room.rows * share))
 
     def _yields(self, *, large: bool) -> bool:
-        """Whether a kind has no share of the step: its first request is less urgent than the other's."""
+        """Whether a kind has no share of the step: its first request is less urgent than the other's, and of
+        the same client."""
         own, other = self.queue.first(large=large), self.queue.first(large=not large)
-        return own.request.priority > other.request.priority and own.rank > other.rank
+        if own.request.priority <= other.request.priority or own.request.client != other.request.client:
+            return False
+        return own.rank > other.rank
 
     def _step_room(self) -> _StepRoom:
         return _StepRoom(self.budget.max_tokens, self.budget.max_rows, self.budget.max_output_bytes)
@@ -317,7 +356,8 @@ class Scheduler:
             num_visited += 1
             entry = None
             if queued.cached is not None or queued.request.pairs is None or self._hold_vectors(queued):
-                if scheduled and chunking is None and 2 * queued.next_length > room.tokens:
+                is_wide = scheduled and chunking is None and 2 * queued.next_length > room.tokens
+                if is_wide and not self.queue.is_far_behind(queued, self.budget.max_tokens):
                     wide.append(queued)  # most requests of a long queue end here, in every step
                     num_passed_over += 1
                     if num_passed_over > self.LOOK_AHEAD:
@@ -484,6 +524,7 @@ class Scheduler:
     def _use(self, queued: QueuedRequest, room: _StepRoom, tokens: int, rows: int, *, finished: int) -> None:
         room.use(tokens, rows)
         self.queue.account(queued, tokens, finished)
+        self.queue.charge(queued, tokens)
 
     def _free_blocks(self, rows: list[OpenRow]) -> None:
         if self.chunking is not None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from penstock.content import PrefixKeys
+from penstock.scheduler.fair_queue import ClientQueue
 from penstock.types import Ints, Request, SamplerParams, TokenLogprobs
 
 SequenceRank = tuple[float, int, int]  # arrival plus head start, order of arrival, row
@@ -36,6 +37,7 @@ class SequenceState:
     rank: SequenceRank
     prefix_keys: PrefixKeys
     constraint: Constraint | None = None
+    client: ClientQueue[SequenceState] | None = None  # set when it is queued
     slot: int = -1  # -1: it waits and has none yet
     blocks: list[int] = field(default_factory=list)
     queued_s: float = 0.0

@@ -84,6 +84,11 @@ class VectorCache:
                 entry.is_published = True
         self._stop_using(entries)
 
+    def forget(self) -> None:
+        """Drop every entry that no request uses, because the contents of the store are lost."""
+        while self._idle:
+            self._evict_oldest()
+
     def check_integrity(self) -> None:
         """Assert that every range is free or belongs to one entry."""
         entries = {e.start: e for used in self._by_request.values() for e in used}
@@ -107,10 +112,13 @@ class VectorCache:
         while (start := self._free.take(length)) is None:
             if not self._idle:
                 return None
-            _, oldest = self._idle.popitem(last=False)
-            del self._published[oldest.key]
-            self._free.give(oldest.start, oldest.length)
+            self._evict_oldest()
         return _Entry(start, length, key)
+
+    def _evict_oldest(self) -> None:
+        _, oldest = self._idle.popitem(last=False)
+        del self._published[oldest.key]
+        self._free.give(oldest.start, oldest.length)
 
     def _stop_using(self, entries: list[_Entry] | tuple[()]) -> None:
         for entry in entries:

@@ -21,6 +21,38 @@ from penstock.isolation import isolated_environment, isolated_python
 
 
 @dataclass(slots=True)
+class Standby:
+    """A process that has done the slow part of its start, and waits to take the place of any child that runs
+    the same module."""
+
+    module: str
+    arguments: tuple[str, ...]
+    process: subprocess.Popen[bytes] | None = None
+
+    def prepare(self) -> None:
+        """Start the process, unless one waits already."""
+        if self.process is None or self.process.poll() is not None:
+            self.process = _popen(self.module, self.arguments)
+
+    def take(self) -> subprocess.Popen[bytes] | None:
+        """The process that waits, which belongs to the caller from here on; None if there is none."""
+        process, self.process = self.process, None
+        return process if process is not None and process.poll() is None else None
+
+    def stop(self) -> None:
+        if (process := self.take()) is not None:
+            process.kill()
+            process.wait()
+
+
+def _popen(
+    module: str, arguments: tuple[str, ...], pass_fds: tuple[int, ...] = ()
+) -> subprocess.Popen[bytes]:
+    command = isolated_python("-m", module, *arguments)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=pass_fds, env=isolated_environment())
+
+
+@dataclass(slots=True)
 class Child:
     """A process that should be running. It reads its configuration from standard input."""
 
@@ -29,8 +61,7 @@ class Child:
     arguments: tuple[str, ...] = ()
     pass_fds: tuple[int, ...] = ()
     max_restart_delay_s: float = 30.0  # of a process that cannot start
-    standby_arguments: tuple[str, ...] = ()  # of a process that waits to take over; none: there is no such
-    standby: subprocess.Popen[bytes] | None = None
+    standby: Standby | None = None  # replaces the process sooner than a new one could
     process: subprocess.Popen[bytes] | None = None
     spawned_s: float = 0.0
     restart_at_s: float | None = None
@@ -51,22 +82,9 @@ class Child:
         self.restart_at_s = None
         self.spawned_s = time.monotonic()
         self.has_served, self.stopped_s, self.kill_reason = False, 0.0, ""
-        standby, self.standby = self.standby, None
-        if standby is None or standby.poll() is not None:
-            standby = self._popen(self.arguments)
-        self.process = standby
-        return standby
-
-    def prepare_standby(self) -> None:
-        """Start a process that does the slow part of its start and waits to take over."""
-        if self.standby_arguments and (self.standby is None or self.standby.poll() is not None):
-            self.standby = self._popen(self.standby_arguments)
-
-    def _popen(self, arguments: tuple[str, ...]) -> subprocess.Popen[bytes]:
-        command = isolated_python("-m", self.module, *arguments)
-        return subprocess.Popen(
-            command, stdin=subprocess.PIPE, pass_fds=self.pass_fds, env=isolated_environment()
-        )
+        process = None if self.standby is None else self.standby.take()
+        self.process = process or _popen(self.module, self.arguments, self.pass_fds)
+        return self.process
 
     def start(self) -> None:
         """Send the configuration to the process, which is spawned first if there is none."""
@@ -103,9 +121,6 @@ class Child:
 
     def stop(self, timeout_s: float) -> None:
         """Terminate the process; kill it if it has not exited in time."""
-        if self.standby is not None:
-            self.standby.kill()
-            self.standby.wait()
         if self.process is None:
             return
         self.process.terminate()
@@ -116,12 +131,17 @@ class Child:
             self.process.wait()
 
 
-def engine_child(device: str) -> Child:
-    """The engine process, not yet spawned."""
-    return Child("penstock.serving.engine_process", arguments=(device,))
-
-
+ENGINE_MODULE = "penstock.serving.engine_process"
 STANDBY = "standby"  # an engine process imports what every engine needs, and takes no device yet
+
+
+def engine_child(device: str, standby: Standby | None = None) -> Child:
+    """An engine process, not yet spawned."""
+    return Child(ENGINE_MODULE, arguments=(device,), standby=standby)
+
+
+def engine_standby() -> Standby:
+    return Standby(ENGINE_MODULE, (STANDBY,))
 
 
 @contextlib.contextmanager

@@ -10,6 +10,8 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from penstock.buffered_metrics import BufferedMetrics
 from penstock.engine.loop import EngineCore, StepStats
+from penstock.engine.sleep import SleepReport
+from penstock.types import EngineSleep
 from penstock.wire.shared_memory import SharedMemory
 
 _TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -104,7 +106,17 @@ SHARED_BYTES = Gauge(
     ["model"],
     multiprocess_mode="livesum",
 )
-
+ASLEEP = Gauge(
+    "penstock_engine_asleep",
+    "1 while the model sleeps, also while it is being woken; else 0",
+    ["model"],
+    multiprocess_mode="livesum",
+)
+SLEEPS = Counter("penstock_sleeps", "Times that the model was put to sleep", ["model"])
+WAKES = Counter("penstock_wakes", "Times that the model was woken", ["model"])
+WAKE_SECONDS = Histogram(
+    "penstock_wake_seconds", "Time that a wake took", ["model"], buckets=(*_SECONDS[4:], 10.0, 30.0)
+)
 
 PUBLISH_INTERVAL_S = 0.1
 
@@ -141,7 +153,19 @@ class EngineMetrics:
         self.held_blocks = HELD_BLOCKS.labels(model)
         self.kv_capacity = KV_CAPACITY.labels(model)
         self.preempted_rows = PREEMPTED_ROWS.labels(model)
+        self.asleep = ASLEEP.labels(model)
+        self.sleeps, self.wakes = SLEEPS.labels(model), WAKES.labels(model)
+        self.wake_seconds = WAKE_SECONDS.labels(model)
         self._published_s = 0.0
+
+    def slept_or_woke(self, report: SleepReport) -> None:
+        is_asleep = report.state is EngineSleep.ASLEEP
+        self.asleep.set(int(is_asleep))
+        if is_asleep:
+            self.sleeps.inc()
+        else:
+            self.wakes.inc()
+            self.wake_seconds.observe(report.seconds)
 
     def step(self, stats: StepStats) -> None:
         self.step_seconds.observe(stats.step_s)
@@ -158,8 +182,9 @@ class EngineMetrics:
         self._published_s = now
         self._buffer.flush()
         queue, generation = core.scheduler.queue, core.generation
-        self.queued_rows.set(queue.num_rows + (0 if generation is None else generation.waiting))
-        self.queued_tokens.set(queue.num_tokens + (0 if generation is None else generation.queued_tokens))
+        waiting = core.held.num_rows + (0 if generation is None else generation.waiting)
+        self.queued_rows.set(queue.num_rows + waiting)
+        self.queued_tokens.set(core.backlog.num_tokens + core.prompt_backlog.num_tokens)
         self.small_wait.set(core.backlog.wait_s(is_large=False))
         self.large_wait.set(core.backlog.wait_s(is_large=True))
         if generation is not None:

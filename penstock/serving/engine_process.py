@@ -13,11 +13,13 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from threading import Thread
 
 import msgspec
 
+from penstock.checkpoint.revision import loaded_revision
 from penstock.checkpoint.spec import with_max_model_len
 from penstock.engine.build import build_core
 from penstock.errors import PenstockError
@@ -25,6 +27,7 @@ from penstock.logs import configure
 from penstock.runner.load import settle
 from penstock.runner.profile import ProfiledRunner
 from penstock.serving.child import STANDBY
+from penstock.serving.control import EngineControl, EngineOrder
 from penstock.serving.launch import (
     EXIT_BAD_MODEL,
     EXIT_DEVICE_FAILED,
@@ -32,6 +35,7 @@ from penstock.serving.launch import (
     follow_parent,
     setup_child_process,
 )
+from penstock.serving.room import make_room, weight_bytes
 from penstock.wire.messages import Ready
 from penstock.wire.server import EngineServer
 from penstock.wire.status import StatusWriter
@@ -73,8 +77,17 @@ def main() -> None:
     status = None if launch.status_file is None else StatusWriter(Path(launch.status_file))
     server = EngineServer(launch.address, launch.shared_memory_mb << 20, status)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    control = None if launch.control is None else EngineControl(launch.control, launch.model)
     try:
         settings = settle(launch.engine, launch.spec)
+        if launch.kv_share is not None:
+            settings = msgspec.structs.replace(settings, kv_share=launch.kv_share)
+        if control is not None:
+            control.attach(os.getpid(), settings.device)
+            server.make_room = partial(make_room, device=settings.device, ask=control.make_room)
+            server.make_room(weight_bytes(launch.spec))
+        published = msgspec.to_builtins(settings)
+        revision = loaded_revision(launch.spec, published)
         from penstock.serving.engine_metrics import EngineMetrics
 
         metrics = EngineMetrics(launch.spec.name, server.memory)
@@ -83,16 +96,32 @@ def main() -> None:
         )
     except PenstockError as error:
         log.error("%s", error.message)
+        if control is not None:
+            control.failed(error.message)
         sys.exit(EXIT_BAD_MODEL)
     if isinstance(profiled := core.runner, ProfiledRunner):
         signal.signal(signal.SIGUSR2, lambda *_: profiled.profile_again())
+    if loaded_revision(launch.spec, published) != revision:
+        revision = ""  # files changed while they were read: which were loaded is not known
+    if control is not None:
+        control.on_order = partial(follow_order, server, control)
     gc.collect()
     gc.freeze()  # these objects live as long as the process: later collections skip them
-    server.serve(core, Ready(os.getpid(), msgspec.to_builtins(settings)), metrics.publish)
+    server.wake_timeout_s, server.observe_sleep = launch.wake_timeout_s, metrics.slept_or_woke
+    server.serve(core, Ready(os.getpid(), published, revision=revision), metrics.publish)
     if core.device_failure is not None:
         log.error("%s", core.device_failure.message)
         logging.shutdown()
         os._exit(EXIT_DEVICE_FAILED)  # normal shutdown could wait for the lost device forever
+
+
+def follow_order(server: EngineServer, control: EngineControl, order: EngineOrder) -> None:
+    """Sleep or wake, and tell the supervisor when that is done."""
+    done = partial(control.done, order)
+    if order.action == "sleep":
+        server.sleep(order.level, done)
+    else:
+        server.wake_up(done)
 
 
 if __name__ == "__main__":

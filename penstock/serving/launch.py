@@ -14,11 +14,12 @@ import sys
 import time
 from pathlib import Path
 from threading import Thread
+from typing import Literal
 
 import msgspec
 
 from penstock.checkpoint.spec import ModelSpec
-from penstock.config import EngineConfig, ServerConfig
+from penstock.config import EngineConfig, ModelConfig, ServerConfig
 from penstock.serving.runtime_folder import hold_lock
 
 EXIT_BAD_MODEL = 3  # a restart would fail in the same way
@@ -47,28 +48,50 @@ class EngineLaunch(msgspec.Struct, frozen=True):
     metrics_folder: str | None = None  # where processes share their metrics; None: they do not
     status_file: str | None = None  # the page of `wire.status`; None: nobody reads it
     parent: Parent | None = None  # None: no supervisor
+    control: str | None = None  # the socket of `serving.control`; None: the engine takes no orders
+    model: int = 0  # the model's number
+    kv_share: float | None = None  # of the free memory, for a KV cache of no given size; None: most of it
+    wake_timeout_s: float = 30.0  # of a request for a model that sleeps; 0: it does not wait
 
 
 class EngineState(msgspec.Struct, frozen=True):
     """Why the engine can or cannot serve, in words for the operator."""
 
-    state: str  # starting | running | restarting
+    state: Literal["starting", "running", "restarting"]
     detail: str
     num_restarts: int = 0
+
+
+class ModelLaunch(msgspec.Struct, frozen=True):
+    """A model, as API processes learn of it."""
+
+    number: int  # that no other model of this server has, also not one that was unloaded
+    config: ModelConfig
+    spec: ModelSpec
+    address: str
+    state_file: str
+    status_file: str | None = None  # the page of `wire.status`; None: the engine writes none
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Its names besides the first, which is the spec's."""
+        return tuple(dict.fromkeys((*self.config.engine.model_names[1:], *self.config.aliases)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.spec.name, *(alias for alias in self.aliases if alias != self.spec.name))
 
 
 class ApiLaunch(msgspec.Struct, frozen=True):
     """The configuration of an API process."""
 
     server: ServerConfig
-    engine: EngineConfig
-    spec: ModelSpec
-    address: str
+    models: tuple[ModelLaunch, ...]
     listen_fd: int
-    state_file: str
-    status_file: str | None = None  # the page of `wire.status`; None: the engine writes none
     parent: Parent | None = None  # None: no supervisor
-    started_file: str | None = None  # where the process says that it accepts connections
+    control: str | None = None  # the socket of `serving.control`; None: the models never change
+    index: int = 0  # among the API processes
+    admin_fd: int | None = None  # of the socket of --admin-port
 
 
 def setup_child_process() -> None:
@@ -109,11 +132,3 @@ def _exit_when_orphaned(parent: Parent) -> None:
 def _remove_orphaned_folder(parent: Parent) -> None:
     if os.getppid() != parent.pid:
         shutil.rmtree(parent.folder, ignore_errors=True)
-
-
-def report_started(launch: ApiLaunch, engine_pid: int = 0) -> None:
-    """Tell the supervisor that this process accepts connections, and to which engine it is connected."""
-    if launch.started_file is not None:
-        draft = Path(f"{launch.started_file}.part")
-        draft.write_text(f"{os.getpid()} {engine_pid}")
-        draft.replace(launch.started_file)

@@ -1,37 +1,53 @@
 """The main process of `penstock serve`: starts, watches, restarts and drains engine and API processes.
 
-It holds no model and answers no request. It writes the engine's state to a small file, which API processes
-read when they have to explain a 503.
+It holds no model and answers no request. Every model has an engine process of its own, so one that crashes
+leaves the others serving. The supervisor writes each engine's state to a small file, which API processes read
+when they have to explain a 503.
 """
 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import logging
 import os
 import signal
-import socket
+import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from penstock.checkpoint.spec import ModelSpec
-from penstock.config import EngineConfig, ServerConfig
-from penstock.errors import ConfigError, ModelLoadError, StartFailed
-from penstock.serving.child import STANDBY, Child, engine_child
-from penstock.serving.launch import (
-    EXIT_BAD_MODEL,
-    EXIT_DEVICE_FAILED,
-    ApiLaunch,
-    EngineLaunch,
-    EngineState,
-    Parent,
+from penstock.config import ModelConfig, ServerConfig
+from penstock.errors import ModelLoadError, StartFailed
+from penstock.serving.child import Child, engine_child, engine_standby
+from penstock.serving.control import (
+    ApiAttached,
+    ApiCannotServe,
+    ApiConnected,
+    ApiServes,
+    Closed,
+    ControlServer,
+    EngineAttached,
+    EngineFailed,
+    FromApi,
+    FromEngine,
+    Link,
+    Order,
+    OrderDone,
+    RoomWanted,
+    TableApplied,
 )
+from penstock.serving.launch import EXIT_BAD_MODEL, EXIT_DEVICE_FAILED, ApiLaunch, Parent
+from penstock.serving.listeners import Listeners
+from penstock.serving.models import ManagedModel, ModelSet, mark_dead
+from penstock.serving.orders import Orders
 from penstock.serving.runtime_folder import RuntimeFolder
-from penstock.wire.liveness import MAX_COUNTED_GAP_S, HangLimits, LivenessWatch, process_is_stopped
-from penstock.wire.status import StatusReader, create_status_page
+from penstock.serving.sleepers import Sleepers
+from penstock.wire.liveness import MAX_COUNTED_GAP_S, process_is_stopped
 
 log = logging.getLogger("penstock")
 _END_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -40,190 +56,342 @@ MAX_FAILED_STARTS = 3
 MAX_API_RESTART_DELAY_S = 1.0  # a start costs little
 DRAIN_GRACE_S = 5.0  # for an API process to answer what it could not finish
 ENGINE_EXIT_S = 5.0
+IDLE_POLL_S, BUSY_POLL_S = 0.5, 0.05
+KV_SHARE = 0.8  # of the memory that is free when an engine starts, for the KV caches of all models
+
+
+class ApiProcess:
+    """An API process, and what it has reported."""
+
+    def __init__(self, child: Child) -> None:
+        self.child = child
+        self.link: Link | None = None
+        self.attached_pid = 0  # of the last process that was attached
+        self.serving_pid = 0  # of the last process that accepted connections
+        self.connected: dict[int, int] = {}  # number of a model → process id of its engine
+        self.table_version = -1
+
+    @property
+    def serves(self) -> bool:
+        process = self.child.process
+        return process is not None and process.pid == self.serving_pid
+
+    def attach(self, link: Link, pid: int) -> None:
+        self.link, self.attached_pid, self.connected, self.table_version = link, pid, {}, -1
+
+    def is_connected_to(self, model: ManagedModel) -> bool:
+        return self.serves and self.connected.get(model.number, 0) == model.engine_pid != 0
 
 
 class Supervisor:
     def __init__(
-        self, engine: EngineConfig, server: ServerConfig, spec: ModelSpec, spawned: Child | None = None
+        self,
+        models: Sequence[tuple[ModelConfig, ModelSpec]],
+        server: ServerConfig,
+        spawned: Child | None = None,
+        *,
+        describe: Callable[[str, Mapping[str, Any]], tuple[ModelConfig, ModelSpec]] | None = None,
     ) -> None:
-        """`spawned` is the engine process, if it has been spawned and waits for its configuration."""
+        """`spawned` is the first engine process, if it has been spawned and waits for its configuration.
+        `describe` reads a model that an operator loads, from its name and settings."""
         self.config = server
-        self.spec = spec
-        self._engine = engine_child(engine.device) if spawned is None else spawned
-        if uses_standby(server.standby_engine, engine.device):
-            self._engine.standby_arguments = (STANDBY,)
-        self._profiling = engine.profile is not None
-        self._watch = LivenessWatch(
-            HangLimits.for_replacing(server.engine_hang_timeout_s, server.engine_step_timeout_s)
-        )
+        devices = [config.engine.device for config, _ in models]
+        has_standby = any(uses_standby(server.standby_engine, device) for device in devices)
+        self._standby = engine_standby() if has_standby else None
         self._started_s = self._checked_s = time.monotonic()
-        self._is_ready = False  # the engine serves, and this was logged
-        self._listener = listen(server.host, server.port)
-        self.port: int = self._listener.getsockname()[1]
+        self._has_been_ready = False
+        self._listeners = Listeners(server)
+        self.port = self._listeners.port
         with contextlib.ExitStack() as undo:
-            undo.callback(self._listener.close)
+            undo.callback(self._listeners.close)
             self._runtime = RuntimeFolder()
             undo.callback(self._runtime.remove)
-            self._state_file = self._runtime.path / "engine.json"
-            self._prepare_launches(engine, self._runtime.path)
+            folder = self._runtime.path
+            self._parent, self._control_file = Parent(os.getpid(), str(folder)), folder / "control"
+            self._metrics_folder = folder / "metrics"
+            self._metrics_folder.mkdir()
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(self._metrics_folder)
+            self.models = ModelSet()
+            for config, spec in models:
+                self.add_model(config, spec, spawned)
+                spawned = None
+            self._control = ControlServer(self._control_file, self._wake)
+            undo.callback(self._control.close)
+            self._apis = [self._api_process() for _ in range(server.api_server_count)]
+            self.sleepers = Sleepers(self.models, server)
+            self.orders = Orders(self, describe, self._wake)
             undo.pop_all()
 
-    def _prepare_launches(self, engine: EngineConfig, folder: Path) -> None:
-        server, parent = self.config, Parent(os.getpid(), str(folder))
-        address, status_file, metrics = f"ipc://{folder}/engine", folder / "engine.status", folder / "metrics"
-        create_status_page(status_file)
-        self._status = StatusReader(status_file)
-        metrics.mkdir()
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
-        self._engine.config = msgspec.json.encode(
-            EngineLaunch(
-                engine=engine,
-                spec=self.spec,
-                address=address,
-                log_level=server.log_level,
-                log_format=server.log_format,
-                shared_memory_mb=server.shared_memory_mb,
-                metrics_folder=str(metrics),
-                status_file=str(status_file),
-                parent=parent,
-            )
-        )
-        listen_fd = self._listener.fileno()
-        self._started_files = [folder / f"api-{index}.started" for index in range(server.api_server_count)]
-        launches = [
-            ApiLaunch(
-                server=server,
-                engine=engine,
-                spec=self.spec,
-                address=address,
-                listen_fd=listen_fd,
-                state_file=str(self._state_file),
-                status_file=str(status_file),
-                parent=parent,
-                started_file=str(started_file),
-            )
-            for started_file in self._started_files
-        ]
-        self._apis = [
+    def _wake(self) -> None:
+        """Have the main thread look at its messages; callable from any thread."""
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
+
+    def _api_process(self) -> ApiProcess:
+        return ApiProcess(
             Child(
                 "penstock.api.process",
-                msgspec.json.encode(launch),
-                pass_fds=(listen_fd,),
+                pass_fds=self._listeners.fds,
                 max_restart_delay_s=MAX_API_RESTART_DELAY_S,
             )
-            for launch in launches
-        ]
+        )
 
     @property
-    def _children(self) -> tuple[Child, ...]:
-        return (self._engine, *self._apis)
+    def apis(self) -> Sequence[ApiProcess]:
+        return self._apis
+
+    # The set of models.
+
+    def add_model(self, config: ModelConfig, spec: ModelSpec, spawned: Child | None = None) -> ManagedModel:
+        """Serve a model. Its engine starts with the next check."""
+        self.models.check_names(config, spec)
+        child = engine_child(config.engine.device) if spawned is None else spawned
+        child.standby = self._standby
+        number = self.models.next_number()
+        model = ManagedModel(number, config, spec, child, self.config, self._runtime.path)
+        self.models.add(model)
+        return model
+
+    def remove_model(self, model: ManagedModel) -> None:
+        """Serve a model no longer. Its engine stops once no API process sends it anything."""
+        self.models.remove(model)
+        model.is_leaving = True
+        self.publish_models()
+
+    def publish_models(self) -> None:
+        """Tell every API process which models there are."""
+        table = self.models.table()
+        for index, api in enumerate(self._apis):
+            api.child.config = self._api_config(index)  # of the next process
+            if api.link is not None:
+                api.link.send(table)
+
+    def _api_config(self, index: int) -> bytes:
+        listeners = self._listeners
+        launch = ApiLaunch(
+            server=self.config,
+            models=self.models.table().models,
+            listen_fd=listeners.public.fileno(),
+            admin_fd=None if listeners.admin is None else listeners.admin.fileno(),
+            parent=self._parent,
+            control=str(self._control_file),
+            index=index,
+        )
+        return msgspec.json.encode(launch)
+
+    def _launch_engines(self) -> None:
+        """Give engine processes their configuration. On a GPU one starts after another: each takes a share of
+        the memory that it finds free."""
+        for model in self.models:
+            if not model.is_launched and not (on_gpu(model) and self._starts_on_gpu()):
+                share = self._kv_share(model)
+                model.configure(self.config, self._metrics_folder, self._parent, self._control_file, share)
+                model.child.start()
+                model.is_launched = True
+
+    def _starts_on_gpu(self) -> bool:
+        return any(
+            each.is_launched and not each.child.has_ever_served and on_gpu(each) for each in self.models
+        )
+
+    def _kv_share(self, model: ManagedModel) -> float | None:
+        """The share of the free memory that a KV cache takes; None if the model has the device to itself."""
+        sharing = [each for each in self.models if each is model or on_gpu(each)]
+        if len(sharing) == 1:
+            return None
+        return KV_SHARE / max(1, sum(each.spec.generates for each in sharing))
+
+    # The main loop.
 
     def run(self) -> int:
         """Serve until a signal. Returns 0 after the drain; raises if the server cannot start."""
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        self._write_state("starting", "the engine is loading the model")
+        self._control.start()
         try:
-            for child in self._children:
-                child.start()
+            self._launch_engines()
+            self.publish_models()
+            for api in self._apis:
+                api.child.start()
             while True:
-                info = signal.sigtimedwait(_SIGNALS, 0.5 if self._is_ready else 0.05)
+                info = signal.sigtimedwait(_SIGNALS, self._poll_s())
                 if info is not None and info.si_signo == signal.SIGUSR2:
                     self._request_profile()
                 elif info is not None and info.si_signo != signal.SIGCHLD:
                     return self._drain(signal.Signals(info.si_signo).name)
-                self._check_children()
+                self._handle_messages()
+                self._check_processes()
                 self._check_hangs()
+                self.orders.advance()
+                self.sleepers.apply(time.monotonic())
         finally:
-            for child in (*self._apis, self._engine):
-                child.stop(1.0)
-            self._listener.close()
+            for api in self._apis:
+                api.child.stop(1.0)
+            self._stop_engines(1.0)
+            self._control.close()
+            self._listeners.close()
             self._runtime.remove()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
-    def _check_children(self) -> None:
-        """Handle exits, start due restarts, and log once that the server is ready."""
-        for child in self._children:
-            pid = child.process.pid if child.process else 0
-            if pid and not child.has_served and self._can_serve(child, pid):
-                child.mark_served()
-            if (code := child.poll_exit()) is not None:
-                self._on_child_exit(child, code, pid)
-            elif child.restart_at_s is not None and time.monotonic() >= child.restart_at_s:
-                child.start()
-        if not self._is_ready and self._answers_ready():
+    def _poll_s(self) -> float:
+        is_quiet = all(each.is_ready for each in self.models) and not self.orders.pending
+        return IDLE_POLL_S if is_quiet else BUSY_POLL_S
+
+    def _stop_engines(self, timeout_s: float) -> None:
+        if self._standby is not None:
+            self._standby.stop()
+        engines = [each.child for each in (*self.models, *self.orders.leaving)]
+        for child in engines:
+            if child.process is not None:
+                child.process.terminate()  # all at once; `stop` waits for each
+        for child in engines:
+            child.stop(timeout_s)
+
+    def _handle_messages(self) -> None:
+        for link, message in self._control.take():
+            self._handle(link, message)
+
+    def _handle(self, link: Link, message: FromApi | FromEngine | Closed) -> None:
+        if isinstance(message, ApiAttached):
+            for api in self._apis:
+                if api.child.process is not None and api.child.process.pid == message.pid:
+                    api.attach(link, message.pid)
+                    link.send(self.models.table())
+        elif isinstance(message, ApiServes | ApiConnected | ApiCannotServe | TableApplied):
+            for api in self._apis:
+                if api.link is link:
+                    self._handle_report(api, message)
+        elif isinstance(message, Order):
+            self.orders.take(link, message)
+        elif isinstance(message, EngineAttached | EngineFailed):
+            if (model := self.models.get(message.model)) is not None:
+                self._handle_engine(model, link, message)
+        elif isinstance(message, OrderDone):
+            self.sleepers.order_done(link, message)
+        elif isinstance(message, RoomWanted):
+            self.sleepers.room_wanted(link, message)
+        else:
+            self._handle_closed(link)
+
+    def _handle_report(
+        self, api: ApiProcess, message: ApiServes | ApiConnected | ApiCannotServe | TableApplied
+    ) -> None:
+        if isinstance(message, ApiServes):
+            api.serving_pid = api.attached_pid
+        elif isinstance(message, ApiConnected):
+            api.connected[message.model] = message.engine_pid
+        elif isinstance(message, TableApplied):
+            api.table_version = message.version
+        elif (model := self.models.get(message.model)) is not None:
+            self._on_unloadable(model, message.reason)
+
+    def _handle_engine(self, model: ManagedModel, link: Link, message: EngineAttached | EngineFailed) -> None:
+        model.link = link
+        if isinstance(message, EngineAttached):
+            model.device = message.device
+        else:
+            model.failure = message.reason
+
+    def _handle_closed(self, link: Link) -> None:
+        for api in self._apis:
+            if api.link is link:
+                api.link = None
+        for model in self.models:
+            if model.link is link:
+                model.link = None
+        self.sleepers.closed(link)
+        self.orders.closed(link)
+
+    def _check_processes(self) -> None:
+        """Handle exits, start due restarts, and log which models are ready."""
+        for api in self._apis:
+            self._check_child(api.child, api.serves, partial(self._on_api_exit, api))
+        for model in self.models:
+            self._check_child(model.child, model.serves, partial(self._on_engine_exit, model))
+        self._launch_engines()
+        for model in self.models:
+            if not model.is_ready and model.serves and all(api.is_connected_to(model) for api in self._apis):
+                self._on_model_ready(model)
+
+    def _check_child(self, child: Child, serves: bool, on_exit: Callable[[int], None]) -> None:
+        pid = child.process.pid if child.process else 0
+        if serves and not child.has_served:
+            child.mark_served()
+        if (code := child.poll_exit()) is not None:
+            mark_dead(pid)
+            on_exit(code)
+        elif child.restart_at_s is not None and time.monotonic() >= child.restart_at_s:
+            child.start()
+
+    def _on_model_ready(self, model: ManagedModel) -> None:
+        model.is_ready = True
+        model.write_state("running", "the engine is running")
+        if self._has_been_ready:
+            self._log_ready([model.name], model.started_s)
+        elif all(each.is_ready for each in self.models):
             self._on_ready()
 
-    def _can_serve(self, child: Child, pid: int) -> bool:
-        """Whether the process has said that it serves. What it said stays when it exits."""
-        if child is self._engine:
-            return self._status.read().pid == pid
-        return self._reported(child)[0] == str(pid)
-
-    def _reported(self, api: Child) -> tuple[str, str]:
-        """What an API process has said last: its process id, and that of the engine it is connected to."""
-        with contextlib.suppress(OSError):
-            own, engine = self._started_files[self._apis.index(api)].read_text().split()
-            return own, engine
-        return "", ""
-
-    def _is_connected(self, api: Child) -> bool:
-        own, engine = (str(child.process.pid) if child.process else "" for child in (api, self._engine))
-        return self._reported(api) == (own, engine)
-
     def _on_ready(self) -> None:
+        """Every model that the server was started with is ready."""
         from penstock.serving.process_metrics import show_restarts
 
-        self._is_ready = True
-        self._write_state("running", "the engine is running")
-        log.info(
-            "%s is ready at http://%s:%d after %.1f s",
-            self.spec.name,
-            self.config.host,
-            self.port,
-            time.monotonic() - self._started_s,
-        )
+        self._has_been_ready = True
+        self._log_ready([each.name for each in self.models], self._started_s)
+        if (admin_address := self._listeners.admin_address) is not None:
+            log.info("operation routes are at %s", admin_address)
         show_restarts()
-        self._engine.prepare_standby()
+        if self._standby is not None:
+            self._standby.prepare()
 
-    def _on_child_exit(self, child: Child, code: int, pid: int) -> None:
-        from prometheus_client.multiprocess import mark_process_dead
+    def _log_ready(self, names: Sequence[str], since_s: float) -> None:
+        log.info(
+            "%s %s ready at %s after %.1f s",
+            ", ".join(names),
+            "is" if len(names) == 1 else "are",
+            self._listeners.address,
+            time.monotonic() - since_s,
+        )
 
-        from penstock.serving.process_metrics import RESTARTS
+    def _on_api_exit(self, api: ApiProcess, code: int) -> None:
+        exited = _exit_in_words(api.child, code)
+        _check_start(api.child, "API", code, exited)
+        _count_restart("api", api.child, code)
+        log.error("an API process %s; restarting it", exited)
 
-        mark_process_dead(pid)
-        is_engine = child is self._engine
-        exited = _exit_in_words(child, code)
-        if code == EXIT_BAD_MODEL and not child.has_ever_served:
-            raise ModelLoadError("the model could not be loaded; see the error above")
-        if child.num_failed_starts >= MAX_FAILED_STARTS and not child.has_ever_served:
-            process = "engine" if is_engine else "API"
-            raise StartFailed(
-                f"the {process} process {exited} before it could serve, {MAX_FAILED_STARTS} times in a row; "
-                "see the errors above" + (_OUT_OF_MEMORY if code == -signal.SIGKILL else "")
-            )
-        reason = "hung" if child.kill_reason else "killed" if code < 0 else "exited"
-        RESTARTS.labels("engine" if is_engine else "api", reason).inc()
-        if not is_engine:
-            log.error("an API process %s; restarting it", exited)
+    def _on_engine_exit(self, model: ManagedModel, code: int) -> None:
+        exited = _exit_in_words(model.child, code)
+        self.sleepers.engine_exited(model)
+        try:
+            _check_start(model.child, "engine", code, exited)
+        except (ModelLoadError, StartFailed) as error:
+            self._on_unloadable(model, model.failure or error.message, error)
             return
-        self._is_ready = False
-        detail = f"the engine process {exited}; restart {child.num_restarts} is in progress"
+        _count_restart("engine", model.child, code)
+        model.is_ready, model.started_s = False, time.monotonic()
+        which = "the engine process" if len(self.models) == 1 else f"the engine process of {model.name}"
+        detail = f"{which} {exited}; restart {model.child.num_restarts} is in progress"
         log.error("%s", detail)
-        self._write_state("restarting", detail)
+        model.write_state("restarting", detail)
+        if self._standby is not None and self._has_been_ready:
+            self._standby.prepare()
+
+    def _on_unloadable(self, model: ManagedModel, reason: str, error: Exception | None = None) -> None:
+        """A model cannot be served: the server does not start, or an operator's order fails."""
+        if not self.orders.load_failed(model, reason):
+            raise error or ModelLoadError(reason)
 
     def _check_hangs(self) -> None:
         """Kill processes that hang; they are restarted like those that have died."""
         now_s, timeout_s = time.monotonic(), self.config.engine_hang_timeout_s
         gap_s, self._checked_s = min(now_s - self._checked_s, MAX_COUNTED_GAP_S), now_s
-        for child in self._children:
+        for child in (*(each.child for each in self.models), *(each.child for each in self._apis)):
             is_stopped = child.process is not None and process_is_stopped(child.process.pid)
             child.stopped_s = child.stopped_s + gap_s if is_stopped else 0.0
             if timeout_s and child.stopped_s >= timeout_s:
                 self._kill_hung(child, f"a signal has stopped it for {child.stopped_s:.0f} s")
-        status, engine = self._status.read(), self._engine.process
-        hang = self._watch.check(status, now_s)
-        if hang and engine is not None and status.pid == engine.pid:
-            self._kill_hung(self._engine, hang)
+        for model in self.models:
+            status = model.status.read()
+            hang = model.watch.check(status, now_s)
+            if hang and status.pid == model.engine_pid != 0:
+                self._kill_hung(model.child, hang)
 
     def _kill_hung(self, child: Child, reason: str) -> None:
         if not child.kill_reason and child.process is not None:
@@ -231,20 +399,22 @@ class Supervisor:
             child.kill(reason)
 
     def _request_profile(self) -> None:
-        """Have a running engine write another trace, if the server was started with --profile."""
-        if not self._profiling:
+        """Have running engines write another trace, if they were started with --profile."""
+        profiled = [each for each in self.models if each.config.engine.profile is not None]
+        if not profiled:
             log.warning("SIGUSR2 is ignored: start the server with --profile DIR to write traces")
-        elif self._is_ready and self._engine.process is not None:
-            self._engine.process.send_signal(signal.SIGUSR2)
+        for model in profiled:
+            if model.is_ready and model.child.process is not None:
+                model.child.process.send_signal(signal.SIGUSR2)
 
     def _drain(self, signal_name: str) -> int:
         """Accept no new connection, finish running requests, stop. A second signal ends the server at once.
 
-        The engine runs until all API processes have exited. Processes that exit are not restarted.
+        The engines run until all API processes have exited. Processes that exit are not restarted.
         """
         log.info("%s: draining for up to %g s", signal_name, self.config.drain_s)
-        self._listener.close()
-        draining = [api.process for api in self._apis if api.process is not None]
+        self._listeners.close()
+        draining = [api.child.process for api in self._apis if api.child.process is not None]
         for process in draining:
             process.terminate()
         deadline_s = time.monotonic() + self.config.drain_s + DRAIN_GRACE_S
@@ -255,6 +425,8 @@ class Supervisor:
             info = signal.sigtimedwait(_END_SIGNALS | {signal.SIGCHLD}, min(left_s, 0.5))
             if info is not None and info.si_signo in _END_SIGNALS:
                 return self._end_at_once(signal.Signals(info.si_signo))
+            self._handle_messages()  # an engine may ask for room to wake
+            self.sleepers.apply(time.monotonic())
         for process in draining:
             log.warning(
                 "API process %d is killed: its requests had not finished %g s after %s (--drain)",
@@ -264,42 +436,52 @@ class Supervisor:
             )
             process.kill()
             process.wait()
-        self._engine.stop(ENGINE_EXIT_S)
+        self._stop_engines(ENGINE_EXIT_S)
         log.info("drained")
         return 0
 
     def _end_at_once(self, second: signal.Signals) -> int:
         log.warning("%s during the drain: ending at once", second.name)
-        for child in self._children:
-            child.stop(0.0)
+        for api in self._apis:
+            api.child.stop(0.0)
+        self._stop_engines(0.0)
         return 128 + second
 
-    def _answers_ready(self) -> bool:
-        """Whether every API process is connected to the engine, and `GET /ready` succeeds."""
-        if not all(map(self._is_connected, self._apis)):
-            return False
-        host = "127.0.0.1" if self.config.host in ("0.0.0.0", "::", "") else self.config.host
-        connection = http.client.HTTPConnection(host, self.port, timeout=1.0)
-        try:
-            connection.request("GET", "/ready")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):  # also half an answer of a process that was killed
-            return False
-        finally:
-            connection.close()
 
-    def _write_state(self, state: str, detail: str) -> None:
-        draft = self._state_file.with_suffix(".part")
-        draft.write_bytes(msgspec.json.encode(EngineState(state, detail, self._engine.num_restarts)))
-        draft.replace(self._state_file)
+def on_gpu(model: ManagedModel) -> bool:
+    device = model.config.engine.device
+    return device.startswith("cuda") or (device == "auto" and has_gpu())
+
+
+def has_gpu() -> bool:
+    return Path("/dev/nvidiactl").exists()
 
 
 def uses_standby(asked: bool | None, device: str) -> bool:
     """Whether a process stands by to replace the engine."""
     if device == "null":  # nothing is slow to import
         return False
-    has_gpu = device.startswith("cuda") or (device == "auto" and Path("/dev/nvidiactl").exists())
-    return has_gpu if asked is None else asked
+    return device.startswith("cuda") or (device == "auto" and has_gpu()) if asked is None else asked
+
+
+def _check_start(child: Child, kind: str, code: int, exited: str) -> None:
+    """Raise if a process cannot start, and another attempt would not help."""
+    if child.has_ever_served:
+        return
+    if code == EXIT_BAD_MODEL:
+        raise ModelLoadError("the model could not be loaded; see the error above")
+    if child.num_failed_starts >= MAX_FAILED_STARTS:
+        raise StartFailed(
+            f"the {kind} process {exited} before it could serve, {MAX_FAILED_STARTS} times in a row; "
+            "see the errors above" + (_OUT_OF_MEMORY if code == -signal.SIGKILL else "")
+        )
+
+
+def _count_restart(kind: str, child: Child, code: int) -> None:
+    from penstock.serving.process_metrics import RESTARTS
+
+    reason = "hung" if child.kill_reason else "killed" if code < 0 else "exited"
+    RESTARTS.labels(kind, reason).inc()
 
 
 _OUT_OF_MEMORY = ". The system kills processes like this when memory runs out"
@@ -311,18 +493,3 @@ def _exit_in_words(child: Child, code: int) -> str:
     if code == EXIT_DEVICE_FAILED:
         return "exited because its device failed"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket that API processes inherit; bound before anything slow happens."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", param="port") from None
-    listener.listen(4096)
-    listener.set_inheritable(True)
-    return listener

@@ -106,6 +106,8 @@ class Generate:
             priority=scheduling.priority,
             arrival_s=arrival_s,
             deadline_s=None if scheduling.timeout_s is None else arrival_s + scheduling.timeout_s,
+            client=scheduling.client,
+            weight=scheduling.weight,
         )
         return inputs.job(request_id, rows, self.fields, options)
 

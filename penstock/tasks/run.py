@@ -57,11 +57,13 @@ class PoolingTask(Protocol[R]):
 
 @dataclass(slots=True, kw_only=True)
 class Scheduling:
-    """When a request runs: its priority (lower runs sooner), arrival and timeout."""
+    """When a request runs: its priority (lower runs sooner), arrival and timeout; and for whom."""
 
     priority: int = 0
     arrival_s: float | None = None  # monotonic clock; None: when it is submitted
     timeout_s: float | None = None  # counted from the arrival
+    client: str = ""  # clients share the device by their weights
+    weight: float = 1.0
 
 
 DEFAULT_SCHEDULING = Scheduling()
@@ -70,6 +72,7 @@ DEFAULT_SCHEDULING = Scheduling()
 async def submit(engine: EngineHandle, request: Request, scheduling: Scheduling) -> PooledOutput:
     """Run a request; `DeadlineExceeded` once its timeout has passed."""
     request.priority = scheduling.priority
+    request.client, request.weight = scheduling.client, scheduling.weight
     request.arrival_s = time.monotonic() if scheduling.arrival_s is None else scheduling.arrival_s
     if scheduling.timeout_s is None:
         return await engine.run(request)

@@ -54,6 +54,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     settings: dict[str, Any]  # the resolved configuration, for information
     shared: SharedMemoryInfo | None = None  # where processes that map it find large outputs
     engine: int = 0  # a random number; the messages of one engine process all have the same
+    revision: str = ""  # of the loaded model, see `checkpoint.revision`; "": not known
 
 
 class MemoryMapped(msgspec.Struct, tag="memory_mapped", array_like=True):
@@ -97,6 +98,7 @@ class RequestHeader(msgspec.Struct, array_like=True):
     cache_salt: str
     extra_params: tuple[PoolingParams, ...]
     sampling: SamplerParams | None = None
+    client: tuple[str, float] | None = None  # name and weight; None: the one without a name
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
@@ -222,6 +224,7 @@ def pack_requests(requests: Sequence[Request]) -> list[Any]:
                 request.cache_salt,
                 request.extra_params,
                 request.sampling,
+                (request.client, request.weight) if request.client else None,
             )
         )
     ints = np.concatenate(arrays)
@@ -252,6 +255,8 @@ def unpack_requests(headers: Iterable[RequestHeader], frame: Any) -> list[Reques
             cache_salt=header.cache_salt,
             sampling=header.sampling,
         )
+        if header.client is not None:
+            request.client, request.weight = header.client
         start = end if header.optional is None else _read_optional(request, header.optional, ints, end)
         fits = (
             ints.item(tokens_start - 1) == header.num_tokens  # of most requests, which have one row

@@ -12,13 +12,16 @@ import logging
 import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 import zmq
 
 from penstock.engine.loop import EngineCore
+from penstock.engine.sleep import Command, Done, SleepCommand, SleepController, SleepReport, WakeCommand
 from penstock.errors import BadValue, EngineError
 from penstock.types import Array, Comparison, DecodedTokens, Failure, Outcome, Request, SequenceIds
 from penstock.wire.messages import (
@@ -76,7 +79,32 @@ class EngineServer:
         self._router: OutcomeRouter[bytes] = OutcomeRouter()  # owners are the connections of API processes
         self._last_rows: dict[bytes, SequenceIds] = {}  # of the last `DecodedTokens` sent to each connection
         self._publish_at_s, self._published_waits = 0.0, False  # of the status page
+        self._last_request_s = 0.0  # when a request last arrived or was answered
         self._stopping = False
+        self.wake_timeout_s = 30.0  # how long a request waits for a model that sleeps; 0: not at all
+        # Called on the thread that wakes the model, with the bytes that it is about to take.
+        self.make_room: Callable[[int], None] = lambda num_bytes: None
+        self.observe_sleep: Callable[[SleepReport], None] = lambda report: None
+        self._sleep_commands: deque[Command] = deque()
+        self._ends: list[Callable[[], None]] = []  # of sleeps and wakes, to be reported
+
+    def sleep(self, level: int | None, done: Done) -> None:
+        """Finish everything in flight, then free the model's memory; callable from any thread.
+
+        `level`: one of `SLEEP_LEVELS`, None for the device's default. The engine's thread calls `done` with
+        None when the model sleeps, or with the reason why it does not.
+        """
+        self._sleep_commands.append(SleepCommand(level, self._after_status(done)))
+        self.wake()
+
+    def wake_up(self, done: Done) -> None:
+        """Wake the model; callable from any thread. `done` is called as by `sleep`."""
+        self._sleep_commands.append(WakeCommand(self._after_status(done)))
+        self.wake()
+
+    def _after_status(self, done: Done) -> Done:
+        """Report an end only when the status page shows it too."""
+        return lambda reason: self._ends.append(partial(done, reason))
 
     def wake(self) -> None:
         """Wake the thread; callable from any thread and from a signal handler."""
@@ -98,11 +126,12 @@ class EngineServer:
             ready = msgspec.structs.replace(ready, shared=self.memory.info)
         if self._status is not None:
             core.mark_launch = self._status.launching
-        self._core, self._ready = core, msgspec.structs.replace(ready, engine=self._number)
+        sleep = self._attach(core, ready)
         self._socket.bind(self._address)  # only now: a connection means that the engine can serve
         metrics_are_current = True
         self._publish_status()
-        while core.device_failure is None and (not self._stopping or core.busy):
+        published_state = sleep.state
+        while core.device_failure is None and (not self._stopping or core.busy or sleep.busy):
             readable = dict(self._poller.poll(self._poll_timeout_ms(metrics_are_current)))
             if self._wake_receiver.fileno() in readable:
                 self._drain_wakeups()
@@ -110,10 +139,16 @@ class EngineServer:
                 self._drop_exited_clients()
             self._send_outcomes(self._receive())
             self._send_outcomes(core.step())
+            if sleep.needs_turn:
+                self._send_outcomes(sleep.turn())
             if not core.busy:
                 self._last_rows.clear()  # otherwise closed connections would accumulate
             metrics_are_current = publish_metrics(core)
+            if sleep.state is not published_state:
+                self._publish_at_s, published_state = 0.0, sleep.state
             self._publish_status()
+            while self._ends:
+                self._ends.pop(0)()
         if core.device_failure is None:  # otherwise threads of the core may wait for the device forever
             core.close()
         else:
@@ -123,11 +158,26 @@ class EngineServer:
         if self.memory is not None:
             self.memory.close()
 
+    def _attach(self, core: EngineCore, ready: Ready) -> SleepController:
+        """Take the core that this server runs."""
+        self._core, self._ready = core, msgspec.structs.replace(ready, engine=self._number)
+        self._last_request_s = core.clock()
+        self._sleep = SleepController(
+            core,
+            core.sleeper,
+            wake_timeout_s=self.wake_timeout_s,
+            make_room=lambda num_bytes: self.make_room(num_bytes),
+            observe=self.observe_sleep,
+            commands=self._sleep_commands,
+        )
+        return self._sleep
+
     def _publish_status(self) -> None:
         """Tell other processes that the loop turns, and how much waits. Called once a turn; the page is
         written when it has become old, and when nothing waits any more."""
         core = self._core
-        now_s, waits = core.clock(), core.scheduler.queue.num_tokens > 0
+        queue, held = core.scheduler.queue, core.held
+        now_s, waits = core.clock(), queue.num_tokens > 0 or held.num_rows > 0
         if self._status is not None and (now_s >= self._publish_at_s or waits is not self._published_waits):
             self._publish_at_s, self._published_waits = now_s + self.STATUS_INTERVAL_S, waits
             backlog, prompts = core.backlog, core.prompt_backlog
@@ -137,17 +187,25 @@ class EngineServer:
                     heartbeat_s=now_s,
                     step_began_s=core.oldest_launch_s,
                     queued_tokens=backlog.num_tokens,
-                    queued_rows=core.scheduler.queue.num_rows,
+                    queued_rows=queue.num_rows + held.num_rows,
                     tokens_per_s=backlog.tokens_per_s,
                     queued_large_tokens=backlog.large_tokens,
                     queued_prompt_tokens=prompts.num_tokens,
                     prompt_tokens_per_s=prompts.tokens_per_s,
+                    state=self._sleep.state,
+                    last_request_s=self._last_request_s,
+                    device_bytes=self._sleep.device_bytes,
+                    small_weight=backlog.small_weight,
+                    large_weight=backlog.large_weight,
+                    prompt_weight=prompts.small_weight,
                 )
             )
 
     def _poll_timeout_ms(self, metrics_are_current: bool) -> int:
         idle_ms = self.IDLE_POLL_MS if metrics_are_current else self.STALE_METRICS_POLL_MS
         deadline = self._core.next_deadline_s()
+        if not self._sleep.is_awake and (held := self._sleep.next_deadline_s()) is not None:
+            deadline = held if deadline is None else min(held, deadline)
         if deadline is None:
             return idle_ms
         return max(1, min(idle_ms, int((deadline - self._core.clock()) * 1000) + 1))
@@ -194,7 +252,7 @@ class EngineServer:
         elif isinstance(message, Cancel):
             for request_id in message.ids:
                 if self._router.owner(request_id) == sender:
-                    self._core.cancel(request_id)
+                    self._cancel(request_id)
                     self._router.remove(request_id)
         elif self.memory is not None and message.memory == self.memory.info.name:
             if isinstance(message, MemoryMapped):
@@ -232,13 +290,19 @@ class EngineServer:
 
     def _take_on(self, sender: bytes, work: Sequence[Request | Comparison]) -> list[Outcome]:
         refused: list[Outcome] = []
+        self._last_request_s = self._core.clock()
+        submit = self._core.submit if self._sleep.is_awake else self._sleep.hold
         for each in work:
             if self._router.add(each.id, sender):
-                refused += self._core.submit(each)
+                refused += submit(each)
             else:  # the request that has the id keeps it, and its outcomes
                 in_use = BadValue(f"request_id {each.id!r} is already in use", param="request_id")
                 self._send(sender, [Failure(each.id, in_use)])
         return refused
+
+    def _cancel(self, request_id: str) -> None:
+        if self._sleep.is_awake or not self._sleep.cancel(request_id):
+            self._core.cancel(request_id)
 
     # API processes that come and go.
 
@@ -261,12 +325,15 @@ class EngineServer:
         self._last_rows.pop(connection, None)
         abandoned = self._router.remove_owner(connection)
         for request_id in abandoned:
-            self._core.cancel(request_id)
+            self._cancel(request_id)
         log.info("an API process is gone; %d of its requests were cancelled", len(abandoned))
 
     # Outcomes.
 
     def _send_outcomes(self, outcomes: list[Outcome]) -> None:
+        if not outcomes:
+            return
+        self._last_request_s = self._core.clock()
         for connection, theirs in self._router.route(outcomes, self._core.generates).items():
             self._send(connection, theirs)
 

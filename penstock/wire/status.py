@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backlog import Backlog
+from penstock.types import EngineSleep as EngineSleep  # for readers of the page
 
 
 class EngineStatus(NamedTuple):  # one is made in every turn of the engine's loop
@@ -32,17 +33,28 @@ class EngineStatus(NamedTuple):  # one is made in every turn of the engine's loo
     queued_large_tokens: int = 0  # of those queued, tokens of requests that run over several steps
     queued_prompt_tokens: int = 0  # of prompts that wait to generate
     prompt_tokens_per_s: float = 0.0  # recent rate at which prompts begin to generate; 0: not known yet
+    small_weight: float = 0.0  # of the clients whose small requests wait
+    large_weight: float = 0.0  # of those whose large requests wait
+    prompt_weight: float = 0.0  # of those whose prompts wait
+    state: int = EngineSleep.AWAKE  # an `EngineSleep`
+    last_request_s: float = 0.0  # when a request last arrived or was answered; at first, when serving began
+    device_bytes: int = 0  # of memory that the model takes while it is awake, and that a sleep frees
+
+    @property
+    def sleep_state(self) -> EngineSleep:
+        return EngineSleep(self.state)
 
     @property
     def backlog(self) -> Backlog:
         """The pooling work that waits."""
         small = self.queued_tokens - self.queued_large_tokens
-        return Backlog(small, self.queued_large_tokens, self.tokens_per_s)
+        weights = self.small_weight, self.large_weight
+        return Backlog(small, self.queued_large_tokens, self.tokens_per_s, *weights)
 
     @property
     def prompt_backlog(self) -> Backlog:
         """The prompts that wait to generate."""
-        return Backlog(self.queued_prompt_tokens, 0, self.prompt_tokens_per_s)
+        return Backlog(self.queued_prompt_tokens, 0, self.prompt_tokens_per_s, self.prompt_weight, 0.0)
 
 
 _FIELDS = EngineStatus._fields

@@ -205,7 +205,7 @@ def test_a_model_that_does_not_embed_says_so(tmp_path: Path) -> None:
 
 
 def test_errors_have_coheres_shape_without_a_key(embedder_folder: Path) -> None:
-    with local_app(embedder_folder, server={"api_key": "secret"}) as (http, _):
+    with local_app(embedder_folder, server={"api_keys": ("secret",)}) as (http, _):
         for path in ("/v1/embed", "/v2/embed", "/v2/rerank", "/v1/classify", "/v1/tokenize", "/v2/chat"):
             assert "API key" in refused(http, path, status=401)
         assert "API key" in refused(http, "/v1/check-api-key", status=401)

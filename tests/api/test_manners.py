@@ -216,7 +216,7 @@ def test_slashes_methods_and_options(http: TestClient) -> None:
     ],
 )
 def test_a_key_is_found_however_its_header_is_spelled(folder: Path, headers: dict[str, str]) -> None:
-    with local_app(folder, server={"api_key": "secret"}) as (http, _):
+    with local_app(folder, server={"api_keys": ("secret",)}) as (http, _):
         assert http.post("/v1/embeddings", json={"input": "a"}, headers=headers).status_code == 200
         wrong = {name: value + "x" for name, value in headers.items()}
         refused = http.post("/v1/embeddings", json={"input": "a"}, headers=wrong)
@@ -226,7 +226,10 @@ def test_a_key_is_found_however_its_header_is_spelled(folder: Path, headers: dic
 def test_pages_of_named_origins_may_call_the_server(folder: Path) -> None:
     ask = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
     ask["Access-Control-Request-Headers"] = "authorization,content-type"
-    with local_app(folder, server={"allowed_origins": ("https://app.example",), "api_key": "k"}) as (http, _):
+    with local_app(folder, server={"allowed_origins": ("https://app.example",), "api_keys": ("k",)}) as (
+        http,
+        _,
+    ):
         preflight = http.options("/v1/embeddings", headers=ask)
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == "https://app.example"

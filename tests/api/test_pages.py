@@ -61,7 +61,10 @@ ALL_SCRIPTS = "\n".join(SCRIPTS.values())
 
 @pytest.fixture(scope="module")
 def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
-    with local_app(write_bert(tmp_path_factory.mktemp("bert")), server={"api_key": "secret"}) as (client, _):
+    with local_app(write_bert(tmp_path_factory.mktemp("bert")), server={"api_keys": ("secret",)}) as (
+        client,
+        _,
+    ):
         yield client
 
 

@@ -234,7 +234,10 @@ def test_operations_are_named_after_handlers_or_paths(made: Json) -> None:
 
 
 def test_a_server_describes_itself(tmp_path: Path) -> None:
-    with local_app(write_bert(tmp_path), server={"api_key": "secret", "strict_fields": True}) as (http, _):
+    with local_app(write_bert(tmp_path), server={"api_keys": ("secret",), "strict_fields": True}) as (
+        http,
+        _,
+    ):
         document = http.get("/openapi.json").json()
     assert document["paths"]["/v1/models/{model}"]["get"]["parameters"][0]["example"] == "model"
     assert document["paths"]["/v1/embeddings"]["post"]["security"] == [{"key": []}]

@@ -320,7 +320,7 @@ def test_ping_and_load(http: TestClient) -> None:
 
 
 def test_server_info_holds_no_secret(folder: Path) -> None:
-    with local_app(folder, server={"api_key": "hush", "api_keys": ("other-hush",)}) as (http, _):
+    with local_app(folder, server={"api_keys": ("hush",), "admin_keys": ("other-hush",)}) as (http, _):
         assert http.get("/server_info").status_code == 401
         answer = http.get("/server_info", headers={"Authorization": "Bearer hush"})
         assert answer.status_code == 200 and "hush" not in answer.text and str(folder) not in answer.text

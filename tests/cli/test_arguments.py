@@ -8,44 +8,51 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.flags import api_key, api_key_file, hang_timeout
+from penstock.api.key_file import read_key_file
+from penstock.cli.flags import api_keys, hang_timeout
 from penstock.errors import ConfigError
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from penstock.cli.arguments import hide_argument
+from penstock.cli.arguments import hide_arguments
 
-hide_argument(None)
-hide_argument("secret")
+hide_arguments(("--api-key", "--admin-key"))
 print(sys.argv[1:], Path("/proc/self/cmdline").read_bytes().split(b"\\0")[3:])
 """
 
 
 def test_a_secret_is_overwritten_wherever_it_is_an_argument() -> None:
-    command = [sys.executable, "-c", PROGRAM, "--api-key", "secret", "--api-key=secret", "secretive", "é"]
+    command = [
+        sys.executable,
+        "-c",
+        PROGRAM,
+        "--api-key",
+        "secret",
+        "--api_key=secret",
+        "--admin-key=a,b",
+        "é",
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    shown = [b"--api-key", b"xxxxxx", b"--api-key=xxxxxx", b"secretive", "é".encode(), b""]
+    shown = [b"--api-key", b"xxxxxx", b"--api_key=xxxxxx", b"--admin-key=xxx", "é".encode(), b""]
     assert ran.stdout == f"{command[3:]} {shown}\n"
 
 
-@pytest.mark.parametrize("given", ["", " ", "two words", "clé", "a\nb", "tab\t"])
+@pytest.mark.parametrize("given", ["", " ", "two words", "clé", "a\nb", "a\tb", "sha256:12", ","])
 def test_a_key_that_no_header_can_carry_is_refused_without_showing_it(given: str) -> None:
-    with pytest.raises(ConfigError, match="--api-key takes visible ASCII") as refused:
-        api_key(given)
-    assert given.strip() == "" or given not in refused.value.message
+    with pytest.raises(ConfigError, match=r"--api-key.*(visible ASCII|64 hexadecimal)") as refused:
+        api_keys([given])
+    assert given.strip(" ,") == "" or given not in refused.value.message
 
 
-def test_a_file_has_one_key_in_each_line(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("old\n\n  new \r\n")
-    assert api_key_file(str(file)) == ("old", "new")
+def test_several_keys_stand_between_commas() -> None:
+    assert api_keys(["old, new", "other"]) == ("old", "new", "other")
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"\n \n", "has no key"),
+        (b"\n \n# a comment\n", "has no key"),
         (b"good\nse cret\n", "line 2"),
         (b"\xff", "not text"),
         (None, "cannot be read"),
@@ -56,9 +63,9 @@ def test_a_file_without_usable_keys_is_refused(tmp_path: Path, content: bytes | 
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(ConfigError, match=words) as refused:
-        api_key_file(str(file))
+        read_key_file(str(file))
     with pytest.raises(ConfigError, match="cannot be read"):
-        api_key_file("")  # for example the value of a variable that is not set
+        read_key_file("")  # for example the value of a variable that is not set
     assert "--api-key-file" in refused.value.message and "cret" not in refused.value.message
 
 

@@ -169,7 +169,7 @@ def test_max_queued_tokens_warns_in_offline_commands(capsys: pytest.CaptureFixtu
     assert ENGINE.build({**values, "engineconfig_max_queued_tokens": 9}) == {"max_queued_tokens": 9}
     warning = capsys.readouterr().err
     assert warning.startswith("warning: --max-queued-tokens changes nothing") and warning.count("\n") == 1
-    assert flags.SERVED_ENGINE.build(
-        {**values, "engineconfig_max_queued_tokens": 9, "model_argument": None}
-    ) == {"max_queued_tokens": 9}
+    assert flags.SERVED_ENGINE.build({**values, "engineconfig_max_queued_tokens": 9}) == {
+        "max_queued_tokens": 9
+    }
     assert capsys.readouterr().err == ""

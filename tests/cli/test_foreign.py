@@ -103,7 +103,7 @@ def test_the_flags_of_a_tei_script_work(serve: Serve) -> None:
         *("--max-concurrent-requests", "512", "--max-batch-tokens", "16384", "--max-batch-requests", "64"),
         *("--max-client-batch-size", "32", "--auto-truncate", "false", "--hostname", "0.0.0.0"),
         *("-p", "3000", "--huggingface-hub-cache", "/data", "--payload-limit", "2000000"),
-        *("--api-key", "secret", "--cors-allow-origin", "https://a.example"),
+        *("--api-key", "secret", "--cors-allow-origin", "https://a.example", "--prometheus-port", "9000"),
         *("--served-model-name", "name", "--default-prompt-name", "query", "--json-output"),
     )
     assert (engine.model, engine.revision, engine.dtype) == ("some/model", "abc", "float32")
@@ -112,8 +112,8 @@ def test_the_flags_of_a_tei_script_work(serve: Serve) -> None:
     assert engine.model_names == ("name",) and engine.default_prompt_name == "query"
     assert (server.host, server.port, server.max_rows) == ("0.0.0.0", 3000, 32)
     assert server.max_concurrent_requests == 512 and server.max_body_bytes == 2_000_000
-    assert server.auto_truncate is False and server.api_key == "secret"
-    assert server.allowed_origins == ("https://a.example",)
+    assert server.auto_truncate is False and server.api_keys == ("secret",)
+    assert server.allowed_origins == ("https://a.example",) and server.admin_port == 9000
 
 
 def test_the_flags_of_a_vllm_script_work(serve: Serve) -> None:
@@ -124,12 +124,14 @@ def test_the_flags_of_a_vllm_script_work(serve: Serve) -> None:
         *("--allowed-origins", '["https://a.example", "https://b.example"]', "--root-path", "/api/"),
         *("--enable-prefix-caching", "--swap-space", "4", "--uvicorn-log-level", "warning"),
         *("--kv-cache-memory-bytes", "2G", "--enable-log-requests", "--dtype", "half"),
+        *("--uds", "/run/s", "--ssl-cert-reqs", "1", "--enable-ssl-refresh"),
     )
     assert engine.model == "some/model" and engine.enable_generation is False and engine.enforce_eager
     assert (engine.max_model_len, engine.max_num_seqs, engine.max_num_batched_tokens) == (128, 8, 512)
     assert engine.kv_cache_gb == 2 and engine.enable_prefix_caching is True and engine.dtype == "half"
     assert server.allowed_origins == ("https://a.example", "https://b.example")
     assert server.root_path == "/api" and server.access_log
+    assert server.uds == "/run/s" and server.ssl_cert_reqs == "optional"
 
 
 @pytest.mark.parametrize(("task", "generates"), [("generate", True), ("embed", False), ("auto", None)])
@@ -147,6 +149,8 @@ def test_the_task_turns_generation_on_or_off(serve: Serve, task: str, generates:
         (("--payload-limit", "5", "--max-body-mb", "3"), "contradict each other"),
         (("--pooling", "cls", "--pooler-config", '{"pooling_type": "mean"}'), "contradict each other"),
         (("--root-path", "api"), "use a path such as"),
+        (("--uds-permissions", "rw"), "three octal digits"),
+        (("--ssl-cert-reqs", "3"), "'none', 'optional', 'required'"),
         (("--allowed-origins", "[1]"), "JSON list"),
         (("--no-such-flag",), "No such option"),
         (("--auto-truncate=maybe",), "auto-truncate"),
@@ -172,12 +176,19 @@ def test_a_hub_token_is_put_into_the_environment(serve: Serve, monkeypatch: pyte
 def test_the_environment_names_the_model_the_port_and_the_key(serve: Serve) -> None:
     env = {"MODEL_ID": "some/model", "PORT": "3000", "VLLM_API_KEY": "secret"}
     engine, server = serve(env=env)
-    assert (engine.model, server.port, server.api_key) == ("some/model", 3000, "secret")
+    assert (engine.model, server.port, server.api_keys) == ("some/model", 3000, ("secret",))
     engine, server = serve("another/model", "--port", "8000", "--api-key", "own", env=env)
-    assert (engine.model, server.port, server.api_key) == ("another/model", 8000, "own")
+    assert (engine.model, server.port, server.api_keys) == ("another/model", 8000, ("own",))
     fields: dict[str, Any] = {}
     read_environment(fields, fields)
     assert fields == {}
+
+
+def test_the_environment_has_several_keys_between_commas(serve: Serve) -> None:
+    _, server = serve(env={"PENSTOCK_API_KEY": "one, two", "PENSTOCK_ADMIN_KEY": "boss"})
+    assert (server.api_keys, server.admin_keys) == (("one", "two"), ("boss",))
+    ran = CliRunner().invoke(app, ["serve", "--device", "null"], env={"PENSTOCK_API_KEY": "s3 cret"})
+    assert ran.exit_code == 2 and "separate keys by commas" in ran.output and "cret" not in ran.output
 
 
 def test_underscores_and_values_of_switches_are_understood(serve: Serve) -> None:
@@ -226,7 +237,7 @@ def test_flags_are_read_from_a_file(serve: Serve, tmp_path: Path, caplog: pytest
     assert engine.model == "some/model" and engine.model_names == ("first", "second")
     assert engine.max_num_seqs == 4 and engine.hf_overrides == {"a": 1}
     assert (server.port, server.auto_truncate, server.strict_fields) == (8080, False, True)
-    assert server.allowed_origins == ("https://a.example",) and server.api_key is None
+    assert server.allowed_origins == ("https://a.example",) and server.api_keys == ()
     warned = " ".join(record.getMessage() for record in caplog.records)
     assert "--trust-remote-code changes nothing" in warned and "--gpu-memory-utilization" in warned
 

@@ -356,7 +356,7 @@ def test_a_request_can_be_stopped(playground: Playground, url: str) -> None:
 def test_a_server_with_a_key_asks_for_it(
     playground: Playground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving_models({"bert": STAND_INS["prompts"](tmp_path / "bert")}, api_key=KEY) as address:
+    with serving_models({"bert": STAND_INS["prompts"](tmp_path / "bert")}, api_keys=(KEY,)) as address:
         page = playground.page
         page.goto(address + "/")
         page.locator("#key-form").wait_for()

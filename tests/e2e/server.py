@@ -21,7 +21,7 @@ import httpx
 from tests.waiting import PATIENCE_S, wait_until
 
 ENGINE, API = "penstock.serving.engine_process", "penstock.api.process"
-_READY = re.compile(r"is ready at http://\S+:(\d+)")
+_READY = re.compile(r"(?:is|are) ready at https?://\S+:(\d+)")
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Server:
     def runtime_folder(self) -> Path:
         """The folder in which the server's processes meet, as seen by what the supervisor has mapped."""
         maps = Path(f"/proc/{self.process.pid}/maps").read_text().splitlines()
-        return Path(next(line.split()[-1] for line in maps if line.endswith("/engine.status"))).parent
+        return Path(next(line.split()[-1] for line in maps if line.endswith("/engine.status"))).parents[1]
 
     def engines(self) -> list[int]:
         """Process ids of engines that serve or start, without one that stands by."""
@@ -149,7 +149,7 @@ def serving(
     reader = threading.Thread(target=_collect_log, args=(server,), daemon=True)
     reader.start()
     try:
-        server.wait_for_log("is ready at http://")
+        server.wait_for_log(" ready at ")
         yield server
     finally:
         if "http" in vars(server):

@@ -108,7 +108,7 @@ def test_the_loop_beats_during_a_step_and_tells_of_a_launch(
     gates: Gates, background: ThreadPoolExecutor
 ) -> None:
     with serving(*NULL, environment=gates.environment) as server:
-        page = StatusReader(server.runtime_folder / "engine.status")
+        page = StatusReader(server.runtime_folder / "0" / "engine.status")
         with gates.no_step_finishes():
             first = background.submit(server.post, ROUTE, input="a")
             server.wait_for(lambda: page.read().step_began_s > 0)

@@ -12,7 +12,12 @@ from tests.engine.fakes import ManualRunner, PoisonedRunner, expected_values, ma
 
 
 def request(
-    name: str, *rows: list[int], priority: int = 0, salt: str = "", task: Task = Task.EMBED
+    name: str,
+    *rows: list[int],
+    priority: int = 0,
+    salt: str = "",
+    task: Task = Task.EMBED,
+    client: str = "",
 ) -> Request:
     return Request(
         name,
@@ -21,6 +26,7 @@ def request(
         PoolingParams(task),
         priority=priority,
         cache_salt=salt,
+        client=client,
     )
 
 
@@ -55,6 +61,22 @@ def test_a_request_follows_rows_of_another_that_is_in_flight() -> None:
     runner.finish()
     assert values(core.step()) == {"c": expected_values(third)}
     assert not core.busy
+
+
+def test_clients_share_rows_that_run_soon_and_wait_for_no_others() -> None:
+    runner = ManualRunner()
+    core = make_core(runner, share_identical=True)
+    budget = core.scheduler.budget
+    core.add(request("a", [1, 2], client="a"))
+    core.add(request("b", [1, 2], client="b"))
+    assert core.scheduler.queue.num_rows == 1, "they share the row"
+    for number in range(3):
+        core.add(
+            request(f"long-{number}", list(range(10 * number, budget.max_tokens + 10 * number)), client="a")
+        )
+    core.add(request("c", [1, 2], client="c"))
+    core.add(request("own", [1, 2], client="a"))
+    assert core.scheduler.queue.num_rows == 5, "only the client with much to run waits for its own"
 
 
 def test_identical_requests_share_one_array_and_no_other_request_does() -> None:

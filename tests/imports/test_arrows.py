@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "buffered_metrics": set(),
     "checkpoint": BASE,
     "kvcache": {"types", "errors", "content"},
-    "scheduler": {"types", "errors", "content", "free_ranges", "kvcache"},
+    "scheduler": {"types", "errors", "content", "backlog", "free_ranges", "kvcache"},
     "inputs": BASE | {"checkpoint"},
     "outputs": {"types", "errors"},
     "weights": BASE | {"checkpoint"},

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from penstock.isolation import isolated_python
-from penstock.serving.child import Child, engine_child, spawned_engine
+from penstock.serving.child import Child, Standby, engine_child, spawned_engine
 
 
 def test_start_sends_the_configuration_to_a_spawned_process() -> None:
@@ -110,32 +110,29 @@ def test_preloading_works_without_a_cuda_driver(device: str) -> None:
 
 
 def test_a_process_that_stands_by_takes_over_and_another_is_started_when_asked() -> None:
-    child = Child("json.tool", config=b"{}", standby_arguments=("--no-ensure-ascii",))
-    child.prepare_standby()
-    standby = child.standby
-    child.prepare_standby()
-    assert standby is not None and child.standby is standby, "one is enough"
-    assert child.spawn() is standby and child.standby is None
-    child.start()
-    assert standby.wait(20) == 0
-    child.prepare_standby()
-    assert child.standby is not None and child.standby is not standby
-    child.stop(1.0)
-    assert child.standby.poll() is not None
+    standby = Standby("json.tool", ("--no-ensure-ascii",))
+    first, second = (Child("json.tool", config=b"{}", standby=standby) for _ in range(2))
+    standby.prepare()
+    waiting = standby.process
+    standby.prepare()
+    assert waiting is not None and standby.process is waiting, "one is enough"
+    assert first.spawn() is waiting and second.spawn() is not waiting
+    for child in (first, second):
+        child.start()
+        assert child.process is not None and child.process.wait(20) == 0
+    standby.prepare()
+    again = standby.process
+    assert again is not None and again is not waiting
+    standby.stop()
+    assert again.poll() is not None
 
 
 def test_a_standby_that_has_exited_does_not_take_over() -> None:
-    child = Child("json.tool", standby_arguments=("--no-ensure-ascii",))
-    child.prepare_standby()
-    assert child.standby is not None
-    child.standby.kill()
-    child.standby.wait()
-    process = child.spawn()
-    assert process.poll() is None
+    standby = Standby("json.tool", ("--no-ensure-ascii",))
+    standby.prepare()
+    assert standby.process is not None
+    standby.process.kill()
+    standby.process.wait()
+    child = Child("json.tool", standby=standby)
+    assert child.spawn().poll() is None
     child.stop(0.0)
-
-
-def test_without_arguments_nothing_stands_by() -> None:
-    child = Child("json.tool")
-    child.prepare_standby()
-    assert child.standby is None

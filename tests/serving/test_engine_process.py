@@ -23,7 +23,7 @@ class Burst:
     def __init__(self, address: str, core: EngineCore) -> None:
         self.core = core
         self.server = EngineServer(address)
-        self.server._core, self.server._ready = core, Ready(1, {})
+        self.server._attach(core, Ready(1, {}))
         self.server._socket.bind(address)
         self.context = zmq.Context()
         self.client = self.context.socket(zmq.DEALER)

@@ -9,13 +9,16 @@ import sys
 from collections.abc import Iterator
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 
 from penstock.checkpoint.describe import describe
-from penstock.config import EngineConfig, ServerConfig
+from penstock.checkpoint.spec import ModelSpec
+from penstock.config import EngineConfig, ModelConfig, ServerConfig
 from penstock.errors import ConfigError, StartFailed
 from penstock.serving import supervisor as module
-from penstock.serving.child import Child
+from penstock.serving.control import ApiAttached, ApiConnected, ApiServes
+from penstock.serving.models import ManagedModel
 from penstock.serving.supervisor import Supervisor
 from penstock.wire.status import EngineStatus, StatusWriter
 from tests.waiting import PATIENCE_S
@@ -28,17 +31,33 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
     monkeypatch.setenv(
         "PROMETHEUS_MULTIPROC_DIR", ""
     )  # the supervisor sets it, and the test's end restores it
-    engine = EngineConfig(device="null")
-    made = Supervisor(engine, ServerConfig(port=0, drain_s=0.0), describe(engine))
+    made = Supervisor([null_model("a"), null_model("b")], ServerConfig(port=0, drain_s=0.0))
     yield made
-    made._listener.close()
+    made._listeners.close()
+    made._control.close()
     made._runtime.remove()
 
 
-def fail_to_start(supervisor: Supervisor, child: Child, code: int, times: int) -> None:
+def null_model(name: str) -> tuple[ModelConfig, ModelSpec]:
+    engine = EngineConfig(device="null", served_model_name=name)
+    return ModelConfig(engine=engine), describe(engine)
+
+
+def engine_of(supervisor: Supervisor, name: str = "a") -> ManagedModel:
+    model = supervisor.models.find(name)
+    assert model is not None
+    return model
+
+
+def fail_to_start(supervisor: Supervisor, kind: str, code: int, times: int) -> None:
+    api, model = supervisor.apis[0], engine_of(supervisor)
+    child = model.child if kind == "engine" else api.child
     for _ in range(times):
         child.has_served, child.num_failed_starts = False, child.num_failed_starts + 1
-        supervisor._on_child_exit(child, code, 0)
+        if kind == "engine":
+            supervisor._on_engine_exit(model, code)
+        else:
+            supervisor._on_api_exit(api, code)
 
 
 @pytest.mark.parametrize(("code", "words"), [(1, "exited with code 1"), (-9, "was killed by SIGKILL")])
@@ -46,28 +65,43 @@ def fail_to_start(supervisor: Supervisor, child: Child, code: int, times: int) -
 def test_the_third_failed_start_gives_up_with_the_reason(
     supervisor: Supervisor, kind: str, code: int, words: str
 ) -> None:
-    child = supervisor._engine if kind == "engine" else supervisor._apis[0]
-    fail_to_start(supervisor, child, code, 2)
+    fail_to_start(supervisor, kind, code, 2)
     with pytest.raises(
         StartFailed, match=f"the {kind} process {words} before it could serve, 3 times"
     ) as failed:
-        fail_to_start(supervisor, child, code, 1)
+        fail_to_start(supervisor, kind, code, 1)
     assert ("memory" in failed.value.message) == (code == -9)
 
 
 def test_a_process_that_has_ever_served_is_restarted_for_as_long_as_it_takes(supervisor: Supervisor) -> None:
-    for child in (supervisor._engine, supervisor._apis[0]):
+    for kind, child in (("engine", engine_of(supervisor).child), ("API", supervisor.apis[0].child)):
         child.mark_served()
-        fail_to_start(supervisor, child, 1, 10)
+        fail_to_start(supervisor, kind, 1, 10)
 
 
 def test_a_process_has_served_once_it_says_so_itself(supervisor: Supervisor) -> None:
-    api, engine = supervisor._apis[0], supervisor._engine
-    assert not supervisor._can_serve(api, 7) and not supervisor._can_serve(engine, 7)
-    supervisor._started_files[0].write_text("7 0")
-    StatusWriter(supervisor._runtime.path / "engine.status").publish(EngineStatus(pid=7))
-    for child in (api, engine):
-        assert supervisor._can_serve(child, 7) and not supervisor._can_serve(child, 8)
+    api, model = supervisor.apis[0], engine_of(supervisor)
+    api.child.process, model.child.process = Mock(pid=7), Mock(pid=7)
+    assert not api.serves and not model.serves
+    link = Mock()
+    supervisor._handle(link, ApiAttached(7))
+    assert not api.serves
+    supervisor._handle(link, ApiServes())
+    StatusWriter(model.folder / "engine.status").publish(EngineStatus(pid=7))
+    assert api.serves and model.serves
+    assert not engine_of(supervisor, "b").serves
+    api.child.process, model.child.process = Mock(pid=8), Mock(pid=8)
+    assert not api.serves and not model.serves
+    api.child.process = model.child.process = None
+
+
+def test_two_models_need_different_names(supervisor: Supervisor) -> None:
+    with pytest.raises(ConfigError, match="two models have the name 'b'"):
+        supervisor.add_model(*null_model("b"))
+    config, spec = null_model("c")
+    with pytest.raises(ConfigError, match="two models have the name 'a'"):
+        supervisor.add_model(msgspec.structs.replace(config, aliases=("a",)), spec)
+    assert [each.name for each in supervisor.models] == ["a", "b"]
 
 
 def test_an_api_process_that_does_not_drain_in_time_is_killed_with_a_reason(
@@ -78,7 +112,7 @@ def test_an_api_process_that_does_not_drain_in_time_is_killed_with_a_reason(
         [sys.executable, "-c", STUBBORN], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert process.stdout is not None and process.stdout.readline() == b"up\n"
-    supervisor._apis[0].process = process
+    supervisor.apis[0].child.process = process
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, module._SIGNALS)
     try:
         with caplog.at_level(logging.INFO, logger="penstock"):
@@ -95,11 +129,10 @@ def test_an_api_process_that_does_not_drain_in_time_is_killed_with_a_reason(
 def test_a_server_that_cannot_listen_leaves_no_folder(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = EngineConfig(device="null")
     created: list[object] = []
     monkeypatch.setattr(module, "RuntimeFolder", lambda: created.append(1))
     with pytest.raises(ConfigError, match="cannot listen"):
-        Supervisor(engine, ServerConfig(port=supervisor.port), describe(engine))
+        Supervisor([null_model("a")], ServerConfig(port=supervisor.port))
     assert created == []
 
 
@@ -120,9 +153,18 @@ def test_a_process_stands_by_beside_a_gpu_or_where_it_is_asked_for(
 
 
 def test_an_api_process_is_connected_once_it_names_the_engine_that_runs(supervisor: Supervisor) -> None:
-    api, engine = supervisor._apis[0], supervisor._engine
-    api.process, engine.process = Mock(pid=7), Mock(pid=8)
-    for reported, expected in (("7 0", False), ("7 9", False), ("6 8", False), ("7 8", True)):
-        supervisor._started_files[0].write_text(reported)
-        assert supervisor._is_connected(api) is expected
-    api.process = engine.process = None
+    api, model, link = supervisor.apis[0], engine_of(supervisor), Mock()
+    api.child.process, model.child.process = Mock(pid=7), Mock(pid=8)
+    assert not api.is_connected_to(model)
+    supervisor._handle(link, ApiAttached(7))
+    supervisor._handle(link, ApiServes())
+    for number, engine_pid, expected in (
+        (model.number, 9, False),
+        (model.number + 1, 8, False),
+        (model.number, 8, True),
+    ):
+        supervisor._handle(link, ApiConnected(number, engine_pid))
+        assert api.is_connected_to(model) is expected
+    model.child.process = Mock(pid=10)
+    assert not api.is_connected_to(model), "its engine was replaced"
+    api.child.process = model.child.process = None

@@ -53,7 +53,9 @@ def requests(draw: st.DrawFn) -> list[Request]:
             priority=draw(st.integers(-5, 5)),
             arrival_s=draw(st.floats(0, 1e6)),
             deadline_s=draw(st.none() | st.floats(0, 1e6)),
+            client=draw(st.sampled_from(["", "key é"])),
         )
+        request.weight = draw(st.floats(0.1, 10)) if request.client else 1.0
         for value, name in enumerate(OPTIONAL_ARRAYS):
             if draw(st.booleans()):
                 size = (
@@ -71,7 +73,7 @@ def test_requests_are_received_as_sent(sent: list[Request]) -> None:
     message = decode_to_engine(header)
     assert isinstance(message, Submit)
     for before, after in zip(sent, unpack_requests(message.requests, frame), strict=True):
-        for name in ("id", "params", "priority", "arrival_s", "deadline_s"):
+        for name in ("id", "params", "priority", "arrival_s", "deadline_s", "client", "weight"):
             assert getattr(before, name) == getattr(after, name)
         for name in ("token_ids", "lengths", "starts", *OPTIONAL_ARRAYS):
             assert (getattr(before, name) is None) == (getattr(after, name) is None)

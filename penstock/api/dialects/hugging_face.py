@@ -299,7 +299,7 @@ async def _zero_shot(call: Call, body: InferenceRequest, model: ServedModel) -> 
     options = ZeroShotOptions(
         hypothesis_template=parameters.hypothesis_template or DEFAULT_HYPOTHESIS,
         multi_label=bool(parameters.multi_label),
-        truncate_prompt_tokens=body.text_options().limit(call),
+        truncate_prompt_tokens=body.text_options().limit(model),
         max_request_tokens=MAX_REQUEST_TOKENS,
     )
     result = await run(call, body, model, zero_shot_task(model.text, texts, labels, options))
@@ -321,7 +321,7 @@ async def _entities(call: Call, body: InferenceRequest, model: ServedModel) -> R
     aggregation = parameters.aggregation_strategy or "simple"
     ignored = OUTSIDE if parameters.ignore_labels is None else parameters.ignore_labels
     task = FindEntities(
-        inputs=texts, options=body.text_options().inputs(call), aggregation=aggregation, ignored=ignored
+        inputs=texts, options=body.text_options().inputs(model), aggregation=aggregation, ignored=ignored
     )
     result = await run(call, body, model, task, rows_name="inputs")
     encoded = await model.text.batcher.encode_with_offsets(texts)

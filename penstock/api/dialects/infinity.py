@@ -75,7 +75,7 @@ async def infinity_embeddings(call: Call, body: InfinityEmbeddingsRequest) -> Re
             f"model {model.spec.name} embeds text only; modality is {body.modality!r}", param="modality"
         )
     body.dimensions = body.dimensions or None
-    default_chunking = call.state.config.default_chunking
+    default_chunking = model.default_chunking
     if body.truncate_prompt_tokens is None and not body.wants_chunks and default_chunking != "mean":
         body.truncate_prompt_tokens = -1
     return await vectors(call, body, model, body.params(Task.EMBED), prefix="infinity", items=_items)
@@ -167,7 +167,7 @@ async def infinity_models(call: Call) -> Reply:
         results_pending=in_flight,
         batch_size=state.config.max_rows,
     )
-    data = [_model(name, state.find(name)[0], stats) for name in state.names]
+    data = [_model(name, call.find(name), stats) for name in call.names]
     return Reply(msgspec.json.encode(InfinityModelsAnswer(data=data)))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import orjson
@@ -11,7 +11,7 @@ import orjson
 from penstock import __version__
 from penstock.api.endpoint import Call, Reply
 from penstock.api.metrics import render
-from penstock.api.routes import RouteSpec
+from penstock.api.routes import Door, Handler, RouteSpec
 from penstock.types import Task
 
 
@@ -64,13 +64,14 @@ class ServerVersion(msgspec.Struct, kw_only=True):
     version: str
 
 
+_TABLE: tuple[tuple[str, Handler, Any, Door, tuple[str, ...]], ...] = (
+    ("/live", live, StatusAnswer, "both", ()),
+    ("/health", health, StatusAnswer, "both", ()),
+    ("/ready", ready, StatusAnswer, "both", ()),
+    ("/metrics", metrics, None, "admin", ("text/plain",)),
+    ("/version", version, ServerVersion, "admin", ()),
+)
 ROUTES = tuple(
-    RouteSpec(path, None, handler, "operation", answer, open_to_all=True, media=media)
-    for path, handler, answer, media in (
-        ("/live", live, StatusAnswer, ()),
-        ("/health", health, StatusAnswer, ()),
-        ("/ready", ready, StatusAnswer, ()),
-        ("/metrics", metrics, None, ("text/plain",)),
-        ("/version", version, ServerVersion, ()),
-    )
+    RouteSpec(path, None, handler, "operation", answer, open_to_all=True, on=on, media=media)
+    for path, handler, answer, on, media in _TABLE
 )

@@ -362,7 +362,7 @@ def _instance_route(model: ServedModel, instance: dict[str, Any]) -> tuple[type[
 
 async def info(call: Call) -> Reply:
     """Describe the model and the limits of this server."""
-    model = next(iter(call.state.models.values()))
+    model = call.find(None)
     if not model.engine.ready:
         raise EngineUnavailable(model.engine.unavailable_reason)
     settings = getattr(model.engine, "engine_settings", {})
@@ -379,7 +379,7 @@ async def info(call: Call) -> Reply:
         max_batch_tokens=settings.get("max_num_batched_tokens", spec.max_model_len),
         max_batch_requests=settings.get("max_num_seqs"),
         max_client_batch_size=config.max_rows,
-        auto_truncate=config.auto_truncate is not False,
+        auto_truncate=model.auto_truncate is not False,
         tokenization_workers=available_cpus(),
         version=__version__,
     )

@@ -308,7 +308,7 @@ async def ollama_processes(call: Call) -> Reply:
 
 async def ollama_show(call: Call, body: ShowRequest) -> Reply:
     """Describe a model, in the dialect of Ollama."""
-    model, _ = call.state.find(body.model or body.name)
+    model = call.find(body.model or body.name)
     files = await asyncio.to_thread(model_files, _folder(model))
     answer = ShowAnswer(
         details=_details(model, files),
@@ -331,8 +331,8 @@ def tagged(name: str) -> str:
 
 async def _described(call: Call) -> list[tuple[str, ServedModel, ModelFiles]]:
     found = []
-    for name in call.state.names:
-        model, _ = call.state.find(name)
+    for name in call.names:
+        model = call.find(name)
         found.append((name, model, await asyncio.to_thread(model_files, _folder(model))))
     return found
 

@@ -10,7 +10,7 @@ from penstock.api.embeddings import EmbeddingsAnswer, embedding_items, vectors
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import ChunkFields
 from penstock.api.routes import RouteSpec
-from penstock.api.state import ServedModel
+from penstock.api.state import ModelState, ServedModel
 from penstock.checkpoint.labels import nli_labels
 from penstock.inputs.late import LateLayout
 from penstock.inputs.tokenizer import TokenStyle
@@ -52,6 +52,7 @@ class ModelEntry(msgspec.Struct, kw_only=True):
     late: LateLayout | None  # of a late-interaction model
     has_chat_template: bool  # /v1/chat/completions works
     token_style: TokenStyle  # how its tokens write spaces, parts of words and bytes
+    state: ModelState  # a model that sleeps wakes for a request; one that starts or restarts gives 503
 
 
 class ModelsAnswer(msgspec.Struct, kw_only=True):
@@ -61,15 +62,13 @@ class ModelsAnswer(msgspec.Struct, kw_only=True):
 
 async def models(call: Call) -> Reply:
     """List the models that this server holds, each under every name that it has."""
-    state = call.state
-    data = [model_entry(name, state.find(name)[0]) for name in state.names]
+    data = [model_entry(name, call.find(name)) for name in call.names]
     return Reply(msgspec.json.encode(ModelsAnswer(data=data)))
 
 
 async def model(call: Call) -> Reply:
     """Describe one model."""
-    found, _ = call.state.find(call.path_value)
-    return Reply(msgspec.json.encode(model_entry(call.path_value, found)))
+    return Reply(msgspec.json.encode(model_entry(call.path_value, call.find(call.path_value))))
 
 
 def model_entry(name: str, model: ServedModel) -> ModelEntry:
@@ -97,6 +96,7 @@ def model_entry(name: str, model: ServedModel) -> ModelEntry:
         late=None if late is None else late.layout,
         has_chat_template=spec.generates and text.generation.chat.exists,
         token_style=text.tokenizer.token_style,
+        state=model.state,
     )
 
 

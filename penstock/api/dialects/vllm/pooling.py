@@ -122,9 +122,7 @@ async def _take_conversations(call: Call, body: ChatBody) -> None:
         raise BadValue(f"{given} does not apply to messages; write it into a message", param=given)
     conversations = listed_conversations(body.messages, body.input)
     check_num_rows(call, len(conversations), "messages")
-    may_be_long = isinstance(body, ChunkFields) and (
-        body.wants_chunks or call.state.config.default_chunking != "none"
-    )
+    may_be_long = isinstance(body, ChunkFields) and (body.wants_chunks or model.default_chunking != "none")
     options = body.options()
     limit = None if may_be_long else model.text.processor.row_limit(PoolingParams(), options)
     rows = await conversation_rows(call, model, body, conversations, limit)

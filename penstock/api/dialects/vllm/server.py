@@ -15,7 +15,19 @@ from penstock.config import ServerConfig
 from penstock.errors import BadValue, NotFound
 from penstock.types import Task
 
-_SECRET = ("api_key", "api_keys", "chat_template")
+_SECRET = (
+    "api_keys",
+    "api_key_file",
+    "admin_keys",
+    "admin_key_file",
+    "chat_template",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "ssl_keyfile_password",
+    "ssl_ca_certs",
+    "uds",
+    "result_cache_redis",
+)
 _PATHS = ("vocab_file", "merges_file", "name_or_path", "tokenizer_file")  # of the machine that made the model
 
 
@@ -63,6 +75,7 @@ async def server_info(call: Call) -> Reply:
             labels=list(model.spec.labels),
         )
         for model in call.state.models.values()
+        if call.may_use(model)
     ]
     answer = ServerInfoAnswer(version=__version__, server_config=shown(call.state.config), models=models)
     return Reply(msgspec.json.encode(answer))
@@ -77,7 +90,7 @@ async def tokenizer_info(call: Call) -> Reply:
     """Show the tokenizer's configuration, where the operator allows it."""
     if not call.state.config.enable_tokenizer_info_endpoint:
         raise NotFound("/tokenizer_info needs the flag --enable-tokenizer-info-endpoint")
-    model, _ = call.state.find(None)
+    model = call.find(None)
     settings = optional_json(model.spec.path / "tokenizer_config.json")
     info = {name: _plain(value) for name, value in settings.items() if name not in _PATHS}
     info["tokenizer_class"] = str(settings.get("tokenizer_class") or "PreTrainedTokenizerFast")
@@ -104,8 +117,9 @@ ROUTES = (
         dict[str, Any],
         open_to_all=True,
         methods=("GET", "HEAD", "POST"),
+        on="both",
     ),
-    RouteSpec("/load", None, load, "vLLM", LoadAnswer, open_to_all=True),
-    RouteSpec("/server_info", None, server_info, "vLLM", ServerInfoAnswer),
+    RouteSpec("/load", None, load, "vLLM", LoadAnswer, open_to_all=True, on="admin"),
+    RouteSpec("/server_info", None, server_info, "vLLM", ServerInfoAnswer, on="admin"),
     RouteSpec("/tokenizer_info", None, tokenizer_info, "vLLM", dict[str, Any]),
 )

@@ -1,0 +1,144 @@
+"""The API keys of a server: who sends a request, and what the key allows.
+
+A key is looked up by a keyed hash with a secret of this process, so the time that this takes tells nothing
+about the keys. Files of keys are read again when they change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from starlette.types import Scope
+
+from penstock.api.key_file import KeyRecord, digest_of, given_keys, read_key_file
+from penstock.api.key_limits import CounterFolder, KeyLimits
+from penstock.api.watched_files import WatchedFiles
+from penstock.config import ServerConfig
+from penstock.errors import ConfigError, Forbidden, Unauthorized
+
+log = logging.getLogger("penstock.api")
+API_KEY, ADMIN_KEY = "--api-key", "--admin-key"
+_NO_KEY = "a valid API key is required; send `Authorization: Bearer KEY`"
+_NO_ADMIN_KEY = (
+    "this route needs an admin key, and the server has none; set PENSTOCK_ADMIN_KEY or --admin-key-file, or "
+    "`admin: true` for an entry of --api-key-file"
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ApiKey:
+    """A client, as its key tells. It holds no key."""
+
+    name: str
+    is_admin: bool = False
+    weight: float = 1.0  # of its share, compared to other keys
+    models: frozenset[str] | None = None  # that it may use; None: all
+    limits: KeyLimits | None = field(default=None, repr=False)
+
+
+class KeyRing:
+    """The keys that a server accepts."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._files = [
+            (path, flag, is_admin)
+            for path, flag, is_admin in (
+                (config.api_key_file, f"{API_KEY}-file", False),
+                (config.admin_key_file, f"{ADMIN_KEY}-file", True),
+            )
+            if path is not None
+        ]
+        self.needs_key = config.needs_key
+        self._watched = WatchedFiles([path for path, _, _ in self._files])
+        self._read: dict[str, list[KeyRecord]] = {}  # by file: what was last read of it without an error
+        self._counters = CounterFolder()
+        self._secret = secrets.token_bytes(32)
+        self._keys: dict[bytes, ApiKey] = {}
+        self._has_admin = False
+        self._reported: dict[str, str] = {}  # the errors of files that were logged
+        self.reload()
+
+    @property
+    def has_files(self) -> bool:
+        return bool(self._files)
+
+    def share_limits(self, folder: Path, index: int, num_processes: int) -> None:
+        """Count together with the other API processes of the server, in a folder that they have in common."""
+        self._counters = CounterFolder(folder, index, num_processes)
+        self._build()
+
+    def reload(self) -> None:
+        """Read the files that have changed. A file with an error changes nothing; the error is logged."""
+        if self._files and not self._watched.have_changed() and self._keys:
+            return
+        for path, flag, is_admin in self._files:
+            try:
+                self._read[path] = read_key_file(path, flag, admin=is_admin)
+            except ConfigError as error:
+                if self._reported.get(path) != error.message:
+                    kept = "its last keys stay valid" if path in self._read else "no key of it is valid"
+                    log.error("%s; %s", error.message, kept)
+                self._reported[path] = error.message
+            else:
+                if self._reported.pop(path, None) is not None:
+                    log.info("%s %r is valid again", flag, path)
+        self._build()
+
+    def _records(self) -> Iterable[KeyRecord]:
+        config = self._config
+        yield from given_keys(config.admin_keys, ADMIN_KEY, admin=True)
+        for path, *_ in reversed(self._files):  # admin keys first: they allow more
+            yield from self._read.get(path, ())
+        yield from given_keys(config.api_keys, API_KEY)
+
+    def _build(self) -> None:
+        """Make the table anew; requests in flight keep the key that they came with."""
+        keys: dict[bytes, ApiKey] = {}
+        for record in self._records():
+            made = self._make(record)
+            for digest in record.digests:
+                keys.setdefault(self._hidden(digest), made)
+        self._has_admin = any(key.is_admin for key in keys.values())
+        self._keys = keys
+
+    def _make(self, record: KeyRecord) -> ApiKey:
+        limits = None
+        if record.max_concurrent_requests is not None or record.max_tokens_per_second is not None:
+            limits = KeyLimits(
+                record.name, self._counters, record.max_concurrent_requests, record.max_tokens_per_second
+            )
+        models = None if record.models is None else frozenset(record.models)
+        return ApiKey(record.name, record.admin, record.weight, models, limits)
+
+    def _hidden(self, digest: bytes) -> bytes:
+        return hashlib.blake2s(digest, key=self._secret).digest()
+
+    def find(self, given: bytes) -> ApiKey | None:
+        return self._keys.get(self._hidden(digest_of(given)))
+
+    def check(self, scope: Scope, *, needs_admin: bool = False) -> ApiKey:
+        """The key that a request was sent with, or the error that refuses it."""
+        if needs_admin and not self._has_admin:
+            raise Forbidden(_NO_ADMIN_KEY)
+        found = self._sent(scope)
+        if found is None:
+            raise Unauthorized(_NO_KEY)
+        if needs_admin and not found.is_admin:
+            raise Forbidden(f"this route needs an admin key, and key {found.name} is none")
+        return found
+
+    def _sent(self, scope: Scope) -> ApiKey | None:
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                scheme, _, given = value.partition(b" ")
+                if scheme.lower() == b"bearer" and (found := self.find(given.strip())) is not None:
+                    return found
+            elif name in (b"x-api-key", b"api-key") and (found := self.find(value)) is not None:
+                return found
+        return None

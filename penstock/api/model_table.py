@@ -1,0 +1,201 @@
+"""The models of an API process: made from what the supervisor says, and replaced when that changes.
+
+A model that is unloaded gets no further requests. Its connection closes when the last answer has arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.api.admission import Admission
+from penstock.api.state import ServedModel, ServerState, engine_reason
+from penstock.checkpoint.spec import with_max_model_len
+from penstock.config import ServerConfig
+from penstock.errors import BadValue, EngineUnavailable, OrderFailed, PenstockError
+from penstock.serving.control import (
+    Action,
+    ApiAttached,
+    ApiCannotServe,
+    ApiConnected,
+    ApiServes,
+    FromApi,
+    ModelTable,
+    Order,
+    OrderAnswer,
+    TableApplied,
+    decode_for_api,
+    encode_line,
+)
+from penstock.serving.launch import ModelLaunch
+from penstock.tasks.model import TextModel
+from penstock.wire.client import EngineClient
+from penstock.wire.liveness import HangLimits
+from penstock.wire.status import StatusReader
+
+log = logging.getLogger("penstock.api")
+MAX_LINE_BYTES = 1 << 26  # of a message; a table repeats every model's config.json
+_UNUSED_POLL_S = 0.05
+CLOSED = "the server is closing"
+
+
+def build_model(launch: ModelLaunch, server: ServerConfig) -> ServedModel:
+    """A model, not yet connected to its engine."""
+    engine_config, config = launch.config.engine, launch.config
+    spec = with_max_model_len(launch.spec, engine_config.max_model_len or launch.spec.max_model_len)
+    status = None if launch.status_file is None else StatusReader(Path(launch.status_file))
+    engine = EngineClient(
+        launch.address,
+        partial(engine_reason, Path(launch.state_file)),
+        status,
+        HangLimits.for_refusing(server.engine_hang_timeout_s, server.engine_step_timeout_s),
+    )
+    return ServedModel(
+        text=TextModel(spec, chat_template=config.chat_template or server.chat_template),
+        engine=engine,
+        created_s=int(time.time()),
+        admission=Admission(status, lambda: engine.engine_settings),
+        auto_truncate=config.auto_truncate,
+        default_chunking=config.default_chunking,
+        number=launch.number,
+        aliases=launch.names[1:],
+        status=status,
+        state_file=Path(launch.state_file),
+    )
+
+
+class ModelTableFollower:
+    """Serves the models that the supervisor names, and passes an operator's orders on to it."""
+
+    def __init__(self, state: ServerState, control: str) -> None:
+        self._state = state
+        self._control = control
+        self._numbers = itertools.count()
+        self._orders: dict[int, asyncio.Future[OrderAnswer]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._apply = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Connect to the supervisor; the models that this process has are connected to their engines."""
+        reader, self._writer = await asyncio.open_unix_connection(self._control, limit=MAX_LINE_BYTES)
+        self._send(ApiAttached(os.getpid()))
+        for model in self._state.models.values():
+            self._report_connection(model)
+        self._run(self._read(reader))
+
+    def report_serving(self) -> None:
+        """Say that this process accepts connections."""
+        self._send(ApiServes())
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail_orders()
+        if self._writer is not None:
+            self._writer.close()
+
+    async def order(
+        self,
+        action: Action,
+        model: str,
+        *,
+        level: int | None = None,
+        settings: dict[str, Any] | None = None,
+    ) -> OrderAnswer:
+        """Have the supervisor carry out an order; `OrderFailed` or `BadValue` if it cannot."""
+        number = next(self._numbers)
+        answered: asyncio.Future[OrderAnswer] = asyncio.get_running_loop().create_future()
+        self._orders[number] = answered
+        self._send(Order(number, action, model, level, settings or {}))
+        try:
+            answer = await answered
+        finally:
+            self._orders.pop(number, None)
+        if answer.error is not None:
+            raise (BadValue if answer.is_client_error else OrderFailed)(answer.error)
+        return answer
+
+    def _send(self, message: FromApi) -> None:
+        if self._writer is None or self._writer.is_closing():
+            raise EngineUnavailable(CLOSED)
+        self._writer.write(encode_line(message))
+
+    def _run(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(OSError):
+            while line := await reader.readline():
+                try:
+                    message = decode_for_api(line)
+                except msgspec.MsgspecError:
+                    log.exception("a message of the supervisor cannot be read")
+                    continue
+                if isinstance(message, ModelTable):
+                    self._run(self._apply_table(message))
+                elif (answered := self._orders.get(message.id)) is not None and not answered.done():
+                    answered.set_result(message)
+        self._fail_orders()  # the supervisor is gone, and this process follows it
+
+    def _fail_orders(self) -> None:
+        for answered in self._orders.values():
+            if not answered.done():
+                answered.set_exception(EngineUnavailable(CLOSED))
+
+    def _report_connection(self, model: ServedModel) -> None:
+        if isinstance(model.engine, EngineClient):
+            model.engine.on_ready = lambda pid: self._send(ApiConnected(model.number, pid))
+
+    async def _apply_table(self, table: ModelTable) -> None:
+        """Serve the models of a table. Reading a tokenizer takes a while, so it happens on a thread."""
+        async with self._apply:
+            present = {model.number: model for model in self._state.models.values()}
+            served: list[ServedModel] = []
+            for launch in table.models:
+                model = present.pop(launch.number, None) or await self._begin(launch)
+                if model is not None:
+                    served.append(model)
+            self._state.serve_models(served)
+            self._send(TableApplied(table.version))
+            for model in present.values():
+                self._run(close_when_unused(model))
+
+    async def _begin(self, launch: ModelLaunch) -> ServedModel | None:
+        """A new model, which connects to its engine. None: it cannot be served, and the supervisor knows."""
+        try:
+            model = await asyncio.to_thread(build_model, launch, self._state.config)
+        except Exception as error:
+            reason = error.message if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+            log.warning("%s cannot be served: %s", launch.spec.name, reason)
+            self._send(ApiCannotServe(launch.number, reason))
+            return None
+        self._report_connection(model)
+        model.engine.start()
+        return model
+
+
+async def close_when_unused(model: ServedModel) -> None:
+    """Close a model whose last requests have been answered."""
+    while model.engine.stats().num_requests:  # noqa: ASYNC110 (an event would cost every request)
+        await asyncio.sleep(_UNUSED_POLL_S)
+    close_models([model])
+
+
+def close_models(models: Sequence[ServedModel]) -> None:
+    for model in models:
+        model.engine.close()
+        model.text.close()

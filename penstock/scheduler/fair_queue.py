@@ -1,0 +1,206 @@
+"""Requests of several clients in one line: each client gets a share of the device by its weight.
+
+Every client has a virtual time: the tokens that have run for it, divided by its weight. The client that is
+furthest behind runs next. The queue's own virtual time advances with the work of all waiting clients divided
+by their weights. A client that begins to wait starts there, so it neither owes nor has saved anything.
+
+A client's own requests keep the order of their ranks. With one client, the line is a plain sorted list.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Generic, Protocol, TypeVar
+
+from penstock.types import Request
+
+Rank = tuple[float, ...]  # arrival plus head start, then order of arrival
+_Position = tuple[float, bool, int]  # virtual time less head start; whether it has run before; a number
+_MIN_REMEMBERED = 64  # clients that have nothing waiting
+STEPS_IN_HEAD_START = 20  # what one level of priority is worth, while the rate of steps is not known
+MAX_LEVELS = 10  # of priority that count against other clients
+
+
+class _Waiting(Protocol):
+    request: Request
+
+
+T = TypeVar("T", bound=_Waiting)
+
+
+class ClientQueue(Generic[T]):
+    """The waiting requests of one client."""
+
+    __slots__ = ("entries", "name", "num_tokens", "num_visited", "position", "virtual_time", "weight")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.weight = 1.0
+        self.virtual_time = 0.0
+        self.entries: list[tuple[Rank, T, int]] = []  # by rank, with the tokens of each
+        self.num_tokens = 0  # that wait; the owner of the requests keeps the number
+        self.num_visited = 0  # entries, by the last walk
+        self.position: _Position = (0.0, False, 0)  # in the order of clients
+
+
+class FairQueue(Generic[T]):
+    """Waiting requests by client. `walk` gives them in the order in which they should run. `charge` counts
+    what runs. `settle` removes what is finished and puts the clients in their new order."""
+
+    def __init__(self) -> None:
+        self.weight = 0.0  # of all clients that wait
+        self.virtual_time = 0.0
+        self.head_start_tokens = 0.0  # what one level of priority is worth against other clients
+        self._clients: dict[str, ClientQueue[T]] = {}  # those that wait, and some that have waited
+        self._order: list[tuple[_Position, ClientQueue[T]]] = []  # those that wait
+        self._visited: list[ClientQueue[T]] = []  # by the last walk over several clients
+        self._max_remembered = _MIN_REMEMBERED
+        self._numbers = itertools.count()
+        self._len = 0
+
+    def __len__(self) -> int:
+        return self._len
+
+    @property
+    def num_clients(self) -> int:
+        """Clients that wait."""
+        return len(self._order)
+
+    def first(self) -> T:
+        return self._order[0][1].entries[0][1]
+
+    def num_tokens_of(self, client: str) -> int:
+        """Tokens of a client that wait."""
+        return found.num_tokens if (found := self._clients.get(client)) is not None else 0
+
+    def add(self, rank: Rank, item: T, num_tokens: int) -> ClientQueue[T]:
+        """Queue a request for its client, by rank among the client's own."""
+        request = item.request
+        client = self._clients.get(request.client)
+        if client is None:
+            client = self._new_client(request.client)
+        entries, entry = client.entries, (rank, item, num_tokens)
+        self._len += 1
+        if not entries:
+            entries.append(entry)
+            client.weight = request.weight
+            self.weight += request.weight
+            if client.virtual_time < self.virtual_time:
+                client.virtual_time = self.virtual_time
+            self._insert(client, has_run=False)
+        elif rank > entries[-1][0]:
+            entries.append(entry)
+        else:
+            index = bisect.bisect(entries, rank, key=_rank_of)
+            entries.insert(index, entry)
+            if index == 0 and request.priority != entries[1][1].request.priority:
+                self._delete(client)
+                self._insert(client, has_run=client.position[1])
+        return client
+
+    def remove(self, client: ClientQueue[T], rank: Rank) -> None:
+        """Remove a request of a client that waits."""
+        entries = client.entries
+        del entries[bisect.bisect_left(entries, rank, key=_rank_of)]
+        self._len -= 1
+        self._delete(client)
+        if entries:
+            self._insert(client, has_run=True)
+        else:
+            self.weight = self.weight - client.weight if self._order else 0.0
+
+    def charge(self, client: ClientQueue[T], num_tokens: float) -> None:
+        """Count tokens that run for a client. Its place in the order changes with `settle` or `remove`."""
+        client.virtual_time += num_tokens / client.weight
+        if self.weight:
+            self.virtual_time += num_tokens / self.weight
+
+    def walk(self) -> Iterator[T]:
+        """The requests in the order in which they should run. Nothing else may change before `settle`."""
+        if len(self._order) == 1:
+            return (entry[1] for entry in self._order[0][1].entries)
+        return self._walk_clients()
+
+    def _walk_clients(self) -> Iterator[T]:
+        order, visited = self._order, list[ClientQueue[T]]()
+        self._visited = visited
+        later: list[tuple[float, int, int, ClientQueue[T]]] = []  # a heap of further requests of visited ones
+        at, num_clients = 0, len(order)
+        while at < num_clients or later:
+            if at == num_clients or (later and later[0][0] < order[at][0][0]):
+                when, _, index, client = heapq.heappop(later)
+            else:
+                (when, _, _), client = order[at]
+                at, index = at + 1, 0
+                visited.append(client)
+            _, item, num_tokens = client.entries[index]
+            client.num_visited = index = index + 1
+            if index < len(client.entries):
+                when += num_tokens / client.weight
+                heapq.heappush(later, (when, next(self._numbers), index, client))
+            yield item
+
+    def settle(self, num_visited: int, waits: Callable[[T], object]) -> list[T]:
+        """Remove and return the requests, of those visited by the last walk, that wait no longer."""
+        order, finished = self._order, list[T]()
+        if len(order) == 1:
+            clients = [order[0][1]]
+            clients[0].num_visited = num_visited
+        else:
+            clients, self._visited = self._visited, []
+        del order[: len(clients)]  # a walk visits clients in this order
+        for client in clients:
+            entries = client.entries
+            if len(entries) == 1:
+                if not waits(entries[0][1]):
+                    finished.append(entries.pop()[1])
+            else:
+                visited = entries[: client.num_visited]
+                entries[: client.num_visited] = stay = [entry for entry in visited if waits(entry[1])]
+                if len(stay) < len(visited):
+                    finished += [item for _, item, _ in visited if not waits(item)]
+            if entries:
+                self._insert(client, has_run=True)
+            else:
+                self.weight -= client.weight
+        self._len -= len(finished)
+        if not order:
+            self.weight = 0.0  # without what rounding has left
+        return finished
+
+    # The order of clients.
+
+    def _insert(self, client: ClientQueue[T], *, has_run: bool) -> None:
+        """Of clients with equal times, one that has just begun to wait goes before one that has run."""
+        when, priority = client.virtual_time, client.entries[0][1].request.priority
+        if priority:
+            levels = max(-MAX_LEVELS, min(priority, MAX_LEVELS))
+            when += levels * self.head_start_tokens / max(self.weight, client.weight)
+        client.position = position = (when, has_run, next(self._numbers))
+        order = self._order
+        if not order or position > order[-1][0]:
+            order.append((position, client))
+        else:
+            bisect.insort(order, (position, client), key=_position_of)
+
+    def _delete(self, client: ClientQueue[T]) -> None:
+        del self._order[bisect.bisect_left(self._order, client.position, key=_position_of)]
+
+    def _new_client(self, name: str) -> ClientQueue[T]:
+        if len(self._clients) > self._max_remembered:
+            now = self.virtual_time
+            kept = {c.name: c for c in self._clients.values() if c.entries or c.virtual_time > now}
+            self._clients, self._max_remembered = kept, _MIN_REMEMBERED + 2 * len(kept)
+        client = self._clients[name] = ClientQueue[T](name)
+        return client
+
+
+def _rank_of(entry: tuple[Rank, object, int]) -> Rank:
+    return entry[0]
+
+
+def _position_of(entry: tuple[_Position, object]) -> _Position:
+    return entry[0]

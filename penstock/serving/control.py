@@ -1,0 +1,297 @@
+"""The control channel: how the supervisor and its child processes talk about the set of models.
+
+Messages are lines of JSON on a Unix socket in the runtime folder. API processes send an operator's orders and
+learn which models there are; engines are told to sleep and wake, and ask for memory. Requests of clients
+never pass here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import queue
+import selectors
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event, Lock, Thread
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.serving.launch import ModelLaunch
+
+log = logging.getLogger("penstock.control")
+SEND_TIMEOUT_S = 5.0  # to a process that reads nothing: it hangs, and is replaced
+_PIECE_BYTES = 1 << 16
+Action = Literal["load", "unload", "sleep", "wake"]
+
+
+class ApiAttached(msgspec.Struct, frozen=True, tag=True):
+    """The first message of an API process."""
+
+    pid: int
+
+
+class ApiServes(msgspec.Struct, frozen=True, tag=True):
+    """An API process accepts connections."""
+
+
+class ApiConnected(msgspec.Struct, frozen=True, tag=True):
+    """An API process is connected to the engine of a model."""
+
+    model: int
+    engine_pid: int
+
+
+class ApiCannotServe(msgspec.Struct, frozen=True, tag=True):
+    """An API process cannot serve a model, such as one whose tokenizer it cannot read."""
+
+    model: int
+    reason: str
+
+
+class TableApplied(msgspec.Struct, frozen=True, tag=True):
+    """An API process serves the models of this version of the table, and sends nothing to others."""
+
+    version: int
+
+
+class Order(msgspec.Struct, frozen=True, tag=True):
+    """What an operator wants."""
+
+    id: int
+    action: Action
+    model: str  # a name or alias; what to load
+    level: int | None = None  # of sleep
+    settings: dict[str, Any] = {}  # of a model to load: fields of `ModelConfig` and `EngineConfig`
+
+
+class EngineAttached(msgspec.Struct, frozen=True, tag=True):
+    """An engine process can take orders."""
+
+    model: int
+    pid: int
+    device: str
+
+
+class EngineFailed(msgspec.Struct, frozen=True, tag=True):
+    """An engine process cannot load its model."""
+
+    model: int
+    reason: str
+
+
+class OrderDone(msgspec.Struct, frozen=True, tag=True):
+    """The end of an order of the supervisor; with the reason if it failed."""
+
+    id: int
+    error: str | None = None
+
+
+class RoomWanted(msgspec.Struct, frozen=True, tag=True):
+    """An engine is about to take memory that its device does not have."""
+
+    id: int
+    num_bytes: int
+
+
+class ModelTable(msgspec.Struct, frozen=True, tag=True):
+    """The models of the server, in order."""
+
+    version: int
+    models: tuple[ModelLaunch, ...]
+
+
+class OrderAnswer(msgspec.Struct, frozen=True, tag=True):
+    """The end of an operator's order."""
+
+    id: int
+    model: str
+    state: str = ""
+    seconds: float = 0.0
+    error: str | None = None
+    is_client_error: bool = False  # the operator can fix it
+
+
+class EngineOrder(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    action: Literal["sleep", "wake"]
+    level: int | None = None
+
+
+class RoomMade(msgspec.Struct, frozen=True, tag=True):
+    """The engines that could sleep have done so, or there is none."""
+
+    id: int
+
+
+class Closed(msgspec.Struct, frozen=True):
+    """The process at the other end is gone."""
+
+
+FromApi = ApiAttached | ApiServes | ApiConnected | ApiCannotServe | TableApplied | Order
+FromEngine = EngineAttached | EngineFailed | OrderDone | RoomWanted
+ToApi = ModelTable | OrderAnswer
+ToEngine = EngineOrder | RoomMade
+_to_supervisor: msgspec.json.Decoder[FromApi | FromEngine] = msgspec.json.Decoder(FromApi | FromEngine)
+_to_api: msgspec.json.Decoder[ToApi] = msgspec.json.Decoder(ToApi)
+_to_engine: msgspec.json.Decoder[ToEngine] = msgspec.json.Decoder(ToEngine)
+
+
+def encode_line(message: msgspec.Struct) -> bytes:
+    return msgspec.json.encode(message) + b"\n"
+
+
+def decode_for_api(line: bytes) -> ToApi:
+    return _to_api.decode(line)
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """The supervisor's end of a connection."""
+
+    socket: socket.socket
+    received: bytearray = field(default_factory=bytearray)
+    is_open: bool = True
+
+    def send(self, message: ToApi | ToEngine) -> None:
+        """Send a message, or drop the connection: a process that reads nothing hangs."""
+        if not self.is_open:
+            return
+        try:
+            self.socket.sendall(encode_line(message))
+        except OSError:
+            self.close()
+
+    def close(self) -> None:
+        """End the connection; the thread that reads it reports `Closed`."""
+        self.is_open = False
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+
+class ControlServer:
+    """The supervisor's side. A thread reads; the supervisor takes what it has read."""
+
+    def __init__(self, path: Path, wake: Callable[[], None]) -> None:
+        """`wake` is called from the thread when there is something to take."""
+        self._wake = wake
+        self._inbox: queue.SimpleQueue[tuple[Link, FromApi | FromEngine | Closed]] = queue.SimpleQueue()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        self._listener.listen(64)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._stop_reader, self._stop_writer = socket.socketpair()
+        self._selector.register(self._stop_reader, selectors.EVENT_READ)
+        self._thread = Thread(target=self._read, name="control", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def take(self) -> list[tuple[Link, FromApi | FromEngine | Closed]]:
+        """The messages since the last call, in order."""
+        taken = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                taken.append(self._inbox.get_nowait())
+        return taken
+
+    def close(self) -> None:
+        self._stop_writer.close()
+        if self._thread.ident is not None:
+            self._thread.join(1.0)
+        self._listener.close()
+
+    def _read(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._stop_reader:
+                    return
+                if key.fileobj is self._listener:
+                    accepted, _ = self._listener.accept()
+                    accepted.settimeout(SEND_TIMEOUT_S)
+                    self._selector.register(accepted, selectors.EVENT_READ, Link(accepted))
+                else:
+                    self._receive(key.data)
+
+    def _receive(self, link: Link) -> None:
+        try:
+            piece = link.socket.recv(_PIECE_BYTES)
+        except TimeoutError:
+            return
+        except OSError:
+            piece = b""
+        if not piece:
+            self._selector.unregister(link.socket)
+            link.is_open = False
+            link.socket.close()
+            self._put(link, Closed())
+            return
+        link.received += piece
+        *lines, rest = link.received.split(b"\n")
+        link.received = bytearray(rest)
+        for line in lines:
+            try:
+                self._put(link, _to_supervisor.decode(line))
+            except msgspec.MsgspecError:
+                log.exception("a message on the control channel cannot be read")
+
+    def _put(self, link: Link, message: FromApi | FromEngine | Closed) -> None:
+        self._inbox.put((link, message))
+        self._wake()
+
+
+class EngineControl:
+    """An engine's side. A thread reads orders; any thread may ask for room."""
+
+    def __init__(self, path: str, model: int) -> None:
+        self._model = model
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(path)
+        self._lock = Lock()
+        self._ids = itertools.count()
+        self._asked: dict[int, Event] = {}
+        self.on_order: Callable[[EngineOrder], None] = lambda order: None
+        Thread(target=self._read, name="control", daemon=True).start()
+
+    def attach(self, pid: int, device: str) -> None:
+        """Say that orders can be taken."""
+        self._send(EngineAttached(self._model, pid, device))
+
+    def failed(self, reason: str) -> None:
+        self._send(EngineFailed(self._model, reason))
+
+    def done(self, order: EngineOrder, error: str | None = None) -> None:
+        self._send(OrderDone(order.id, error))
+
+    def make_room(self, num_bytes: int, timeout_s: float = 120.0) -> None:
+        """Have other models sleep until this many more bytes are free; return when none can help any more."""
+        number, answered = next(self._ids), Event()
+        self._asked[number] = answered
+        self._send(RoomWanted(number, num_bytes))
+        answered.wait(timeout_s)
+        self._asked.pop(number, None)
+
+    def _send(self, message: FromEngine) -> None:
+        with self._lock, contextlib.suppress(OSError):  # the supervisor is gone, and this process follows
+            self._socket.sendall(encode_line(message))
+
+    def _read(self) -> None:
+        with self._socket.makefile("rb") as lines, contextlib.suppress(OSError):
+            for line in lines:
+                try:
+                    self._handle(_to_engine.decode(line))
+                except Exception:
+                    log.exception("an order of the supervisor cannot be followed")
+        for waiting in list(self._asked.values()):
+            waiting.set()
+
+    def _handle(self, message: ToEngine) -> None:
+        if isinstance(message, EngineOrder):
+            self.on_order(message)
+        elif (asked := self._asked.get(message.id)) is not None:
+            asked.set()

@@ -1,0 +1,52 @@
+"""From the settings of a model, on a command line, in a file or in an operator's order, to what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from penstock.checkpoint.describe import describe
+from penstock.checkpoint.spec import ModelSpec
+from penstock.config import EngineConfig, ModelConfig, ServerConfig, from_mapping
+from penstock.errors import ConfigError
+from penstock.inputs.chat import ModelTemplate
+
+_OWN = frozenset(ModelConfig.__struct_fields__) - {"engine"}  # the other settings are the engine's
+
+
+def model_config(settings: Mapping[str, Any], server: ServerConfig) -> ModelConfig:
+    """The configuration of a model, from the fields of `ModelConfig` and `EngineConfig` in one mapping."""
+    engine = from_mapping(EngineConfig, {name: value for name, value in settings.items() if name not in _OWN})
+    own = {name: value for name, value in settings.items() if name in _OWN}
+    if engine.pooler_config.enable_chunked_processing:
+        own["default_chunking"] = "mean"
+    config = msgspec.structs.replace(from_mapping(ModelConfig, {**own, "engine": {}}), engine=engine)
+    cuts = server.auto_truncate if config.auto_truncate is None else config.auto_truncate
+    if cuts and (config.default_chunking or server.default_chunking) != "none":
+        raise ConfigError(
+            "--auto-truncate cuts long texts and --default-chunking embeds them whole; give only one",
+            param="default_chunking",
+        )
+    return config
+
+
+def describe_model(settings: Mapping[str, Any], server: ServerConfig) -> tuple[ModelConfig, ModelSpec]:
+    """A model's configuration, and what its files say about it; downloads them where needed."""
+    config = model_config(settings, server)
+    spec = describe(config.engine)
+    template = config.chat_template or server.chat_template
+    if template is not None:
+        _ = ModelTemplate(spec.path, template).template  # raises if it is not valid
+    return config, spec
+
+
+def describe_loaded(
+    model: str, settings: Mapping[str, Any], defaults: Mapping[str, Any], server: ServerConfig
+) -> tuple[ModelConfig, ModelSpec]:
+    """The same for a model that an operator loads; the server's own flags hold where the order has none."""
+    if refused := sorted(settings.keys() & {"model", "profile", "download_dir"}):
+        raise ConfigError(f"settings cannot have {refused[0]}; leave it out", param="settings")
+    shared = {name: value for name, value in defaults.items() if name not in ("model", "served_model_name")}
+    return describe_model({**shared, **settings, "model": model}, server)

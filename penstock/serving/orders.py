@@ -1,0 +1,191 @@
+"""The orders of operators: load, unload, sleep and wake a model, from the arrival to the answer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.checkpoint.spec import ModelSpec
+from penstock.config import ModelConfig
+from penstock.errors import ClientError, PenstockError
+from penstock.serving.control import Link, Order, OrderAnswer
+from penstock.serving.models import ManagedModel, mark_dead
+
+if TYPE_CHECKING:
+    from penstock.serving.supervisor import Supervisor
+
+log = logging.getLogger("penstock")
+Described = tuple[ModelConfig, ModelSpec]
+Describe = Callable[[str, Mapping[str, Any]], Described]
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """An order that is not answered yet."""
+
+    link: Link
+    order: Order
+    began_s: float
+    description: Future[Described] | None = None  # of a model to load, until its files are read
+    model: ManagedModel | None = None
+
+    def answer(self, state: str = "", error: str | None = None, *, is_client_error: bool = False) -> None:
+        name = self.order.model if self.model is None else self.model.name
+        seconds = time.monotonic() - self.began_s
+        self.link.send(OrderAnswer(self.order.id, name, state, seconds, error, is_client_error))
+
+
+class Orders:
+    def __init__(self, supervisor: Supervisor, describe: Describe | None, wake: Callable[[], None]) -> None:
+        self._supervisor = supervisor
+        self._describe = describe
+        self._wake = wake
+        self.pending: list[_Pending] = []
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="describe")  # a download takes minutes
+
+    @property
+    def leaving(self) -> list[ManagedModel]:
+        """The models that are unloaded and whose engines may still run."""
+        return [each.model for each in self.pending if each.model is not None and each.model.is_leaving]
+
+    def take(self, link: Link, order: Order) -> None:
+        """Begin what an operator wants."""
+        pending = _Pending(link, order, time.monotonic())
+        if order.action == "load":
+            self._begin_load(pending)
+            return
+        model = self._supervisor.models.find(order.model)
+        if model is None:
+            pending.answer(error=f"model {order.model!r} is not served here", is_client_error=True)
+            return
+        pending.model = model
+        if order.action == "unload":
+            self._begin_unload(pending, model)
+        else:
+            self._begin_sleep(pending, model)
+
+    def advance(self) -> None:
+        """Continue what takes longer."""
+        for pending in list(self.pending):
+            if pending.order.action == "load":
+                self._advance_load(pending)
+            elif pending.model is not None and pending.model.is_leaving:
+                self._advance_unload(pending, pending.model)
+
+    def closed(self, link: Link) -> None:
+        """The API process of an order is gone. Its orders are carried out, but nobody awaits them."""
+        for pending in self.pending:
+            if pending.link is link:
+                log.warning("an API process exited before it was told about %s %s", *_words(pending.order))
+
+    def load_failed(self, model: ManagedModel, reason: str) -> bool:
+        """A model cannot be served. Returns whether it was an operator who wanted to load it."""
+        pending = next((each for each in self.pending if each.model is model), None)
+        if pending is None:
+            return False
+        log.error("%s cannot be loaded: %s", model.name, reason)
+        if not model.is_leaving:
+            pending.answer(error=reason)
+            self._supervisor.remove_model(model)
+        return True
+
+    # Load.
+
+    def _begin_load(self, pending: _Pending) -> None:
+        describe = self._describe
+        if describe is None:
+            pending.answer(error="this server cannot load models")
+            return
+        order = pending.order
+        pending.description = self._reader.submit(describe, order.model, order.settings)
+        pending.description.add_done_callback(lambda _: self._wake())
+        self.pending.append(pending)
+
+    def _advance_load(self, pending: _Pending) -> None:
+        if pending.description is not None:
+            if not pending.description.done():
+                return
+            try:
+                config, spec = pending.description.result()
+                pending.description = None
+                pending.model = self._supervisor.add_model(config, spec)
+            except PenstockError as error:
+                pending.answer(error=error.message, is_client_error=isinstance(error, ClientError))
+                self.pending.remove(pending)
+                return
+            except Exception as error:
+                log.exception("%s cannot be described", pending.order.model)
+                pending.answer(error=f"the model cannot be read: {type(error).__name__}: {error}")
+                self.pending.remove(pending)
+                return
+            self._supervisor.publish_models()
+        model = pending.model
+        if model is not None and model.is_leaving:
+            self._advance_unload(pending, model)  # it could not be loaded, and is answered
+        elif model is not None and model.is_ready:
+            pending.answer("awake")
+            self.pending.remove(pending)
+
+    # Unload.
+
+    def _begin_unload(self, pending: _Pending, model: ManagedModel) -> None:
+        if len(self._supervisor.models) == 1:
+            why = "it is the only model of this server; load another first, or stop the server"
+            pending.answer(error=f"{model.name} cannot be unloaded: {why}", is_client_error=True)
+            return
+        if any(each.model is model for each in self.pending):
+            why = "an order for it is not finished"
+            pending.answer(error=f"{model.name} cannot be unloaded: {why}", is_client_error=True)
+            return
+        self._supervisor.remove_model(model)
+        self.pending.append(pending)
+
+    def _advance_unload(self, pending: _Pending, model: ManagedModel) -> None:
+        """Stop the engine once no API process sends it anything; it finishes what it has."""
+        version = self._supervisor.models.version
+        if any(api.serves and api.table_version < version for api in self._supervisor.apis):
+            return
+        process = model.child.process
+        if process is not None and process.poll() is None:
+            self._stop(model)
+            return
+        if process is not None:
+            mark_dead(process.pid)
+            model.child.process = None
+        model.remove_files()
+        if pending.order.action == "unload":
+            pending.answer("unloaded")
+        self.pending.remove(pending)
+
+    def _stop(self, model: ManagedModel) -> None:
+        process = model.child.process
+        if process is None:
+            return
+        now_s = time.monotonic()
+        if not model.child.kill_reason:
+            model.child.kill_reason = "it is unloaded"
+            model.started_s = now_s
+            process.terminate()
+        elif now_s - model.started_s > self._supervisor.config.drain_s:
+            process.kill()
+
+    # Sleep and wake.
+
+    def _begin_sleep(self, pending: _Pending, model: ManagedModel) -> None:
+        state = "asleep" if pending.order.action == "sleep" else "awake"
+
+        def done(error: str | None) -> None:
+            if pending in self.pending:
+                self.pending.remove(pending)
+            pending.answer("" if error else state, error)
+
+        self.pending.append(pending)
+        self._supervisor.sleepers.order(model, pending.order.action, pending.order.level, done)
+
+
+def _words(order: Order) -> tuple[str, str]:
+    return order.action, order.model
