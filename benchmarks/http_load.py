@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -23,13 +23,16 @@ class Running:
 
 
 @contextmanager
-def start(flags: list[str], tree: str | None = None) -> Iterator[Running]:
+def start(
+    flags: list[str], tree: str | None = None, environment: Mapping[str, str] | None = None
+) -> Iterator[Running]:
     """Start `penstock serve` on a free loopback port, wait until it is ready, stop it with SIGTERM. `tree` is
-    the checkout to run; by default that of this process."""
+    the checkout to run; by default that of this process. `environment` is added to this process's own."""
     port = free_port()
+    added = {**(environment or {}), **({} if tree is None else {"PYTHONPATH": tree})}
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock", "serve", "--port", str(port), "--log-level", "warning", *flags],
-        env=os.environ if tree is None else os.environ | {"PYTHONPATH": tree},
+        env={**os.environ, **added},
         cwd=tree,
     )
     try:

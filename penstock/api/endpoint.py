@@ -109,7 +109,7 @@ class Call:
     use: Use | None = None  # what the route does with a model
     query_string: bytes = b""  # of a route without a body
     key: ApiKey | None = None  # that the client has sent; None: the route or the server needs none
-    client: str = ""  # who sent it: the key's name, or as `client_of` tells
+    client: str = ""  # who sent it, as `client_of` tells
 
     @property
     def weight(self) -> float:
@@ -158,6 +158,8 @@ class Call:
         allow do not exist for the client."""
         if self.key is None or self.key.models is None:
             return self.state.find(name, self.use)
+        if not name and (allowed := [each for each in self.state.models.values() if self.may_use(each)]):
+            return self.state.default(self.use, allowed), None
         try:
             model, prompt = self.state.find(name, self.use)
         except ModelNotFound:
@@ -526,8 +528,8 @@ class Endpoint:
 
 
 def client_of(scope: Scope) -> str:
-    """Who sent a request: the address of the peer, or the connection if it is on this machine. Clients share
-    the device by this name."""
+    """Who sent a request without a key: the address of the peer, or the connection if it is on this machine.
+    Clients share the device by this name."""
     if not (peer := scope.get("client")):  # a Unix socket
         return ""
     host, port = peer

@@ -123,9 +123,9 @@ class ServerState:
     def __post_init__(self) -> None:
         self.buffered = BufferedBytes(self.config.max_buffered_bytes)
         self.observer = observer_for(self.config)
-        self.result_cache = ResultCache.of(self.config)
         self.keys = KeyRing(self.config)
         self.watched = [self.keys.reload] if self.keys.has_files else []
+        self.result_cache = ResultCache.of(self.config)
         for model in self.models.values():
             self._settle(model)
 
@@ -174,9 +174,9 @@ class ServerState:
             param="model",
         )
 
-    def default(self, use: Use | None = None) -> ServedModel:
-        """The model of requests that name none."""
-        models = list(self.models.values())
+    def default(self, use: Use | None = None, among: Sequence[ServedModel] | None = None) -> ServedModel:
+        """The model of requests that name none; one of `among`, where a client may not use all."""
+        models = list(self.models.values()) if among is None else among
         if not models:
             raise EngineUnavailable("this server has no model yet")
         return models[choose((model.spec for model in models), use) if len(models) > 1 else 0]

@@ -10,12 +10,8 @@ from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 
 SECRET_FLAGS = (
-    "--api-key",
-    "--admin-key",
-    "--ssl-keyfile-password",
-    "--hf-token",
-    "--hf-api-token",
-    "--result-cache-redis",
+    *("--api-key", "--admin-key", "--ssl-keyfile-password", "--hf-token", "--hf-api-token"),
+    "--result-cache-redis",  # its URL may hold a password
 )
 KEY_VARIABLES = ("PENSTOCK_API_KEY", "PENSTOCK_ADMIN_KEY")
 SECRET_VARIABLES = (*KEY_VARIABLES, "PENSTOCK_SSL_KEYFILE_PASSWORD")

@@ -195,11 +195,10 @@ class EngineCore:
     @property
     def prompt_backlog(self) -> Backlog:
         """The prompts that wait to generate."""
-        generation = self.generation
-        waiting, weight = (
-            (0, 0.0) if generation is None else (generation.queued_tokens, generation.queued_weight)
-        )
-        waiting += self.held.num_prompt_tokens
+        waiting, weight = self.held.num_prompt_tokens, 0.0
+        if self.generation is not None:
+            waiting += self.generation.queued_tokens
+            weight = self.generation.queued_weight
         return Backlog(waiting, 0, self._prompt_throughput.tokens_per_s, weight, 0.0)
 
     def submit(self, work: Request | Comparison) -> list[Outcome]:

@@ -122,11 +122,11 @@ class FairQueue(Generic[T]):
         """The requests in the order in which they should run. Nothing else may change before `settle`."""
         if len(self._order) == 1:
             return (entry[1] for entry in self._order[0][1].entries)
-        return self._walk_clients()
+        self._visited = visited = list[ClientQueue[T]]()
+        return self._walk_clients(visited)
 
-    def _walk_clients(self) -> Iterator[T]:
-        order, visited = self._order, list[ClientQueue[T]]()
-        self._visited = visited
+    def _walk_clients(self, visited: list[ClientQueue[T]]) -> Iterator[T]:
+        order = self._order
         later: list[tuple[float, int, int, ClientQueue[T]]] = []  # a heap of further requests of visited ones
         at, num_clients = 0, len(order)
         while at < num_clients or later:
@@ -145,27 +145,29 @@ class FairQueue(Generic[T]):
 
     def settle(self, num_visited: int, waits: Callable[[T], object]) -> list[T]:
         """Remove and return the requests, of those visited by the last walk, that wait no longer."""
-        order, finished = self._order, list[T]()
+        order, clients = self._order, self._visited
         if len(order) == 1:
             clients = [order[0][1]]
             clients[0].num_visited = num_visited
-        else:
-            clients, self._visited = self._visited, []
         del order[: len(clients)]  # a walk visits clients in this order
+        finished: list[T] = []
         for client in clients:
             entries = client.entries
             if len(entries) == 1:
                 if not waits(entries[0][1]):
                     finished.append(entries.pop()[1])
+                    self.weight -= client.weight
+                    continue
             else:
                 visited = entries[: client.num_visited]
-                entries[: client.num_visited] = stay = [entry for entry in visited if waits(entry[1])]
+                stay = [entry for entry in visited if waits(entry[1])]
                 if len(stay) < len(visited):
                     finished += [item for _, item, _ in visited if not waits(item)]
-            if entries:
-                self._insert(client, has_run=True)
-            else:
-                self.weight -= client.weight
+                    entries[: client.num_visited] = stay
+                if not entries:
+                    self.weight -= client.weight
+                    continue
+            self._insert(client, has_run=True)
         self._len -= len(finished)
         if not order:
             self.weight = 0.0  # without what rounding has left

@@ -185,7 +185,7 @@ class WaitingQueue:
         self.num_large_rows = 0
 
     def __len__(self) -> int:
-        return len(self._small) + len(self._large)
+        return len(self._by_id)
 
     def __iter__(self) -> Iterator[QueuedRequest]:
         """By rank, whatever the client and the kind."""
@@ -279,8 +279,9 @@ class WaitingQueue:
             self.num_large_tokens -= tokens
             self.num_large_rows -= rows
 
-    def charge(self, queued: QueuedRequest, tokens: int) -> None:
-        """Count tokens that run now for the client of a request."""
+    def account_run(self, queued: QueuedRequest, tokens: int, rows: int) -> None:
+        """Subtract tokens and rows that run now, and count the tokens for the client of the request."""
+        self.account(queued, tokens, rows)
         (self._large if queued.is_large else self._small).charge(queued.client, tokens)
 
     def settle(self, num_visited: int, *, large: bool = False) -> None:

@@ -243,6 +243,9 @@ class Scheduler:
         """Fill one step. A row larger than the whole budget runs alone, unless it can be chunked."""
         if self.isolated:
             scheduled = self._fill_isolated()
+        elif not len(self.queue):
+            self._small_lead = 0.0
+            return []
         elif not self.queue.has_large:
             scheduled = self._fill_small()
         else:
@@ -523,8 +526,7 @@ class Scheduler:
 
     def _use(self, queued: QueuedRequest, room: _StepRoom, tokens: int, rows: int, *, finished: int) -> None:
         room.use(tokens, rows)
-        self.queue.account(queued, tokens, finished)
-        self.queue.charge(queued, tokens)
+        self.queue.account_run(queued, tokens, finished)
 
     def _free_blocks(self, rows: list[OpenRow]) -> None:
         if self.chunking is not None:

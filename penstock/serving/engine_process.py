@@ -82,12 +82,12 @@ def main() -> None:
         settings = settle(launch.engine, launch.spec)
         if launch.kv_share is not None:
             settings = msgspec.structs.replace(settings, kv_share=launch.kv_share)
+        published = msgspec.to_builtins(settings)
+        revision = loaded_revision(launch.spec, published)
         if control is not None:
             control.attach(os.getpid(), settings.device)
             server.make_room = partial(make_room, device=settings.device, ask=control.make_room)
             server.make_room(weight_bytes(launch.spec))
-        published = msgspec.to_builtins(settings)
-        revision = loaded_revision(launch.spec, published)
         from penstock.serving.engine_metrics import EngineMetrics
 
         metrics = EngineMetrics(launch.spec.name, server.memory)
@@ -101,10 +101,10 @@ def main() -> None:
         sys.exit(EXIT_BAD_MODEL)
     if isinstance(profiled := core.runner, ProfiledRunner):
         signal.signal(signal.SIGUSR2, lambda *_: profiled.profile_again())
-    if loaded_revision(launch.spec, published) != revision:
-        revision = ""  # files changed while they were read: which were loaded is not known
     if control is not None:
         control.on_order = partial(follow_order, server, control)
+    if loaded_revision(launch.spec, published) != revision:
+        revision = ""  # files changed while they were read: which were loaded is not known
     gc.collect()
     gc.freeze()  # these objects live as long as the process: later collections skip them
     server.wake_timeout_s, server.observe_sleep = launch.wake_timeout_s, metrics.slept_or_woke

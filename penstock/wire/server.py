@@ -141,6 +141,8 @@ class EngineServer:
             self._send_outcomes(core.step())
             if sleep.needs_turn:
                 self._send_outcomes(sleep.turn())
+                if sleep.is_awake:
+                    self._send_outcomes(core.step())  # launch what was held before the poll waits again
             if not core.busy:
                 self._last_rows.clear()  # otherwise closed connections would accumulate
             metrics_are_current = publish_metrics(core)
@@ -192,12 +194,12 @@ class EngineServer:
                     queued_large_tokens=backlog.large_tokens,
                     queued_prompt_tokens=prompts.num_tokens,
                     prompt_tokens_per_s=prompts.tokens_per_s,
-                    state=self._sleep.state,
-                    last_request_s=self._last_request_s,
-                    device_bytes=self._sleep.device_bytes,
                     small_weight=backlog.small_weight,
                     large_weight=backlog.large_weight,
                     prompt_weight=prompts.small_weight,
+                    state=self._sleep.state,
+                    last_request_s=self._last_request_s,
+                    device_bytes=self._sleep.device_bytes,
                 )
             )
 

@@ -21,6 +21,7 @@ _SECRET = (
     "admin_keys",
     "admin_key_file",
     "chat_template",
+    "result_cache_redis",
     "ssl_certfile",
     "ssl_keyfile",
     "ssl_keyfile_password",
