@@ -28,6 +28,7 @@ from penstock.cli.foreign import FOREIGN, Given
 from penstock.cli.protection import SECRET_FLAGS, check_protection, forget_secret_variables
 from penstock.config import EngineConfig, ServerConfig, available_cpus, from_mapping
 from penstock.errors import ConfigError
+from penstock.logs import configure
 from penstock.serving.child import spawned_engine
 
 MAX_API_PROCESSES = 8  # more than a single engine can keep busy
@@ -87,8 +88,14 @@ def serve(
     hide_arguments(SECRET_FLAGS)
     if foreign.hub_token is not None:
         os.environ["HF_TOKEN"] = foreign.hub_token
-    log_level = server.get("log_level", ServerConfig().log_level)
-    logging.basicConfig(level=log_level.upper(), format="%(levelname)s: %(message)s")
+    defaults = ServerConfig()
+    configure(
+        level=server.get("log_level", defaults.log_level),
+        format=server.get("log_format", defaults.log_format),
+        process="supervisor",
+    )
+    if server.get("log_inputs"):
+        log.warning("--log-inputs is on: texts of requests are written to the log")
     forget_secret_variables()
     for warning in foreign.warnings:
         log.warning("%s", warning)
