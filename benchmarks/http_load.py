@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -23,13 +23,16 @@ class Running:
 
 
 @contextmanager
-def start(flags: list[str], tree: str | None = None) -> Iterator[Running]:
+def start(
+    flags: list[str], tree: str | None = None, environment: Mapping[str, str] | None = None
+) -> Iterator[Running]:
     """Start `penstock serve` on a free loopback port, wait until it is ready, stop it with SIGTERM. `tree` is
-    the checkout to run; by default that of this process."""
+    the checkout to run; by default that of this process. `environment` is added to this process's own."""
     port = free_port()
+    added = {**(environment or {}), **({} if tree is None else {"PYTHONPATH": tree})}
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock", "serve", "--port", str(port), "--log-level", "warning", *flags],
-        env=os.environ if tree is None else os.environ | {"PYTHONPATH": tree},
+        env={**os.environ, **added},
         cwd=tree,
     )
     try:
@@ -62,19 +65,21 @@ def is_ready(port: int) -> bool:
         connection.close()
 
 
-def run_load(port: int, texts: list[str], clients: int) -> float:
-    """Seconds until every text has been answered, one text per request, `clients` requests at a time."""
+def run_load(port: int, texts: list[str], clients: int, latencies: list[float] | None = None) -> float:
+    """Seconds until every text has been answered, one text per request, `clients` requests at a time. The
+    seconds of each request are added to `latencies`."""
     bodies = [json.dumps({"input": text, "truncate_prompt_tokens": -1}).encode() for text in texts]
-    return asyncio.run(_load(port, bodies, clients))
+    return asyncio.run(_load(port, bodies, clients, [] if latencies is None else latencies))
 
 
-async def _load(port: int, bodies: list[bytes], clients: int) -> float:
+async def _load(port: int, bodies: list[bytes], clients: int, latencies: list[float]) -> float:
     waiting = iter(bodies)
 
     async def client() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for body in waiting:
             head = f"POST /v1/embeddings HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\n\r\n"
+            sent = time.perf_counter()
             writer.write(head.encode() + body)
             answer = await reader.readuntil(b"\r\n\r\n")
             status = answer.split(b" ", 2)[1]
@@ -84,6 +89,7 @@ async def _load(port: int, bodies: list[bytes], clients: int) -> float:
                 if line.startswith(b"content-length")
             )
             await reader.readexactly(length)
+            latencies.append(time.perf_counter() - sent)
             if status != b"200":
                 raise SystemExit(f"the server answered {status.decode()}")
         writer.close()

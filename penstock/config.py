@@ -148,6 +148,9 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     root_path: str = ""  # before every route, where a proxy leaves it there
     default_timeout_s: float | None = None
     shared_memory_mb: int = 512  # for large responses from the engine to API processes; 0: sent by socket
+    result_cache_mb: int = 0  # results kept in each API process; 0: none
+    result_cache_redis: str | None = None  # URL of a Redis that keeps results too
+    result_cache_ttl_s: float = 86_400.0  # how long a result is kept; 0: until there is no room
     chat_template: str | None = None  # Jinja, or the name of one of the model's templates; None: its default
     trust_request_chat_template: bool = False  # requests may bring a chat template of their own
     enable_tokenizer_info_endpoint: bool = False  # /tokenizer_info shows the tokenizer's configuration

@@ -8,9 +8,10 @@ every field of a `Request` that is content. New content, such as image patches, 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from operator import attrgetter
 
-from penstock.types import Ints, Request
+from penstock.types import Ints, Request, runs
 
 TOKEN_FIELDS = ("type_ids", "token_mask")  # one number per token, beside `token_ids`
 ROW_FIELDS = ("skip", "key_limits", "adapters")  # one number per row
@@ -39,6 +40,19 @@ def row_keys(request: Request) -> list[bytes]:
 def scope(request: Request) -> Scope:
     """What two requests must share before their row keys may be compared."""
     return (request.cache_salt, *[numbers is not None for numbers in _optional_fields(request)])
+
+
+def select_rows(request: Request, rows: Ints, request_id: str) -> Request:
+    """These rows as a request of their own."""
+    lengths = request.lengths[rows]
+    tokens = runs(request.starts[rows], lengths)
+    parts = dict.fromkeys(TOKEN_FIELDS, tokens) | dict.fromkeys(ROW_FIELDS, rows)
+    selected = {
+        name: numbers[index]
+        for name, index in parts.items()
+        if (numbers := getattr(request, name)) is not None
+    }
+    return replace(request, id=request_id, token_ids=request.token_ids[tokens], lengths=lengths, **selected)
 
 
 class PrefixKeys:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.errors import PenstockError
 from penstock.types import Comparison, GeneratedTokens, PooledOutput, Request
@@ -60,6 +60,17 @@ class EngineHandle(Protocol):
     @property
     def unavailable_reason(self) -> str:
         """Why requests cannot be served, in words for the user; empty when ready."""
+
+    @property
+    def revision(self) -> str:
+        """The revision of the loaded model: equal ones give equal results. Empty where it is not known, and
+        results must not be cached."""
+        return ""
+
+    @property
+    def engine_settings(self) -> dict[str, Any]:
+        """The resolved settings of the engine; empty where they are not known."""
+        return {}
 
     def start(self) -> None:
         """Connect to the engine, where there is something to connect to. Called once, on the event loop."""

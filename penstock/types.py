@@ -229,6 +229,17 @@ def cumulative(lengths: Ints) -> Ints:
     return out
 
 
+def ragged_arange(starts: Ints, lengths: Ints, cu_lengths: Ints) -> Ints:
+    """For each row the indices start, start + 1, … up to its length; all rows concatenated."""
+    shift = np.repeat(starts - cu_lengths[:-1], lengths)
+    return shift + np.arange(len(shift), dtype=np.int32)
+
+
+def runs(starts: Ints, lengths: Ints) -> Ints:
+    """`ragged_arange` for callers without cumulative lengths."""
+    return ragged_arange(starts, lengths, cumulative(lengths))
+
+
 def split_rows(values: Array, lengths: Ints) -> list[Array]:
     """Split a ragged run [tokens, …] into one view per row."""
     out, first = [], 0

@@ -19,6 +19,7 @@ from penstock.api import meanings
 from penstock.api.fields import NoEffect, Refused
 
 METRIC_MODULES = (
+    "penstock.api.cache_metrics",
     "penstock.api.metrics",
     "penstock.serving.engine_metrics",
     "penstock.serving.process_metrics",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -33,7 +33,7 @@ from penstock.api.dialects import (
 from penstock.api.endpoint import Call, Endpoint, Reply
 from penstock.api.invocations import INVOCATIONS, InvocationEndpoint
 from penstock.api.metrics import ApiMetrics
-from penstock.api.routes import Handler, RouteSpec, VariantTable
+from penstock.api.routes import RouteSpec, VariantTable
 from penstock.api.schema import openapi
 from penstock.api.state import ServerState
 from penstock.api.watched_files import watch_files
@@ -73,11 +73,13 @@ ROUTES = with_variants(
     [*(route for dialect in DIALECTS for route in dialect.ROUTES), INVOCATIONS],
     tuple(variant for dialect in DIALECTS for variant in getattr(dialect, "VARIANTS", ())),
 )
+_MOVED = "this route is on the port of --admin-port"
 ALL_METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
 EXPOSED_HEADERS = (
     "x-request-id",
     "x-ignored-fields",
     "x-truncated-rows",
+    "x-cache-hits",
     "x-tokenize-ms",
     "x-queue-ms",
     "x-device-ms",
@@ -148,16 +150,19 @@ def build_app(state: ServerState, metrics: ApiMetrics | None = None) -> ASGIApp:
     plain = [route for route in (*public_routes(state), _schema_route(state)) if route is not INVOCATIONS]
     endpoints = [Endpoint(state, metrics, route) for route in plain]
     invoked = InvocationEndpoint(state, metrics, INVOCATIONS, endpoints)
-    app = App([*endpoints, invoked], lifespan=partial(_lifespan, state))
-    moved = () if state.config.admin_port is None else [each for each in ROUTES if not each.is_public]
-    return _served(state, app, _not_found(state, metrics, [route.path for route in moved]))
+    moved = dict.fromkeys(route.path for route in ROUTES if route.path not in {each.path for each in plain})
+    elsewhere = [_refusal(state, metrics, path, _MOVED) for path in moved if path != INVOCATIONS.path]
+    app = App([*endpoints, *elsewhere, invoked], lifespan=partial(_lifespan, state))
+    return _served(state, app, _refusal(state, metrics, "other", "no such route; /docs lists all routes"))
 
 
 def build_admin_app(state: ServerState, metrics: ApiMetrics) -> ASGIApp:
     """The application of the admin port. It has no lifespan: the public one is served by the same process."""
     routes = [route for route in ROUTES if route.is_for_operators]
     app = App([Endpoint(state, metrics, route) for route in routes])
-    return _served(state, app, _not_found(state, metrics))
+    paths = ", ".join(dict.fromkeys(route.path for route in routes))
+    other = _refusal(state, metrics, "other", f"no such route; the admin port has {paths}")
+    return _served(state, app, other)
 
 
 def public_routes(state: ServerState) -> tuple[RouteSpec, ...]:
@@ -166,9 +171,9 @@ def public_routes(state: ServerState) -> tuple[RouteSpec, ...]:
     return tuple(route for route in ROUTES if route.is_public)
 
 
-def _served(state: ServerState, app: App, default: ASGIApp) -> ASGIApp:
-    """The application below its root path, for pages of the allowed origins."""
-    app.router.default = default
+def _served(state: ServerState, app: App, other: Endpoint) -> ASGIApp:
+    """The application below its root path, for pages of the allowed origins. `other` answers other paths."""
+    app.router.default = _default(other)
     app.router.redirect_slashes = False
     served: ASGIApp = under(state.config.root_path, app) if state.config.root_path else app
     if not state.config.allowed_origins:
@@ -218,30 +223,26 @@ async def _lifespan(state: ServerState, app: Any) -> AsyncIterator[None]:
     for model in state.models.values():
         model.engine.close()
         model.text.close()
+    if state.result_cache is not None:
+        await state.result_cache.close()
     await asyncio.sleep(0)
 
 
-def _not_found(
-    state: ServerState, metrics: ApiMetrics, moved: Sequence[str] = ()
-) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
-    """The answer to paths that have no route; `moved` are those of the admin port."""
+def _refusal(state: ServerState, metrics: ApiMetrics, path: str, message: str) -> Endpoint:
+    """An endpoint that answers 404 to every method."""
 
     async def refuse(call: Call) -> Reply:
-        raise NotFound("no such route; /docs lists all routes")
+        raise NotFound(message)
 
-    async def refuse_moved(call: Call) -> Reply:
-        raise NotFound("this route is on the port of --admin-port")
+    route = RouteSpec(path, None, refuse, "operation", open_to_all=True, methods=ALL_METHODS)
+    return Endpoint(state, metrics, route)
 
-    def endpoint_of(handler: Handler) -> Endpoint:
-        route = RouteSpec("other", None, handler, "operation", open_to_all=True, methods=ALL_METHODS)
-        return Endpoint(state, metrics, route)
 
-    endpoint, elsewhere = endpoint_of(refuse), endpoint_of(refuse_moved)
-    prefixes = tuple(path.partition("{")[0] for path in moved)
+def _default(endpoint: Endpoint) -> ASGIApp:
+    """What answers paths that have no route."""
 
     async def default(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            is_moved = (scope["path"].rstrip("/") or "/").startswith(prefixes)
-            await (elsewhere if prefixes and is_moved else endpoint)(scope, receive, send)
+            await endpoint(scope, receive, send)
 
     return default

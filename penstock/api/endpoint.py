@@ -24,6 +24,7 @@ from penstock.api.error_styles import OPENAI_ERRORS as OPENAI_ERRORS
 from penstock.api.error_styles import ErrorStyle
 from penstock.api.keys import ApiKey
 from penstock.api.metrics import CONNECTION_LIMITS, ApiMetrics
+from penstock.api.result_cache import CacheControl, cache_control_of
 from penstock.api.routes import RouteSpec, Variant
 from penstock.api.state import ServedModel, ServerState
 from penstock.errors import (
@@ -91,6 +92,8 @@ class Call:
     errors: ErrorStyle | None = None  # of the dialect that the body turned out to be
     ignored_fields: tuple[str, ...] = ()
     num_truncated: int = 0  # rows that were cut to fit
+    cache_control: CacheControl = CacheControl.DEFAULT
+    num_cached_rows: int | None = None  # answered by the result cache; None: it was not asked
     path_value: str = ""  # what stands for the path's parameter
     use: Use | None = None  # what the route does with a model
     query_string: bytes = b""  # of a route without a body
@@ -131,6 +134,8 @@ class Call:
         allow do not exist for the client."""
         if self.key is None or self.key.models is None:
             return self.state.find(name, self.use)
+        if not name and (allowed := [each for each in self.state.models.values() if self.may_use(each)]):
+            return self.state.default(self.use, allowed), None
         try:
             model, prompt = self.state.find(name, self.use)
         except ModelNotFound:
@@ -185,6 +190,8 @@ class Call:
             out.append((b"x-ignored-fields", _names_header(self.ignored_fields)))
         if self.num_truncated:
             out.append((b"x-truncated-rows", b"%d" % self.num_truncated))
+        if self.num_cached_rows is not None:
+            out.append((b"x-cache-hits", b"%d" % self.num_cached_rows))
         return out
 
 
@@ -448,6 +455,8 @@ class Endpoint:
             elif name == b"content-length":
                 if value.isdigit() and (len(value) > _MAX_DIGITS or int(value) > limit):
                     raise BodyTooLarge(f"the body has {value[:24].decode()} bytes; the limit is {limit}")
+            elif name == b"cache-control":
+                call.cache_control = cache_control_of(value)
             elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
                 raise UnsupportedEncoding(
                     f"Content-Encoding is {value.decode('latin-1')[:100]!r}; send the body uncompressed"

@@ -63,7 +63,11 @@ async def run(
     call.count_tokens(request.num_tokens)
     call.metrics.work(model.spec.name, request.num_rows, request.num_tokens)
     try:
-        output = prepared.output or await submit(model.engine, request, scheduling)
+        if (output := prepared.output) is None:
+            if (cache := call.state.result_cache) is None:
+                output = await submit(model.engine, request, scheduling)
+            else:
+                output = await cache.answer(call, model, request, scheduling)
     except QueueFull as error:
         raise model.admission.with_retry_after(error) from None
     call.queue_s = max(0.0, output.timings.queue_s - call.tokenize_s)  # the engine counts from the arrival

@@ -72,6 +72,7 @@ _HEADERS: dict[str, tuple[bool, Json, str]] = {  # on every answer: (always ther
     "x-request-id": (False, {"type": "string"}, "The request's id, if the client gave one."),
     "x-ignored-fields": (False, {"type": "string"}, "The fields of the body that were ignored."),
     "x-truncated-rows": (False, {"type": "integer"}, "How many rows were cut to fit the model."),
+    "x-cache-hits": (False, {"type": "integer"}, "How many rows the result cache answered, if there is one."),
 }
 _RETRY_AFTER: Json = {"description": "Seconds to wait.", "schema": {"type": "integer"}}
 _METADATA: Json = {

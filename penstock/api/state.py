@@ -14,6 +14,7 @@ import msgspec
 from penstock.api.admission import Admission
 from penstock.api.default_model import Use, choose
 from penstock.api.keys import KeyRing
+from penstock.api.result_cache import ResultCache
 from penstock.backlog import max_queued_of
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ServerConfig
@@ -112,6 +113,7 @@ class ServerState:
     buffered: BufferedBytes = field(init=False)
     keys: KeyRing = field(init=False)
     watched: list[Callable[[], None]] = field(init=False)  # what looks after files that may change
+    result_cache: ResultCache | None = field(init=False)  # None: every row is computed
     # A successor of this process counts from 0 again, while the engine may still run our requests.
     _name: str = field(default_factory=lambda: secrets.token_hex(4))
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
@@ -120,6 +122,7 @@ class ServerState:
         self.buffered = BufferedBytes(self.config.max_buffered_bytes)
         self.keys = KeyRing(self.config)
         self.watched = [self.keys.reload] if self.keys.has_files else []
+        self.result_cache = ResultCache.of(self.config)
         for model in self.models.values():
             self._settle(model)
 
@@ -168,9 +171,9 @@ class ServerState:
             param="model",
         )
 
-    def default(self, use: Use | None = None) -> ServedModel:
-        """The model of requests that name none."""
-        models = list(self.models.values())
+    def default(self, use: Use | None = None, among: Sequence[ServedModel] | None = None) -> ServedModel:
+        """The model of requests that name none; one of `among`, where a client may not use all."""
+        models = list(self.models.values()) if among is None else among
         if not models:
             raise EngineUnavailable("this server has no model yet")
         return models[choose((model.spec for model in models), use) if len(models) > 1 else 0]

@@ -7,6 +7,7 @@ where it differs from the field's, its group, its help and the values it accepts
 from __future__ import annotations
 
 import enum
+import importlib.util
 import inspect
 import json
 import re
@@ -25,6 +26,7 @@ from penstock.errors import ConfigError
 
 MODEL, SERVER_PANEL, SCHEDULING = "Model", "Server", "Scheduling"
 MEMORY, GENERATION, OBSERVABILITY = "Memory", "Generation", "Observability"
+MAX_TTL_S = 315_360_000  # ten years
 
 EngineFields = dict[str, Any]  # fields of EngineConfig that the user has set
 ServerFields = dict[str, Any]  # fields of ServerConfig that the user has set
@@ -139,6 +141,38 @@ def hang_timeout(given: float) -> float:
         raise ConfigError(
             f"--engine-hang-timeout is {given:g}; use at least 1 second, or 0 for never",
             param="engine_hang_timeout_s",
+        )
+    return given
+
+
+def redis_url(given: str) -> str:
+    """The value of --result-cache-redis. No message shows it: it may hold a password."""
+    from urllib.parse import urlsplit
+
+    try:
+        parts = urlsplit(given)
+        is_complete = bool(parts.path if parts.scheme == "unix" else parts.hostname) and parts.port != 0
+    except ValueError:
+        is_complete = False
+    if not is_complete or parts.scheme not in ("redis", "rediss", "unix"):
+        raise ConfigError(
+            "--result-cache-redis takes redis://HOST:PORT/DB, rediss:// for TLS, or unix:///PATH",
+            param="result_cache_redis",
+        )
+    if importlib.util.find_spec("redis") is None:
+        raise ConfigError(
+            "--result-cache-redis needs the redis package; run `pip install 'penstock[redis]'`",
+            param="result_cache_redis",
+        )
+    return given
+
+
+def cache_ttl(given: float) -> float:
+    """The value of --result-cache-ttl."""
+    if not given <= MAX_TTL_S:  # true of NaN as well
+        raise ConfigError(
+            f"--result-cache-ttl is {given:g}; use up to {MAX_TTL_S} seconds, or 0 for no limit",
+            param="result_cache_ttl_s",
         )
     return given
 
@@ -783,6 +817,31 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         min=0,
         help="Shared memory in MiB through which large results reach the API processes, allocated on demand; "
         "0 sends them through a socket.",
+    ),
+    Flag(
+        field="result_cache_mb",
+        panel=MEMORY,
+        min=0,
+        help="Memory in MiB, in each API process, for results: rows that were answered before are answered "
+        "without the engine; 0 keeps none.",
+    ),
+    Flag(
+        field="result_cache_redis",
+        panel=MEMORY,
+        metavar="URL",
+        convert=redis_url,
+        help="Redis that keeps results too, as redis://HOST:PORT/DB; rediss:// uses TLS. All processes and "
+        "servers of the same model share them. Prefer PENSTOCK_REDIS_PASSWORD to a password in the URL.",
+        default_text="none",
+    ),
+    Flag(
+        field="result_cache_ttl_s",
+        names=("--result-cache-ttl",),
+        panel=MEMORY,
+        metavar="SECONDS",
+        min=0,
+        convert=cache_ttl,
+        help="How long a result is kept; 0 keeps it until there is no room.",
     ),
     Flag(
         field="chat_template",

@@ -9,7 +9,10 @@ from pathlib import Path
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 
-SECRET_FLAGS = ("--api-key", "--admin-key", "--ssl-keyfile-password", "--hf-token", "--hf-api-token")
+SECRET_FLAGS = (
+    *("--api-key", "--admin-key", "--ssl-keyfile-password", "--hf-token", "--hf-api-token"),
+    "--result-cache-redis",  # its URL may hold a password
+)
 KEY_VARIABLES = ("PENSTOCK_API_KEY", "PENSTOCK_ADMIN_KEY")
 SECRET_VARIABLES = (*KEY_VARIABLES, "PENSTOCK_SSL_KEYFILE_PASSWORD")
 log = logging.getLogger("penstock.serve")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from penstock.content import row_keys, scope
+from penstock.content import row_keys, scope, select_rows
 from penstock.engine.progress import Follower, Progress
-from penstock.scheduler.ragged import runs
 from penstock.types import ONE_ROW, Ints, Request
 
 _Rows = dict[bytes, tuple[Progress, int]]  # content → the request that runs it, and its row
@@ -113,27 +111,6 @@ class Deduplicator:
         progress.dedup_keys = []
         if not known:
             del self._rows[progress.dedup_scope]
-
-
-def select_rows(request: Request, rows: Ints, request_id: str) -> Request:
-    """These rows as a request of their own."""
-    lengths = request.lengths[rows]
-    tokens = runs(request.starts[rows], lengths)
-
-    def select(array: Ints | None, index: Ints) -> Ints | None:
-        return None if array is None else array[index]
-
-    return replace(
-        request,
-        id=request_id,
-        token_ids=request.token_ids[tokens],
-        lengths=lengths,
-        type_ids=select(request.type_ids, tokens),
-        token_mask=select(request.token_mask, tokens),
-        skip=select(request.skip, rows),
-        key_limits=select(request.key_limits, rows),
-        adapters=select(request.adapters, rows),
-    )
 
 
 def _ints(values: list[int]) -> Ints:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.engine.dedup import Deduplicator, select_rows
+from penstock.content import select_rows
+from penstock.engine.dedup import Deduplicator
 from penstock.engine.inflight import InFlightStep
 from penstock.engine.progress import Allocate, Follower, Progress, Values, all_finite, split_outputs
 from penstock.engine.recovery.poisoned import surviving_values

@@ -328,8 +328,10 @@ def _collect_cycles() -> None:
 
 
 def _freeze_again() -> None:
-    """Let later collections skip a new model as they skipped the old one."""
+    """Let later collections skip a new model as they skipped the old one. Cycles that loading has left are
+    collected first: once frozen they would stay, and some of them map the model's files."""
     if gc.get_freeze_count():
+        gc.collect()
         gc.freeze()
 
 

@@ -10,8 +10,17 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.scheduler.ragged import consecutive_tokens, ragged_arange, tokens_of
-from penstock.types import CachedVectors, Ints, PairPlan, PoolingParams, RowSlice, Variant, cumulative
+from penstock.scheduler.ragged import consecutive_tokens, tokens_of
+from penstock.types import (
+    CachedVectors,
+    Ints,
+    PairPlan,
+    PoolingParams,
+    RowSlice,
+    Variant,
+    cumulative,
+    ragged_arange,
+)
 
 
 class _PairedSlice(NamedTuple):

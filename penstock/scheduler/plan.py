@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.scheduler.labels import label_variant
 from penstock.scheduler.pairs import pair_variant
-from penstock.scheduler.ragged import consecutive_tokens, ragged_arange, tokens_of
+from penstock.scheduler.ragged import consecutive_tokens, tokens_of
 from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import (
     CarryPlan,
@@ -22,6 +22,7 @@ from penstock.types import (
     RowSlice,
     Variant,
     cumulative,
+    ragged_arange,
 )
 
 

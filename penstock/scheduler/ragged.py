@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from penstock.types import Ints, cumulative
-
-
-def ragged_arange(starts: Ints, lengths: Ints, cu_lengths: Ints) -> Ints:
-    """For each row the indices start, start + 1, … up to its length; all rows concatenated."""
-    shift = np.repeat(starts - cu_lengths[:-1], lengths)
-    return shift + np.arange(len(shift), dtype=np.int32)
-
-
-def runs(starts: Ints, lengths: Ints) -> Ints:
-    """`ragged_arange` for callers without cumulative lengths."""
-    return ragged_arange(starts, lengths, cumulative(lengths))
+from penstock.types import Ints, runs
 
 
 def tokens_of(rows: Ints, lengths: Ints, starts: Ints) -> Ints:

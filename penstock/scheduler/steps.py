@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.scheduler.ragged import runs
 from penstock.types import (
     GeneratePlan,
     Ints,
@@ -18,6 +17,7 @@ from penstock.types import (
     PromptPlan,
     SamplePlan,
     cumulative,
+    runs,
 )
 
 _NONE = np.zeros(0, dtype=np.int32)

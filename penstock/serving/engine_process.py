@@ -19,6 +19,7 @@ from threading import Thread
 
 import msgspec
 
+from penstock.checkpoint.revision import loaded_revision
 from penstock.checkpoint.spec import with_max_model_len
 from penstock.engine.build import build_core
 from penstock.errors import PenstockError
@@ -80,6 +81,8 @@ def main() -> None:
         settings = settle(launch.engine, launch.spec)
         if launch.kv_share is not None:
             settings = msgspec.structs.replace(settings, kv_share=launch.kv_share)
+        published = msgspec.to_builtins(settings)
+        revision = loaded_revision(launch.spec, published)
         if control is not None:
             control.attach(os.getpid(), settings.device)
             server.make_room = partial(make_room, device=settings.device, ask=control.make_room)
@@ -99,10 +102,12 @@ def main() -> None:
         signal.signal(signal.SIGUSR2, lambda *_: profiled.profile_again())
     if control is not None:
         control.on_order = partial(follow_order, server, control)
+    if loaded_revision(launch.spec, published) != revision:
+        revision = ""  # files changed while they were read: which were loaded is not known
     gc.collect()
     gc.freeze()  # these objects live as long as the process: later collections skip them
     server.wake_timeout_s, server.observe_sleep = launch.wake_timeout_s, metrics.slept_or_woke
-    server.serve(core, Ready(os.getpid(), msgspec.to_builtins(settings)), metrics.publish)
+    server.serve(core, Ready(os.getpid(), published, revision=revision), metrics.publish)
     if core.device_failure is not None:
         log.error("%s", core.device_failure.message)
         logging.shutdown()

@@ -23,6 +23,7 @@ import msgspec
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ModelConfig, ServerConfig
 from penstock.errors import ModelLoadError, StartFailed
+from penstock.serving import systemd
 from penstock.serving.child import Child, engine_child, engine_standby
 from penstock.serving.control import (
     ApiAttached,
@@ -222,6 +223,7 @@ class Supervisor:
                 self._check_hangs()
                 self.orders.advance()
                 self.sleepers.apply(time.monotonic())
+                systemd.notify_alive()
         finally:
             for api in self._apis:
                 api.child.stop(1.0)
@@ -338,6 +340,7 @@ class Supervisor:
         if (admin_address := self._listeners.admin_address) is not None:
             log.info("operation routes are at %s", admin_address)
         show_restarts()
+        systemd.notify(systemd.READY)
         if self._standby is not None:
             self._standby.prepare()
 
@@ -413,6 +416,7 @@ class Supervisor:
         The engines run until all API processes have exited. Processes that exit are not restarted.
         """
         log.info("%s: draining for up to %g s", signal_name, self.config.drain_s)
+        systemd.notify(systemd.STOPPING)
         self._listeners.close()
         draining = [api.child.process for api in self._apis if api.child.process is not None]
         for process in draining:

@@ -93,6 +93,10 @@ class EngineClient(EngineHandle):
         """The resolved settings of the engine; empty until it is ready."""
         return {} if self._engine is None else self._engine.settings
 
+    @property
+    def revision(self) -> str:
+        return "" if self._engine is None else self._engine.revision
+
     def stats(self) -> EngineStats:
         return EngineStats(num_requests=len(self._subscribers))
 

@@ -54,6 +54,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     settings: dict[str, Any]  # the resolved configuration, for information
     shared: SharedMemoryInfo | None = None  # where processes that map it find large outputs
     engine: int = 0  # a random number; the messages of one engine process all have the same
+    revision: str = ""  # of the loaded model, see `checkpoint.revision`; "": not known
 
 
 class MemoryMapped(msgspec.Struct, tag="memory_mapped", array_like=True):

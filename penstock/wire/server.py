@@ -141,6 +141,8 @@ class EngineServer:
             self._send_outcomes(core.step())
             if sleep.needs_turn:
                 self._send_outcomes(sleep.turn())
+                if sleep.is_awake:
+                    self._send_outcomes(core.step())  # launch what was held before the poll waits again
             if not core.busy:
                 self._last_rows.clear()  # otherwise closed connections would accumulate
             metrics_are_current = publish_metrics(core)

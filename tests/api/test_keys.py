@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from starlette.testclient import TestClient
 from penstock.api import app as app_module
 from penstock.api.endpoint import Call, Reply
 from penstock.api.key_limits import BURST_S, CounterFolder, KeyLimits
-from penstock.api.keys import KeyRing
+from penstock.api.keys import ApiKey, KeyRing
+from penstock.api.metrics import ApiMetrics
 from penstock.api.routes import RouteSpec
+from penstock.api.state import ServerState
 from penstock.config import ServerConfig
-from penstock.errors import Forbidden, KeyLimitReached, Unauthorized
+from penstock.errors import Forbidden, KeyLimitReached, ModelNotAllowed, Unauthorized
 from tests.api.local_app import local_app, local_state
 from tests.checkpoints import write_bert
 
@@ -244,6 +247,23 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
         patch.setattr(app_module, "ROUTES", (*app_module.ROUTES, route))
         with local_app(folder, server={"api_key_file": str(file)}, aliases=("alias",)) as (client, _):
             yield client
+
+
+def test_without_a_name_a_key_gets_the_first_of_its_models() -> None:
+    models: Any = {
+        name: SimpleNamespace(
+            spec=SimpleNamespace(name=name, prompts={}), auto_truncate=None, default_chunking=None
+        )
+        for name in ("first", "second", "third")
+    }
+    state = ServerState(ServerConfig(), models, {"other": "third"})
+    restricted = ApiKey("k", models=frozenset({"other", "second"}))
+    call = Call(state, ApiMetrics(), 0.0, key=restricted)
+    assert call.find(None) is models["second"] and call.find("other") is models["third"]
+    assert call.names == ["second", "third", "other"]
+    with pytest.raises(ModelNotAllowed, match="its models are: second, third, other"):
+        call.find("first")
+    assert Call(state, ApiMetrics(), 0.0).find(None) is models["first"]
 
 
 class TestRoutes:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.cli import flags
+from penstock.cli.flags import cache_ttl, redis_url
 from penstock.cli.serve import api_processes, generation
 from penstock.errors import ConfigError
 
@@ -48,3 +50,49 @@ def test_the_runner_turns_generation_on_or_off(
 def test_a_runner_that_contradicts_another_flag_is_refused(asked: bool | None, runner: str) -> None:
     with pytest.raises(ConfigError, match="--runner"):
         generation(asked, runner)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://127.0.0.1",
+        "redis://:secret@cache.internal:6379/2",
+        "rediss://user:secret@[::1]:6380/0?ssl_ca_certs=/etc/ca.pem",
+        "unix:///run/redis.sock?db=1",
+    ],
+)
+def test_an_address_of_redis_is_taken_as_it_is(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flags.importlib.util, "find_spec", lambda name: name)
+    assert redis_url(url) == url
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "secret",
+        "http://secret",
+        "redis://",
+        "redis:///0",
+        "unix://",
+        "redis://secret:port",
+        "redis://[secret",
+    ],
+)
+def test_other_addresses_are_refused_without_being_shown(url: str) -> None:
+    with pytest.raises(ConfigError, match="redis://HOST:PORT/DB") as refused:
+        redis_url(url)
+    assert "secret" not in str(refused.value)
+
+
+def test_redis_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flags.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'penstock\[redis\]'"):
+        redis_url("redis://127.0.0.1")
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 1e9])
+def test_a_lifetime_of_results_is_a_number_of_seconds(seconds: float) -> None:
+    assert cache_ttl(0.5) == 0.5
+    with pytest.raises(ConfigError, match="--result-cache-ttl is"):
+        cache_ttl(seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.checkpoints import write_bert, write_late, write_static
 from tests.gpu import decoders
 
 CPU = torch.device("cpu")
+MAPS = Path("/proc/self/maps")
 TEXTS = ["hello world", "the quick brown fox", "x"]
 
 
@@ -203,6 +205,19 @@ def test_level_2_frees_the_model_and_a_step_cannot_run_without_it(tmp_path: Path
             engine.embed(TEXTS)
         sleeper.wake(lambda num_bytes: None)
         assert engine.embed(TEXTS).shape[0] == len(TEXTS)
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="the system does not list what a process maps")
+def test_a_model_that_sleeps_again_and_again_maps_its_files_once(tmp_path: Path) -> None:
+    with Engine(str(write_bert(tmp_path)), device="cpu") as engine:
+        gc.collect()
+        gc.freeze()  # as an engine process does
+        try:
+            for _ in range(3):
+                sleep_and_wake(engine, 2)
+            assert MAPS.read_text().count(str(tmp_path / "model.safetensors")) == 1
+        finally:
+            gc.unfreeze()
 
 
 def test_a_model_whose_files_have_changed_is_not_woken(tmp_path: Path) -> None:

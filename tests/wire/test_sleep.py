@@ -121,6 +121,25 @@ def test_requests_wake_the_engine_and_get_the_answers_they_got_before(sleeping: 
     assert sleeping.rooms == [sleeping.read().device_bytes] * 3
 
 
+def test_the_status_page_is_current_when_an_order_is_done(sleeping: Sleeping) -> None:
+    sleeping.server.STATUS_INTERVAL_S = 10 * PATIENCE_S  # of no help
+    sleeping.start()
+    for _ in range(3):
+        sleeping.fall_asleep()
+        assert sleeping.read().state == EngineSleep.ASLEEP
+        sleeping.wake_up()
+        assert sleeping.read().state == EngineSleep.AWAKE
+
+
+def test_held_requests_run_as_soon_as_the_engine_is_awake(
+    sleeping: Sleeping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineServer, "IDLE_POLL_MS", int(10_000 * PATIENCE_S))  # nothing else turns the loop
+    sleeping.start()
+    sleeping.fall_asleep()
+    assert all(isinstance(each, np.ndarray) for each in sleeping.run(*requests("a")))
+
+
 def test_the_status_page_tells_what_is_held_and_the_loop_turns_meanwhile(sleeping: Sleeping) -> None:
     sleeping.start()
     sleeping.fall_asleep()

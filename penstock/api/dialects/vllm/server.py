@@ -21,11 +21,13 @@ _SECRET = (
     "admin_keys",
     "admin_key_file",
     "chat_template",
+    "result_cache_redis",
     "ssl_certfile",
     "ssl_keyfile",
     "ssl_keyfile_password",
     "ssl_ca_certs",
     "uds",
+    "result_cache_redis",
 )
 _PATHS = ("vocab_file", "merges_file", "name_or_path", "tokenizer_file")  # of the machine that made the model
 
