@@ -350,7 +350,11 @@ class Endpoint:
 
     async def _admitted(self, call: Call, scope: Scope, receive: Receive, send: Send) -> Reply | Streamed:
         """The reply. A streamed one has been sent when this returns: it counts as in flight until then."""
-        call.client = client = client_of(scope) if call.key is None else call.key.name
+        if call.key is not None and self.keys.has_several:
+            call.client = call.key.name
+        else:
+            call.client = client_of(scope)
+        client = call.client
         self.state.check_room(client)  # before the body, which nobody has to send in vain
         limits = None if call.key is None else call.key.limits
         if limits is not None:
@@ -528,8 +532,8 @@ class Endpoint:
 
 
 def client_of(scope: Scope) -> str:
-    """Who sent a request without a key: the address of the peer, or the connection if it is on this machine.
-    Clients share the device by this name."""
+    """Who sent a request that no key tells: the address of the peer, or the connection if it is on this
+    machine. Clients share the device by this name."""
     if not (peer := scope.get("client")):  # a Unix socket
         return ""
     host, port = peer

@@ -127,7 +127,7 @@ def main() -> None:
         sys.exit(EXIT_BAD_MODEL)
     if launch.parent is not None:
         folder = Path(launch.parent.folder) / "keys"
-        state.keys.share_limits(folder, launch.index, launch.server.api_server_count)
+        state.keys.share_limits(folder, launch.index, server.api_server_count)
     follower = None
     if launch.control is not None:
         state.follower = follower = ModelTableFollower(state, launch.control)
@@ -137,10 +137,10 @@ def main() -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     gc.collect()
     gc.freeze()  # what is there now stays: no later collection has to look at it
-    server = HttpServer(config, doors, launch.server.header_timeout_s)
+    http = HttpServer(config, doors, server.header_timeout_s)
     if follower is not None:
-        server.on_started = follower.report_serving
-    server.run(sockets=[door.socket for door in doors])
+        http.on_started = follower.report_serving
+    http.run(sockets=[door.socket for door in doors])
 
 
 if __name__ == "__main__":

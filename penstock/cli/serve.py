@@ -84,7 +84,7 @@ def serve(
       penstock serve --config models.yaml
     """
     engine, server = foreign.merged("engine", engine), foreign.merged("server", server)
-    read_environment(engine, server)
+    read_environment(engine, server, models or ())
     hide_arguments(SECRET_FLAGS)
     if foreign.hub_token is not None:
         os.environ["HF_TOKEN"] = foreign.hub_token
@@ -167,10 +167,10 @@ def named_model(argument: str) -> dict[str, Any]:
     return {"model": model, "served_model_name": (name,)}
 
 
-def read_environment(engine: EngineFields, server: ServerFields) -> None:
+def read_environment(engine: EngineFields, server: ServerFields, models: Sequence[str] = ()) -> None:
     """Take what other servers read from the environment: TEI's MODEL_ID, and vLLM's VLLM_API_KEY."""
     model = os.environ.get("MODEL_ID")
-    if model and engine.get("model") is None:
+    if model and not models and engine.get("model") is None:
         engine["model"] = model
     key = os.environ.pop("VLLM_API_KEY", None)  # no child process needs it
     if key and "api_keys" not in server:
