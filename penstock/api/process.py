@@ -118,8 +118,8 @@ def main() -> None:
     follow_parent(launch.parent)
     threads = tokenizer_threads(available_cpus(), launch.server.api_server_count)
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # read when the first texts are tokenised
-    logs = launch.server
-    configure(level=logs.log_level, format=logs.log_format, process="api", shows_values=logs.log_inputs)
+    server = launch.server
+    configure(level=server.log_level, format=server.log_format, process="api", shows_values=server.log_inputs)
     try:
         state = build_state(launch)
     except ModelLoadError as error:
