@@ -207,8 +207,11 @@ class RequestTrace:
         self._phases.append(("tokenize", began_s, self._ready_s, {}))
 
     def stepped(self, launched_s: float, device_s: float) -> None:
-        """The engine has answered, and has launched the first step of the request at `launched_s`."""
-        if device_s == 0.0:  # answered without an engine
+        """The engine has answered, and has launched the first step of the request at `launched_s`.
+
+        Without an engine, as from a cache, the launch lies before the tokens were ready.
+        """
+        if device_s == 0.0 and launched_s < self._ready_s:
             return
         launched_s = max(launched_s, self._ready_s)
         self._phases.append(("queue", self._ready_s, launched_s, {}))

@@ -30,11 +30,11 @@ def logged(folder: Path, caplog: pytest.LogCaptureFixture, body: Any, **server: 
 
 
 def test_a_line_tells_what_a_request_was_and_took(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (line,) = logged(folder, caplog, {"input": [SECRET, "b"]}, api_key="hunter2")
+    (line,) = logged(folder, caplog, {"input": [SECRET, "b"]}, api_keys=("hunter2",))
     assert line.getMessage() == "POST /v1/embeddings 200"
     assert line.json_fields == {"method": "POST", "path": "/v1/embeddings", "status": 200}
     assert line.fields["model"] == "model" and line.fields["rows"] == 2 and line.fields["tokens"] > 2
-    assert line.fields["ms"] > 0 and line.fields["request_id"] == "r1"
+    assert line.fields["key"] and line.fields["ms"] > 0 and line.fields["request_id"] == "r1"
     own = [str(vars(each)) for each in caplog.records if each.name.startswith("penstock")]
     assert not any(word in text for text in own for word in (SECRET, "hunter2", "secret="))
 
