@@ -78,13 +78,9 @@ async def streamed(pieces: AsyncGenerator[bytes, None]) -> Streamed:
     return Streamed(await anext(pieces), pieces)
 
 
-@dataclass(slots=True)
 class Call:
-    """One HTTP request in a handler, and where its time went."""
+    """One HTTP request in a handler, and where its time went. Defaults are the class's: few are ever set."""
 
-    state: ServerState
-    metrics: ApiMetrics
-    began_s: float
     body_bytes: int = 0
     request_id: str | None = None
     tokenize_s: float = 0.0
@@ -110,6 +106,11 @@ class Call:
     query_string: bytes = b""  # of a route without a body
     key: ApiKey | None = None  # that the client has sent; None: the route or the server needs none
     client: str = ""  # who sent it, as `client_of` tells
+
+    def __init__(self, state: ServerState, metrics: ApiMetrics, began_s: float) -> None:
+        self.state = state
+        self.metrics = metrics
+        self.began_s = began_s
 
     @property
     def weight(self) -> float:
