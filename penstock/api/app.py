@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from penstock.api.call import Call, Reply
 from penstock.api.dialects import (
     admin,
     cohere,
@@ -30,7 +31,7 @@ from penstock.api.dialects import (
     vllm,
     voyage,
 )
-from penstock.api.endpoint import Call, Endpoint, Reply
+from penstock.api.endpoint import Endpoint
 from penstock.api.invocations import INVOCATIONS, InvocationEndpoint
 from penstock.api.metrics import ApiMetrics
 from penstock.api.routes import RouteSpec, VariantTable
@@ -223,6 +224,8 @@ async def _lifespan(state: ServerState, app: Any) -> AsyncIterator[None]:
     for model in state.models.values():
         model.engine.close()
         model.text.close()
+    if state.observer is not None:
+        await asyncio.to_thread(state.observer.close)
     if state.result_cache is not None:
         await state.result_cache.close()
     await asyncio.sleep(0)

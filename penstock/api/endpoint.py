@@ -8,217 +8,38 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable
 from functools import cached_property
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
+from penstock.api.access_log import shown_body
 from penstock.api.body import PIECE_BYTES, sized
-from penstock.api.body import Body as ReplyBody
+from penstock.api.call import JSON, Call, Reply, Streamed
 from penstock.api.decoding import RouteDecoder
-from penstock.api.default_model import Use, use_of
-from penstock.api.error_styles import OPENAI_ERRORS as OPENAI_ERRORS
-from penstock.api.error_styles import ErrorStyle
-from penstock.api.keys import ApiKey
+from penstock.api.default_model import use_of
 from penstock.api.metrics import CONNECTION_LIMITS, ApiMetrics
-from penstock.api.result_cache import CacheControl, cache_control_of
+from penstock.api.result_cache import cache_control_of
 from penstock.api.routes import RouteSpec, Variant
-from penstock.api.state import ServedModel, ServerState
+from penstock.api.state import ServerState
 from penstock.errors import (
     BadValue,
     BodyTooLarge,
     Cancelled,
     KeyLimitReached,
     MethodNotAllowed,
-    ModelNotAllowed,
-    ModelNotFound,
     PenstockError,
     Unauthorized,
     UnsupportedEncoding,
-    shown,
 )
 
 log = logging.getLogger("penstock.api")
 Answered = TypeVar("Answered")
-JSON = b"application/json"
-EVENTS = b"text/event-stream; charset=utf-8"
 MAX_REQUEST_ID = 256  # characters
 _THIS_MACHINE = ("127.0.0.1", "::1")  # addresses that tell nothing about who sends
 _MAX_DIGITS = 18  # of a declared size; longer ones are too large in any case
-_MAX_IGNORED_CHARS = 1024  # of the header that names ignored fields
-
-
-@dataclass(slots=True)
-class Reply:
-    body: ReplyBody
-    content_type: bytes = JSON
-    status: int = 200
-    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Streamed:
-    """A reply whose body is sent in pieces. The first piece exists already, so earlier failures have a
-    status."""
-
-    first: bytes
-    rest: AsyncGenerator[bytes, None]
-    content_type: bytes = EVENTS
-    status: int = 200
-    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
-
-
-async def streamed(pieces: AsyncGenerator[bytes, None]) -> Streamed:
-    """Wait for the first piece; an error before it fails the whole reply."""
-    return Streamed(await anext(pieces), pieces)
-
-
-@dataclass(slots=True)
-class Call:
-    """One HTTP request in a handler, and where its time went."""
-
-    state: ServerState
-    metrics: ApiMetrics
-    began_s: float
-    body_bytes: int = 0
-    request_id: str | None = None
-    tokenize_s: float = 0.0
-    queue_s: float = 0.0
-    device_s: float = 0.0
-    encode_s: float = 0.0
-    errors: ErrorStyle | None = None  # of the dialect that the body turned out to be
-    ignored_fields: tuple[str, ...] = ()
-    num_truncated: int = 0  # rows that were cut to fit
-    cache_control: CacheControl = CacheControl.DEFAULT
-    num_cached_rows: int | None = None  # answered by the result cache; None: it was not asked
-    path_value: str = ""  # what stands for the path's parameter
-    use: Use | None = None  # what the route does with a model
-    query_string: bytes = b""  # of a route without a body
-    key: ApiKey | None = None  # that the client has sent; None: the route or the server needs none
-    client: str = ""  # who sent it, as `client_of` tells
-
-    @property
-    def weight(self) -> float:
-        """The client's share of the device, compared to other clients."""
-        return 1.0 if self.key is None else self.key.weight
-
-    @property
-    def light_weight(self) -> float:
-        """The weight of a client that has no other request in flight; 0 for one that has."""
-        return self.weight if self.state.held.get(self.client, 0) <= 1 else 0.0
-
-    def model(self, body: Any, *, may_truncate: bool = True) -> ServedModel:
-        """The model that a body names. A prompt in the name, and the server's default for long texts, are
-        set in the body where it does not say otherwise."""
-        state = self.state
-        model = state.models.get(body.model)  # nearly always its own name
-        if model is None:
-            model, prompt = self.resolve(body.model)
-            if prompt is not None:
-                choose_prompt_by_name(body, model, prompt)
-        elif self.key is not None and not self.may_use(model):
-            raise self._not_allowed(body.model)
-        if model.auto_truncate and may_truncate and _leaves_open(body):
-            body.truncate_prompt_tokens = -1
-        return model
-
-    def find(self, name: str | None) -> ServedModel:
-        """The model of this name, if the client's key allows it."""
-        return self.resolve(name)[0]
-
-    def resolve(self, name: str | None) -> tuple[ServedModel, str | None]:
-        """The model of this name and the prompt that the name asks for. Models that the client's key does not
-        allow do not exist for the client."""
-        if self.key is None or self.key.models is None:
-            return self.state.find(name, self.use)
-        if not name and (allowed := [each for each in self.state.models.values() if self.may_use(each)]):
-            return self.state.default(self.use, allowed), None
-        try:
-            model, prompt = self.state.find(name, self.use)
-        except ModelNotFound:
-            raise self._not_allowed(name) from None
-        if not self.may_use(model):
-            raise self._not_allowed(name)
-        return model, prompt
-
-    @property
-    def names(self) -> list[str]:
-        """The names of models that the client may use."""
-        return [name for name in self.state.names if self.may_use(self.state.find(name)[0])]
-
-    def may_use(self, model: ServedModel) -> bool:
-        if self.key is None or self.key.models is None:
-            return True
-        aliases = self.state.aliases
-        return any(aliases.get(name, name) == model.spec.name for name in self.key.models)
-
-    def _not_allowed(self, name: str | None) -> ModelNotAllowed:
-        assert self.key is not None
-        asked = f"model {shown(name)}" if name else "the default model"
-        allowed = ", ".join(self.names) or "none of this server"
-        return ModelNotAllowed(
-            f"{asked} is not one that key {self.key.name} may use; its models are: {allowed}", param="model"
-        )
-
-    def count_tokens(self, num_tokens: int) -> None:
-        """Count the tokens of a request that is about to run. Refuse it if its key has no tokens left."""
-        if (key := self.key) is not None:
-            if key.limits is not None:
-                key.limits.take(num_tokens)
-            self.metrics.key_tokens(key.name, num_tokens)
-
-    def count_generated(self, num_tokens: int) -> None:
-        if (key := self.key) is not None:
-            if key.limits is not None:
-                key.limits.owe(num_tokens)
-            self.metrics.key_tokens(key.name, num_tokens)
-
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        total_s = time.monotonic() - self.began_s
-        out = [
-            (b"x-tokenize-ms", b"%.3f" % (self.tokenize_s * 1000)),
-            (b"x-queue-ms", b"%.3f" % (self.queue_s * 1000)),
-            (b"x-device-ms", b"%.3f" % (self.device_s * 1000)),
-            (b"x-total-ms", b"%.3f" % (total_s * 1000)),
-        ]
-        if self.request_id is not None:
-            out.append((b"x-request-id", self.request_id.encode("latin-1", "replace")))
-        if self.ignored_fields:
-            out.append((b"x-ignored-fields", _names_header(self.ignored_fields)))
-        if self.num_truncated:
-            out.append((b"x-truncated-rows", b"%d" % self.num_truncated))
-        if self.num_cached_rows is not None:
-            out.append((b"x-cache-hits", b"%d" % self.num_cached_rows))
-        return out
-
-
-def _names_header(names: Sequence[str]) -> bytes:
-    """Names that a client chose, as a header can hold them."""
-    text = ", ".join(names).encode("ascii", "backslashreplace")[:_MAX_IGNORED_CHARS]
-    return bytes(byte if 32 <= byte < 127 else 63 for byte in text).strip()
-
-
-def _leaves_open(body: Any) -> bool:
-    """Whether a body has the field that cuts long texts, and leaves open what happens to them."""
-    is_open = getattr(body, "truncate_prompt_tokens", 0) is None
-    return is_open and getattr(body, "chunking", None) in (None, "none")
-
-
-def choose_prompt_by_name(body: Any, model: ServedModel, prompt: str) -> None:
-    """Set the prompt of `model: NAME:PROMPT` in a body, for clients that cannot send one otherwise."""
-    if not hasattr(body, "input_type"):
-        raise BadValue(f"this route takes no prompt; use model {model.spec.name!r}", param="model")
-    names = ("prompt_name", "prompt", "instruction", "input_type")
-    given = next((name for name in names if getattr(body, name, None) is not None), None)
-    if given is not None:
-        raise BadValue(f"model names the prompt {prompt!r}, and {given} another; leave one out", param=given)
-    if prompt in model.spec.prompts and hasattr(body, "prompt_name"):
-        body.prompt_name = prompt
-    else:
-        body.input_type = prompt
 
 
 class Endpoint:
@@ -227,6 +48,7 @@ class Endpoint:
     def __init__(self, state: ServerState, metrics: ApiMetrics, route: RouteSpec) -> None:
         self.state = state
         self.metrics = metrics
+        self.observer = state.observer
         self.path = route.path
         self.handler = route.handler
         self.errors = route.errors
@@ -249,6 +71,8 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply: Reply | Streamed
         call = Call(self.state, self.metrics, time.monotonic())
+        if self.observer is not None:
+            self.observer.begin(call, scope, self.route)
         call.use = self.use
         if self.prefix is not None:
             call.path_value = scope["path"].removeprefix(self.prefix).rstrip("/")
@@ -268,15 +92,18 @@ class Endpoint:
         except PenstockError as error:
             reply = self._error(error, call)
         except Exception:
-            log.exception("%s failed", self.path)
+            log.exception("%s failed", self.path, extra={"fields": call.log_fields()})
             reply = self._error(PenstockError("internal error; the server's log has the details"), call)
         if isinstance(reply, Reply):
             await self._send(call, reply, send, head_only=scope["method"] == "HEAD")
         else:
             self._count(call, reply.status)
+        if self.observer is not None:
+            self.observer.end(call, scope)
 
     def _count(self, call: Call, status: int) -> None:
-        self.metrics.request(self.path, status, time.monotonic() - call.began_s)
+        call.status = status
+        self.metrics.request(self.path, status, call.model_name, time.monotonic() - call.began_s)
         if call.key is not None:
             self.metrics.key_request(call.key.name)
 
@@ -319,13 +146,19 @@ class Endpoint:
 
     async def _admitted(self, call: Call, scope: Scope, receive: Receive, send: Send) -> Reply | Streamed:
         """The reply. A streamed one has been sent when this returns: it counts as in flight until then."""
-        call.client = client = client_of(scope) if call.key is None else call.key.name
+        if call.key is not None and self.keys.has_several:
+            call.client = call.key.name
+        else:
+            call.client = client_of(scope)
+        client = call.client
         self.state.check_room(client)  # before the body, which nobody has to send in vain
         limits = None if call.key is None else call.key.limits
         if limits is not None:
             limits.check()
         raw = await self._read(call, scope, receive)
         call.body_bytes = len(raw)
+        if self.observer is not None and self.observer.shows_bodies:
+            call.shown_body = shown_body(raw)
         self.state.admit(client)
         try:
             if limits is not None:
@@ -339,6 +172,7 @@ class Endpoint:
             work = self._work(call, self.decoder, raw)
             reply: Reply | Streamed = await unless_gone(work, receive)
             if isinstance(reply, Streamed):
+                call.is_streamed = True
                 reply.headers += call.headers()
                 await self._stream(call, reply, receive, send)
             return reply
@@ -397,6 +231,7 @@ class Endpoint:
             if not pump.done():
                 error = gone.result()
                 reply.status = error.status
+                call.error_code = error.code
                 if isinstance(error, Cancelled):
                     self.metrics.refused(error)
                 else:
@@ -425,7 +260,7 @@ class Endpoint:
             reply.status = Cancelled.status
             return
         except Exception:
-            log.exception("%s failed", self.path)
+            log.exception("%s failed", self.path, extra={"fields": call.log_fields()})
             reply.status = PenstockError.status
             last = self._event(PenstockError("internal error; the server's log has the details"), call)
         await self._end_stream(last, send)
@@ -438,6 +273,7 @@ class Endpoint:
 
     def _event(self, error: PenstockError, call: Call) -> bytes:
         """An error after the status was sent: the event before the last."""
+        call.error_code = error.code
         self.metrics.refused(error)
         errors = call.errors or self.errors
         return b"data: " + msgspec.json.encode(errors.body(error)) + b"\n\ndata: [DONE]\n\n"
@@ -476,6 +312,7 @@ class Endpoint:
                 return body
 
     def _error(self, error: PenstockError, call: Call) -> Reply:
+        call.error_code = error.code
         headers = call.headers()
         if (retry_s := getattr(error, "retry_after_s", None)) is not None:
             headers.append((b"retry-after", str(retry_s).encode()))
@@ -491,8 +328,8 @@ class Endpoint:
 
 
 def client_of(scope: Scope) -> str:
-    """Who sent a request without a key: the address of the peer, or the connection if it is on this machine.
-    Clients share the device by this name."""
+    """Who sent a request that no key tells: the address of the peer, or the connection if it is on this
+    machine. Clients share the device by this name."""
     if not (peer := scope.get("client")):  # a Unix socket
         return ""
     host, port = peer
