@@ -138,10 +138,13 @@ class Pooler:
         """[pairs, 1], from the vectors that `embed` or `token_embed` would give."""
         if self.scorer is None:
             raise ValueError("a plan that scores pairs needs a pooler with a scorer")
+        store = self.scorer.store
+        if self.scorer.late and not len(hidden):  # all vectors are stored; `hidden` has no dtype of its own
+            return self.scorer(store[:0], pairs)
         task = Task.TOKEN_EMBED if self.scorer.late else Task.EMBED
         vectors = self._values((task, False), hidden, batch, done)
         if self.scorer.late:
-            return self.scorer(unit(vectors, tokens, self.scorer.store.dtype), pairs)
+            return self.scorer(unit(vectors, tokens, store.dtype), pairs)
         if self.quantizes:
             vectors = quantize(vectors)
         return self.scorer(unit(vectors) if self.normalize else vectors, pairs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 from penstock import Engine
 from penstock.errors import ConfigError
 from penstock.types import PoolingParams, Task
-from tests.checkpoints import write_cross_encoder
+from tests.checkpoints import write_bert, write_cross_encoder, write_late
 from tests.engine.pair_requests import PAIRS, TEXTS, run, score_request
 
 
@@ -65,3 +65,14 @@ def test_several_outputs_of_the_same_rows_come_from_one_forward() -> None:
 def test_a_document_cache_is_refused_for_models_that_score_pairs_in_one_row(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs a model that scores by vectors"):
         Engine(str(write_cross_encoder(tmp_path)), device="cpu", document_cache_gb=0.1)
+
+
+@pytest.mark.parametrize("write", [write_late, write_bert])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_request_whose_vectors_are_all_cached_is_scored_the_same(
+    tmp_path: Path, write: Callable[[Path], Path], dtype: str
+) -> None:
+    with Engine(str(write(tmp_path)), device="cpu", dtype=dtype, document_cache_gb=0.01) as engine:
+        first, *later = (engine.score("hello world", TEXTS[:2]) for _ in range(3))
+        for scores in later:
+            np.testing.assert_array_equal(scores, first)
