@@ -62,7 +62,8 @@ const MODEL_FIGURES = [
   { label: "Waiting", value: gauge("penstock_queue_rows"), shown: number },
   { label: "Running", value: gauge("penstock_running_rows"), shown: number },
   { label: "Steps/s", value: rate("penstock_step_seconds_count"), shown: number },
-  { label: "Tokens/s", value: rate("penstock_tokens_total"), shown: number },
+  { label: "Tokens/s", hint: "read and generated", shown: number,
+    value: (...args) => rate("penstock_tokens_total")(...args) + rate("penstock_generated_tokens_total")(...args) },
 ];
 
 export class LivePanel {

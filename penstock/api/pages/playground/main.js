@@ -8,7 +8,7 @@ import { entities } from "./entities.js";
 import { chat, complete } from "./generate.js";
 import { LivePanel, live } from "./live.js";
 import { forgetOperator } from "./model_table.js";
-import { allModels, describe, optionText, readModels, setBadge, whenModelsChange } from "./models.js";
+import { allModels, describe, readModels, setBadge, showStates, whenModelsChange } from "./models.js";
 import { Panel, showError } from "./panel.js";
 import { rank } from "./rank.js";
 import { tokenize } from "./tokenize.js";
@@ -58,7 +58,7 @@ async function loadModels() {
 whenModelsChange(() => {
   const models = allModels(), before = $("model").value;
   compared = new Set([...compared].filter((id) => models.some((model) => model.id === id)));
-  $("model").replaceChildren(...models.map(({ id }) => el("option", { value: id }, optionText(id))));
+  $("model").replaceChildren(...models.map(({ id }) => el("option", { value: id }, id)));
   $("model").hidden = $("compare-toggle").hidden = models.length < 2;
   $("model-name").hidden = models.length > 1;
   if (!models.length) return showNothing("This server holds no model.");
@@ -136,6 +136,7 @@ function showElsewhere() {
 
 function chooseModel(id) {
   $("model").value = id;
+  showStates();
   showModel();
   writeAddress();
 }
@@ -234,7 +235,7 @@ $("key-form").addEventListener("submit", async (event) => {
   const retry = afterKey;
   forgetOperator();
   if (!(await loadModels())) return;
-  for (const panel of panels.values()) panel.snippets.write();
+  for (const panel of panels.values()) { panel.snippets.write(); panel.show?.(!panel.node.hidden); }
   openKeyForm(false);
   afterKey = null;
   retry?.();

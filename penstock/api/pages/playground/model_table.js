@@ -14,15 +14,17 @@ export function forgetOperator() {
   isOperator = null;
 }
 
-/** Whether the key that the user entered is an admin key. Without one, nothing is asked. */
-async function canOrder() {
+/** Whether the key that the user entered is an admin key. Without one, nothing is asked. `tell` says if nobody knows it. */
+async function canOrder(tell) {
   if (!hasKey()) return false;
   if (isOperator !== null) return isOperator;
   try {
     await ask(ADMIN_ROUTE);
     isOperator = true;
+    tell("", null);
   } catch (error) {
     if ([401, 403, 404].includes(error.status)) isOperator = false;
+    if (error.status === 401) tell("The server does not know this key.", null);
   }
   return isOperator === true;
 }
@@ -44,7 +46,7 @@ class Row {
       this.showButton();
     });
     this.place = el("td", { class: "order", hidden: true }, this.button);
-    this.node = el("tr", {}, el("th", { scope: "row" }, id), el("td", {}, badge(id)), this.cells, this.place);
+    this.node = el("tr", {}, el("th", { scope: "row" }, id), el("td", {}, badge(id)), this.place, this.cells);
     this.showButton();
   }
 
@@ -57,15 +59,16 @@ class Row {
 }
 
 export class ModelTable {
-  /** `figures` has { label, value(now, before, seconds), shown }; `tell(words, error)` says what became of an order. */
+  /** `figures` has { label, hint, value(now, before, seconds), shown }; `tell(words, error)` says what became of an order. */
   constructor(figures, tell) {
     this.figures = figures;
     this.tell = tell;
     this.rows = [];
     this.body = el("tbody");
     this.orders = el("th", { scope: "col", hidden: true }, "Order");
-    const head = ["Model", "State", ...figures.map(({ label }) => label)].map((label) => el("th", { scope: "col" }, label));
-    const table = el("table", { class: "list" }, el("thead", {}, el("tr", {}, head, this.orders)), this.body);
+    const column = (label, title) => el("th", { scope: "col", title }, label);
+    const head = el("tr", {}, column("Model"), column("State"), this.orders, figures.map(({ label, hint }) => column(label, hint)));
+    const table = el("table", { class: "list" }, el("thead", {}, head), this.body);
     this.node = card("Models", null, scrolling("State and load of each model", table));
     this.node.id = "live-models";
     this.build();
@@ -78,7 +81,7 @@ export class ModelTable {
 
   /** Reads the states again; shows the buttons if the key allows orders. One model alone needs no table without them. */
   async refresh() {
-    const [allowed] = await Promise.all([canOrder(), readModels()]);
+    const [allowed] = await Promise.all([canOrder(this.tell), readModels()]);
     if (this.rows.map(({ id }) => id).join() !== allModels().map(({ id }) => id).join()) this.build();
     this.node.hidden = this.rows.length < 2 && !allowed;
     this.orders.hidden = !allowed;

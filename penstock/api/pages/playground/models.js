@@ -48,13 +48,12 @@ function paint(node) {
   node.textContent = node.dataset.state = state;
 }
 
-function showStates() {
+/** Shows the states that are known: on badges, and in the list beside names of models that are not awake. */
+export function showStates() {
   for (const node of document.querySelectorAll(".badge")) paint(node);
   for (const option of document.querySelectorAll("#model option")) {
-    const text = optionText(option.value);
+    const id = option.value, isPlain = option.selected || stateOf(id) === "awake";  // the chosen one has a badge
+    const text = isPlain ? id : `${id} · ${stateOf(id)}`;
     if (option.textContent !== text) option.textContent = text;
   }
 }
-
-/** A name in the list of models: states that are worth a word are beside it. */
-export const optionText = (id) => ((stateOf(id) ?? "awake") === "awake" ? id : `${id} · ${stateOf(id)}`);
