@@ -257,7 +257,8 @@ def start_models(
     with TemporaryDirectory() as folder:
         file = Path(folder) / "server.yaml"
         file.write_text(json.dumps({"models": list(models)}))  # JSON is YAML
-        with start(["--config", str(file), "--api-server-count", "1", *flags], environment=environment) as server:
+        own = ["--config", str(file), "--api-server-count", "1", *flags]
+        with start(own, environment=environment) as server:
             yield server
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 import threading
 import time
@@ -65,6 +66,8 @@ def bodies(texts: list[str], rows: int, name: str) -> Iterator[bytes]:
 
 
 def percentile_ms(seconds: list[float], share: float) -> float:
+    if not seconds:
+        return math.nan  # none was answered
     ordered = sorted(seconds)
     return 1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 

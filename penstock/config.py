@@ -91,6 +91,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return (names,) if isinstance(names, str) else tuple(dict.fromkeys(names or ()))
 
 
+ALIAS_SETS = ("tei", "vllm")  # servers whose names of metrics /metrics can show too
+
+
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One model of a server. None: as the server's settings say for all models."""
 
@@ -162,7 +165,16 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     engine_hang_timeout_s: float = 10.0  # without a sign of life of the engine's loop; 0: never replaced
     engine_step_timeout_s: float = 600.0  # of one step; 0: no limit
     log_level: str = "info"
+    log_format: Literal["auto", "text", "json"] = "auto"  # auto: text on a terminal, JSON elsewhere
     access_log: bool = False
+    log_inputs: bool = False  # the access log shows the beginning of bodies too
+    metric_aliases: tuple[str, ...] = ()  # servers whose metric names are shown too: tei, vllm
+    otlp_endpoint: str | None = None  # of the collector of traces; None: as OTEL_* variables say
+    otlp_service_name: str | None = None  # None: OTEL_SERVICE_NAME, or penstock
+
+    @property
+    def logs_requests(self) -> bool:
+        return self.access_log or self.log_inputs
 
     @property
     def needs_key(self) -> bool:

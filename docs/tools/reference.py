@@ -9,6 +9,7 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -434,6 +435,15 @@ def metrics() -> str:
     return table(("metric", "type", "labels", "meaning"), sorted(rows))
 
 
+def metric_aliases(server: str) -> str:
+    """The metrics of another server that --metric-aliases shows, and those that it does not."""
+    from penstock.api.metric_aliases import ALIASES, MISSING
+
+    rows = [(_code(each.name), each.type, _code(each.source), each.meaning) for each in ALIASES[server]]
+    shown = table(("alias", "type", "from", "meaning here"), rows)
+    return f"{shown}\n\nNot shown: {', '.join(map(_code, MISSING[server]))}."
+
+
 RENDERERS: dict[str, Callable[[], str]] = {
     "http": http,
     "dialects": dialects,
@@ -446,4 +456,6 @@ RENDERERS: dict[str, Callable[[], str]] = {
     "pooler-config": pooler_config,
     "foreign-flags": foreign_flags,
     "metrics": metrics,
+    "tei-metrics": partial(metric_aliases, "tei"),
+    "vllm-metrics": partial(metric_aliases, "vllm"),
 }

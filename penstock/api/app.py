@@ -223,6 +223,8 @@ async def _lifespan(state: ServerState, app: Any) -> AsyncIterator[None]:
     for model in state.models.values():
         model.engine.close()
         model.text.close()
+    if state.observer is not None:
+        await asyncio.to_thread(state.observer.close)
     if state.result_cache is not None:
         await state.result_cache.close()
     await asyncio.sleep(0)

@@ -20,6 +20,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState as UvicornState
 
+from penstock.api.access_log import SCOPE_KEY, Claim, log_unrouted
 from penstock.api.connection_table import ConnectionTable
 from penstock.api.endpoint import JSON
 from penstock.api.error_styles import OPENAI_ERRORS
@@ -147,17 +148,10 @@ class Exchange(RequestResponseCycle):
             if self.waiting_for_100_continue and self.more_body:
                 self.keep_alive = False  # nobody can tell whether the client will still send its body
             if self.connection.logs_access and message["type"] == "http.response.start":
-                self._log(message["status"])
+                scope: Any = self.scope
+                if not scope[SCOPE_KEY].is_claimed:
+                    log_unrouted(scope, message["status"])
         return super().send(message)
-
-    def _log(self, status: int) -> None:
-        """Without the query, which may hold secrets."""
-        scope = self.scope
-        client = ":".join(map(str, scope["client"] or ()))
-        path = urllib.parse.quote(scope["path"])
-        self.access_logger.info(
-            '%s - "%s %s HTTP/%s" %d', client, scope["method"], path, scope["http_version"], status
-        )
 
 
 class _Detour:
@@ -557,6 +551,8 @@ class Connection(HttpToolsProtocol):
             "query_string": url.query or b"",
             "headers": self.headers,
         }
+        if self.logs_access:
+            cast(dict[str, Any], self.scope)[SCOPE_KEY] = Claim()
         error = None
         if self.hosts is not None and self.host is not None:
             error = self.hosts.check(self.host)
@@ -593,7 +589,7 @@ class Connection(HttpToolsProtocol):
     def _send_refusal(self) -> None:
         assert self._refusal is not None
         error, self._refusal = self._refusal, None
-        REQUESTS.labels("other", str(error.status)).inc()
+        REQUESTS.labels("other", str(error.status), "").inc()
         headers, body = _error_parts(error)
         lines = [b"%s: %s\r\n" % header for header in (*headers, (b"connection", b"close"))]
         self.transport.write(b"".join((STATUS_LINE[error.status], *lines, b"\r\n", body)))
@@ -611,7 +607,7 @@ def _error_parts(error: PenstockError) -> tuple[list[tuple[bytes, bytes]], bytes
 
 def _refuse_host(error: UnknownHost) -> ASGI3Application:
     async def refuse(scope: Any, receive: Any, send: Any) -> None:
-        REQUESTS.labels("other", str(error.status)).inc()
+        REQUESTS.labels("other", str(error.status), "").inc()
         headers, body = _error_parts(error)
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
+from penstock.api.access_log import shown_body
 from penstock.api.body import PIECE_BYTES, sized
 from penstock.api.body import Body as ReplyBody
 from penstock.api.decoding import RouteDecoder
@@ -27,6 +28,7 @@ from penstock.api.metrics import CONNECTION_LIMITS, ApiMetrics
 from penstock.api.result_cache import CacheControl, cache_control_of
 from penstock.api.routes import RouteSpec, Variant
 from penstock.api.state import ServedModel, ServerState
+from penstock.api.tracing import RequestTrace
 from penstock.errors import (
     BadValue,
     BodyTooLarge,
@@ -76,13 +78,9 @@ async def streamed(pieces: AsyncGenerator[bytes, None]) -> Streamed:
     return Streamed(await anext(pieces), pieces)
 
 
-@dataclass(slots=True)
 class Call:
-    """One HTTP request in a handler, and where its time went."""
+    """One HTTP request in a handler, and where its time went. Defaults are the class's: few are ever set."""
 
-    state: ServerState
-    metrics: ApiMetrics
-    began_s: float
     body_bytes: int = 0
     request_id: str | None = None
     tokenize_s: float = 0.0
@@ -95,10 +93,24 @@ class Call:
     cache_control: CacheControl = CacheControl.DEFAULT
     num_cached_rows: int | None = None  # answered by the result cache; None: it was not asked
     path_value: str = ""  # what stands for the path's parameter
+    model_name: str = ""  # empty until it is known
+    num_rows: int = 0
+    num_tokens: int = 0
+    num_generated: int = 0  # tokens
+    status: int = 0  # as it is counted; 0 until the request has ended
+    error_code: str = ""
+    is_streamed: bool = False
+    trace: RequestTrace | None = None  # None: not traced
+    shown_body: str = ""  # with --log-inputs
     use: Use | None = None  # what the route does with a model
     query_string: bytes = b""  # of a route without a body
     key: ApiKey | None = None  # that the client has sent; None: the route or the server needs none
     client: str = ""  # who sent it, as `client_of` tells
+
+    def __init__(self, state: ServerState, metrics: ApiMetrics, began_s: float) -> None:
+        self.state = state
+        self.metrics = metrics
+        self.began_s = began_s
 
     @property
     def weight(self) -> float:
@@ -123,7 +135,20 @@ class Call:
             raise self._not_allowed(body.model)
         if model.auto_truncate and may_truncate and _leaves_open(body):
             body.truncate_prompt_tokens = -1
+        self.model_name = model.spec.name
         return model
+
+    def count_work(self, model: ServedModel, num_rows: int, num_tokens: int) -> None:
+        """Count rows and tokens that the request brings to a model."""
+        name = self.model_name = model.spec.name
+        self.num_rows += num_rows
+        self.num_tokens += num_tokens
+        self.metrics.work(name, num_rows, num_tokens)
+
+    def log_fields(self) -> dict[str, str]:
+        """How log lines about this request name it."""
+        fields = {} if self.request_id is None else {"request_id": self.request_id}
+        return fields if self.trace is None else {**fields, "trace_id": self.trace.trace_id}
 
     def find(self, name: str | None) -> ServedModel:
         """The model of this name, if the client's key allows it."""
@@ -171,6 +196,7 @@ class Call:
             self.metrics.key_tokens(key.name, num_tokens)
 
     def count_generated(self, num_tokens: int) -> None:
+        self.num_generated += num_tokens
         if (key := self.key) is not None:
             if key.limits is not None:
                 key.limits.owe(num_tokens)
@@ -227,6 +253,7 @@ class Endpoint:
     def __init__(self, state: ServerState, metrics: ApiMetrics, route: RouteSpec) -> None:
         self.state = state
         self.metrics = metrics
+        self.observer = state.observer
         self.path = route.path
         self.handler = route.handler
         self.errors = route.errors
@@ -249,6 +276,8 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply: Reply | Streamed
         call = Call(self.state, self.metrics, time.monotonic())
+        if self.observer is not None:
+            self.observer.begin(call, scope, self.route)
         call.use = self.use
         if self.prefix is not None:
             call.path_value = scope["path"].removeprefix(self.prefix).rstrip("/")
@@ -268,15 +297,18 @@ class Endpoint:
         except PenstockError as error:
             reply = self._error(error, call)
         except Exception:
-            log.exception("%s failed", self.path)
+            log.exception("%s failed", self.path, extra={"fields": call.log_fields()})
             reply = self._error(PenstockError("internal error; the server's log has the details"), call)
         if isinstance(reply, Reply):
             await self._send(call, reply, send, head_only=scope["method"] == "HEAD")
         else:
             self._count(call, reply.status)
+        if self.observer is not None:
+            self.observer.end(call, scope)
 
     def _count(self, call: Call, status: int) -> None:
-        self.metrics.request(self.path, status, time.monotonic() - call.began_s)
+        call.status = status
+        self.metrics.request(self.path, status, call.model_name, time.monotonic() - call.began_s)
         if call.key is not None:
             self.metrics.key_request(call.key.name)
 
@@ -319,13 +351,19 @@ class Endpoint:
 
     async def _admitted(self, call: Call, scope: Scope, receive: Receive, send: Send) -> Reply | Streamed:
         """The reply. A streamed one has been sent when this returns: it counts as in flight until then."""
-        call.client = client = client_of(scope) if call.key is None else call.key.name
+        if call.key is not None and self.keys.has_several:
+            call.client = call.key.name
+        else:
+            call.client = client_of(scope)
+        client = call.client
         self.state.check_room(client)  # before the body, which nobody has to send in vain
         limits = None if call.key is None else call.key.limits
         if limits is not None:
             limits.check()
         raw = await self._read(call, scope, receive)
         call.body_bytes = len(raw)
+        if self.observer is not None and self.observer.shows_bodies:
+            call.shown_body = shown_body(raw)
         self.state.admit(client)
         try:
             if limits is not None:
@@ -339,6 +377,7 @@ class Endpoint:
             work = self._work(call, self.decoder, raw)
             reply: Reply | Streamed = await unless_gone(work, receive)
             if isinstance(reply, Streamed):
+                call.is_streamed = True
                 reply.headers += call.headers()
                 await self._stream(call, reply, receive, send)
             return reply
@@ -397,6 +436,7 @@ class Endpoint:
             if not pump.done():
                 error = gone.result()
                 reply.status = error.status
+                call.error_code = error.code
                 if isinstance(error, Cancelled):
                     self.metrics.refused(error)
                 else:
@@ -425,7 +465,7 @@ class Endpoint:
             reply.status = Cancelled.status
             return
         except Exception:
-            log.exception("%s failed", self.path)
+            log.exception("%s failed", self.path, extra={"fields": call.log_fields()})
             reply.status = PenstockError.status
             last = self._event(PenstockError("internal error; the server's log has the details"), call)
         await self._end_stream(last, send)
@@ -438,6 +478,7 @@ class Endpoint:
 
     def _event(self, error: PenstockError, call: Call) -> bytes:
         """An error after the status was sent: the event before the last."""
+        call.error_code = error.code
         self.metrics.refused(error)
         errors = call.errors or self.errors
         return b"data: " + msgspec.json.encode(errors.body(error)) + b"\n\ndata: [DONE]\n\n"
@@ -476,6 +517,7 @@ class Endpoint:
                 return body
 
     def _error(self, error: PenstockError, call: Call) -> Reply:
+        call.error_code = error.code
         headers = call.headers()
         if (retry_s := getattr(error, "retry_after_s", None)) is not None:
             headers.append((b"retry-after", str(retry_s).encode()))
@@ -491,8 +533,8 @@ class Endpoint:
 
 
 def client_of(scope: Scope) -> str:
-    """Who sent a request without a key: the address of the peer, or the connection if it is on this machine.
-    Clients share the device by this name."""
+    """Who sent a request that no key tells: the address of the peer, or the connection if it is on this
+    machine. Clients share the device by this name."""
     if not (peer := scope.get("client")):  # a Unix socket
         return ""
     host, port = peer

@@ -112,6 +112,7 @@ class Generation:
     scores_prompt_only: bool = False  # one token is generated only to score the prompt; it is not shown
     created: int = field(default_factory=lambda: int(time.time()))
     completion_tokens: int = 0
+    _launched_s: float | None = None  # when the first of its steps began; None: not known yet
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -150,6 +151,8 @@ class Generation:
                     yield deltas
         finally:
             self.call.metrics.generated(self.model.spec.name, self.completion_tokens)
+            if self.call.trace is not None:
+                self.call.trace.generated(self._launched_s, self.call.device_s)
             self.call.count_generated(self.completion_tokens)
         record_phases(self.call, time.monotonic())  # text is encoded while it is generated
 
@@ -159,9 +162,14 @@ class Generation:
             delta.finish_reason = delta.finish_reason and "length"
         if delta.token_ids:
             if self.completion_tokens == 0:
-                self.call.metrics.first_token(time.monotonic() - self.call.began_s)
+                now_s = time.monotonic()
+                self.call.metrics.first_token(self.model.spec.name, now_s - self.call.began_s)
+                if self.call.trace is not None:
+                    self.call.trace.first_token(now_s)
             self.completion_tokens += len(delta.token_ids)
         if delta.timings is not None:
+            launched_s = self.call.began_s + delta.timings.queue_s
+            self._launched_s = min(self._launched_s or launched_s, launched_s)
             waited = max(0.0, delta.timings.queue_s - self.call.tokenize_s)  # the engine counts from arrival
             self.call.queue_s = max(self.call.queue_s, waited)
             self.call.device_s = max(self.call.device_s, delta.timings.device_s)
@@ -185,7 +193,9 @@ async def begin(call: Call, body: TextFields, task: Generate, *, kind: str) -> G
         )
     num_tokens = sum(map(len, job.prompts))
     call.count_tokens(num_tokens)
-    call.metrics.work(model.spec.name, job.num_rows, num_tokens)
+    call.count_work(model, job.num_rows, num_tokens)
+    if call.trace is not None:
+        call.trace.tokenized(began, call.tokenize_s)
     return Generation(call, body, model, job, kind, scores_prompt_only=task.echo and body.max_tokens == 0)
 
 

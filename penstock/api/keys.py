@@ -61,6 +61,7 @@ class KeyRing:
         self._secret = secrets.token_bytes(32)
         self._keys: dict[bytes, ApiKey] = {}
         self._has_admin = False
+        self.has_several = False  # then they tell clients apart
         self._reported: dict[str, str] = {}  # the errors of files that were logged
         self.reload()
 
@@ -105,6 +106,7 @@ class KeyRing:
             for digest in record.digests:
                 keys.setdefault(self._hidden(digest), made)
         self._has_admin = any(key.is_admin for key in keys.values())
+        self.has_several = len({key.name for key in keys.values() if not key.is_admin}) > 1
         self._keys = keys
 
     def _make(self, record: KeyRecord) -> ApiKey:

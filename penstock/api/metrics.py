@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Collection, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from penstock.buffered_metrics import BufferedMetrics
+from penstock.api.metric_aliases import Kinds, alias_text
+from penstock.buffered_metrics import BufferedHistogram, BufferedMetrics
 from penstock.errors import (
     Cancelled,
     KeyLimitReached,
@@ -20,23 +23,32 @@ from penstock.errors import (
 )
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-REQUESTS = Counter("penstock_requests", "Requests by route and status", ["route", "status"])
+REQUESTS = Counter(
+    "penstock_requests",
+    "Requests by route, status and model; without a model where none was found",
+    ["route", "status", "model"],
+)
 REQUEST_SECONDS = Histogram(
-    "penstock_request_seconds", "End-to-end time of a request", ["route"], buckets=_SECONDS
+    "penstock_request_seconds", "End-to-end time of a request", ["route", "model"], buckets=_SECONDS
 )
 ROWS = Counter("penstock_rows", "Rows received", ["model"])
 TOKENS = Counter("penstock_tokens", "Tokens received", ["model"])
 GENERATED = Counter("penstock_generated_tokens", "Tokens generated", ["model"])
 FIRST_TOKEN_SECONDS = Histogram(
-    "penstock_first_token_seconds", "Time from arrival to a request's first token", buckets=_SECONDS
+    "penstock_first_token_seconds",
+    "Time from arrival to a request's first token",
+    ["model"],
+    buckets=_SECONDS,
 )
 PHASES = Histogram(
     "penstock_phase_seconds",
     "Time of a request spent tokenising, queued, on the device and encoding",
-    ["phase"],
+    ["phase", "model"],
     buckets=_SECONDS,
 )
-QUEUE_SECONDS = Histogram("penstock_queue_seconds", "Time from arrival to the first step", buckets=_SECONDS)
+QUEUE_SECONDS = Histogram(
+    "penstock_queue_seconds", "Time from arrival to the first step", ["model"], buckets=_SECONDS
+)
 IN_FLIGHT = Gauge("penstock_requests_in_flight", "Requests in flight", multiprocess_mode="livesum")
 REJECTED = Counter(
     "penstock_rejected",
@@ -58,7 +70,32 @@ BUFFERED_BYTES = Gauge(
 CONNECTION_LIMITS = Counter(
     "penstock_connection_limits", "Connections and requests that met a limit, by limit", ["limit"]
 )
-ENGINE_UP = Gauge("penstock_engine_up", "1 when the engine can serve", multiprocess_mode="livemostrecent")
+
+
+class EngineUp:
+    """Which engines can serve, as the process that answers a scrape sees them.
+
+    It is in no shared file: a model that was unloaded leaves nothing behind.
+    """
+
+    _labelnames = ("model",)
+
+    def describe(self) -> list[Metric]:
+        return [self._family()]
+
+    def family(self, models: Mapping[str, bool]) -> Metric:
+        family = self._family()
+        for model, is_up in models.items():
+            family.add_metric([model], 1 if is_up else 0)
+        return family
+
+    def _family(self) -> GaugeMetricFamily:
+        return GaugeMetricFamily(
+            "penstock_engine_up", "1 when the engine of a model can serve", labels=self._labelnames
+        )
+
+
+ENGINE_UP = EngineUp()
 KEY_REQUESTS = Counter("penstock_key_requests", "Requests by the name of their API key", ["key"])
 KEY_TOKENS = Counter(
     "penstock_key_tokens", "Tokens received and generated, by the name of the API key", ["key"]
@@ -79,14 +116,11 @@ class ApiMetrics:
     def __init__(self) -> None:
         self._buffer = BufferedMetrics()
         self._due = False
-        self._phases = [
-            self._buffer.histogram(PHASES, name) for name in ("tokenize", "queue", "device", "encode")
-        ]
-        self._queue = self._buffer.histogram(QUEUE_SECONDS)
+        self._phases: dict[str, tuple[BufferedHistogram, ...]] = {}  # by model
 
-    def request(self, route: str, status: int, seconds: float) -> None:
-        self._buffer.counter(REQUESTS, route, str(status)).inc()
-        self._buffer.histogram(REQUEST_SECONDS, route).observe(seconds)
+    def request(self, route: str, status: int, model: str, seconds: float) -> None:
+        self._buffer.counter(REQUESTS, route, str(status), model).inc()
+        self._buffer.histogram(REQUEST_SECONDS, route, model).observe(seconds)
         if not self._due:
             self._due = True
             asyncio.get_running_loop().call_later(PUBLISH_INTERVAL_S, self.publish)
@@ -119,25 +153,55 @@ class ApiMetrics:
     def generated(self, model: str, tokens: int) -> None:
         GENERATED.labels(model).inc(tokens)
 
-    def first_token(self, seconds: float) -> None:
-        FIRST_TOKEN_SECONDS.observe(seconds)
+    def first_token(self, model: str, seconds: float) -> None:
+        FIRST_TOKEN_SECONDS.labels(model).observe(seconds)
 
-    def phases(self, *, tokenize_s: float, queue_s: float, device_s: float, encode_s: float) -> None:
-        for phase, seconds in zip(self._phases, (tokenize_s, queue_s, device_s, encode_s), strict=True):
-            phase.observe(seconds)
-        self._queue.observe(queue_s)
+    def phases(
+        self, model: str, *, tokenize_s: float, queue_s: float, device_s: float, encode_s: float
+    ) -> None:
+        tokenize, queue, device, encode, waited = self._phases.get(model) or self._phases_of(model)
+        tokenize.observe(tokenize_s)
+        queue.observe(queue_s)
+        device.observe(device_s)
+        encode.observe(encode_s)
+        waited.observe(queue_s)
+
+    def _phases_of(self, model: str) -> tuple[BufferedHistogram, ...]:
+        phases = [
+            self._buffer.histogram(PHASES, name, model) for name in ("tokenize", "queue", "device", "encode")
+        ]
+        made = self._phases[model] = (*phases, self._buffer.histogram(QUEUE_SECONDS, model))
+        return made
 
     def publish(self) -> None:
         self._due = False
         self._buffer.flush()
 
 
-def render(in_flight: int, engine_up: bool) -> bytes:
-    """The metrics of every process of this server, as Prometheus reads them."""
+def render(
+    in_flight: int, engines_up: Mapping[str, bool], aliases: Collection[str] = (), kinds: Kinds | None = None
+) -> bytes:
+    """The metrics of every process of this server, as Prometheus reads them.
+
+    `engines_up` tells of each model whether its engine can serve. `aliases` names the sets of aliases that
+    are shown too, and `kinds` what TEI would do with each model.
+    """
     IN_FLIGHT.set(in_flight)
-    ENGINE_UP.set(1 if engine_up else 0)
-    if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
-        return generate_latest()
-    registry = CollectorRegistry()
-    MultiProcessCollector(registry)
-    return generate_latest(registry)
+    registry: CollectorRegistry = REGISTRY
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)
+    families = [*registry.collect(), ENGINE_UP.family(engines_up)]
+    text = generate_latest(_Collected(families))
+    return text + alias_text(families, aliases, kinds or {}) if aliases else text
+
+
+class _Collected(CollectorRegistry):
+    """Metrics that have been collected already."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        super().__init__()
+        self._families = tuple(families)
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families

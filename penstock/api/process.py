@@ -28,6 +28,7 @@ from penstock.api.state import ServerState
 from penstock.api.tls import ServerTls
 from penstock.config import ServerConfig, available_cpus
 from penstock.errors import ModelLoadError
+from penstock.logs import configure
 from penstock.serving.launch import (
     EXIT_BAD_MODEL,
     ApiLaunch,
@@ -63,7 +64,7 @@ def http_config(
         ws="none",
         lifespan="on",
         log_config=None,
-        access_log=limits.access_log,
+        access_log=limits.logs_requests,
         proxy_headers=False,  # nothing here uses the client's address
         server_header=False,
         date_header=False,
@@ -117,15 +118,16 @@ def main() -> None:
     follow_parent(launch.parent)
     threads = tokenizer_threads(available_cpus(), launch.server.api_server_count)
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # read when the first texts are tokenised
-    logging.basicConfig(level=launch.server.log_level.upper(), format="%(levelname)s api: %(message)s")
+    server = launch.server
+    configure(level=server.log_level, format=server.log_format, process="api", shows_values=server.log_inputs)
     try:
         state = build_state(launch)
     except ModelLoadError as error:
-        print(f"error: {error.message}", file=sys.stderr, flush=True)  # noqa: T201
+        log.error("%s", error.message)
         sys.exit(EXIT_BAD_MODEL)
     if launch.parent is not None:
         folder = Path(launch.parent.folder) / "keys"
-        state.keys.share_limits(folder, launch.index, launch.server.api_server_count)
+        state.keys.share_limits(folder, launch.index, server.api_server_count)
     follower = None
     if launch.control is not None:
         state.follower = follower = ModelTableFollower(state, launch.control)
@@ -135,10 +137,10 @@ def main() -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     gc.collect()
     gc.freeze()  # what is there now stays: no later collection has to look at it
-    server = HttpServer(config, doors, launch.server.header_timeout_s)
+    http = HttpServer(config, doors, server.header_timeout_s)
     if follower is not None:
-        server.on_started = follower.report_serving
-    server.run(sockets=[door.socket for door in doors])
+        http.on_started = follower.report_serving
+    http.run(sockets=[door.socket for door in doors])
 
 
 if __name__ == "__main__":

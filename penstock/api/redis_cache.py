@@ -284,7 +284,7 @@ class RedisStore:
             from redis.backoff import NoBackoff
 
             password = os.environ.get(PASSWORD_VARIABLE)
-            options = {"password": password} if password else {}
+            options: dict[str, Any] = {"password": password} if password else {}
             self._client = Redis.from_url(
                 self._url,
                 socket_connect_timeout=WRITE_TIMEOUT_S,

@@ -31,8 +31,14 @@ def record_phases(call: Call, encoding_began_s: float) -> None:
     """Count the time since `encoding_began_s` as encoding, and record the phases of the request."""
     call.encode_s = time.monotonic() - encoding_began_s
     call.metrics.phases(
-        tokenize_s=call.tokenize_s, queue_s=call.queue_s, device_s=call.device_s, encode_s=call.encode_s
+        call.model_name,
+        tokenize_s=call.tokenize_s,
+        queue_s=call.queue_s,
+        device_s=call.device_s,
+        encode_s=call.encode_s,
     )
+    if call.trace is not None:
+        call.trace.encoded(encoding_began_s, call.encode_s)
 
 
 def vector_reply(call: Call, body: VectorFields, result: Result[Any], *, prefix: str, items: Items) -> Reply:

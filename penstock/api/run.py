@@ -61,7 +61,9 @@ async def run(
     call.tokenize_s = time.monotonic() - began
     call.num_truncated += request.num_truncated  # a call may run several requests
     call.count_tokens(request.num_tokens)
-    call.metrics.work(model.spec.name, request.num_rows, request.num_tokens)
+    call.count_work(model, request.num_rows, request.num_tokens)
+    if call.trace is not None:
+        call.trace.tokenized(began, call.tokenize_s)
     try:
         if (output := prepared.output) is None:
             if (cache := call.state.result_cache) is None:
@@ -72,6 +74,8 @@ async def run(
         raise model.admission.with_retry_after(error) from None
     call.queue_s = max(0.0, output.timings.queue_s - call.tokenize_s)  # the engine counts from the arrival
     call.device_s = output.timings.device_s
+    if call.trace is not None:
+        call.trace.stepped(call.began_s + output.timings.queue_s, call.device_s)
     return Result(model, request, output, await finish(prepared, output))
 
 

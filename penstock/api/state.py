@@ -14,6 +14,7 @@ import msgspec
 from penstock.api.admission import Admission
 from penstock.api.default_model import Use, choose
 from penstock.api.keys import KeyRing
+from penstock.api.observer import RequestObserver, observer_for
 from penstock.api.result_cache import ResultCache
 from penstock.backlog import max_queued_of
 from penstock.checkpoint.spec import ModelSpec
@@ -111,6 +112,7 @@ class ServerState:
     in_flight: int = 0
     held: dict[str, int] = field(default_factory=dict)  # of those in flight, requests of each client
     buffered: BufferedBytes = field(init=False)
+    observer: RequestObserver | None = field(init=False)  # None: requests are neither traced nor logged
     keys: KeyRing = field(init=False)
     watched: list[Callable[[], None]] = field(init=False)  # what looks after files that may change
     result_cache: ResultCache | None = field(init=False)  # None: every row is computed
@@ -120,6 +122,7 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.buffered = BufferedBytes(self.config.max_buffered_bytes)
+        self.observer = observer_for(self.config)
         self.keys = KeyRing(self.config)
         self.watched = [self.keys.reload] if self.keys.has_files else []
         self.result_cache = ResultCache.of(self.config)

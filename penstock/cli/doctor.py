@@ -34,6 +34,7 @@ _INSTRUCTIONS = {  # name: flags of /proc/cpuinfo, x86 then ARM
 _EXTRAS = {
     "hf": "runs models through transformers, and converts tokenizers without tokenizer.json",
     "structured": "JSON schemas, expressions and grammars for generated text",
+    "otel": "OpenTelemetry traces",
     "redis": "results kept in Redis, for --result-cache-redis",
     "bench": "other engines to measure against",
 }

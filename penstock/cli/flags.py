@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 import typer
 
-from penstock.config import EngineConfig, ServerConfig
+from penstock.config import ALIAS_SETS, EngineConfig, ServerConfig
 from penstock.errors import ConfigError
 
 MODEL, SERVER_PANEL, SCHEDULING = "Model", "Server", "Scheduling"
@@ -86,6 +86,24 @@ def _origins(value: str) -> tuple[str, ...]:
                 param="allowed_origins",
             )
     return origins
+
+
+def metric_aliases(given: str) -> tuple[str, ...]:
+    """The value of --metric-aliases."""
+    names = tuple(dict.fromkeys(_names(given)))
+    if unknown := [name for name in names if name not in ALIAS_SETS]:
+        raise ConfigError(
+            f"--metric-aliases has {unknown[0]!r}; use {' and '.join(ALIAS_SETS)}, with a comma between them",
+            param="metric_aliases",
+        )
+    return names
+
+
+def otlp_endpoint(given: str) -> str:
+    """The value of --otlp-endpoint, if traces can be sent there."""
+    from penstock.api.tracing import check_endpoint
+
+    return check_endpoint(given)
 
 
 def _root_path(given: str) -> str:
@@ -868,9 +886,45 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         help="Least severe messages to log.",
     ),
     Flag(
+        field="log_format",
+        panel=OBSERVABILITY,
+        help="Lines of text, or JSON objects. auto writes text on a terminal and JSON elsewhere.",
+    ),
+    Flag(
         field="access_log",
         panel=OBSERVABILITY,
-        help="Log every request.",
+        help="Log every request: route, status, time, model, rows and tokens. Texts are not logged.",
+    ),
+    Flag(
+        field="log_inputs",
+        panel=OBSERVABILITY,
+        help="Log the beginning of every body as well, which may be private. Turns on --access-log.",
+    ),
+    Flag(
+        field="metric_aliases",
+        panel=OBSERVABILITY,
+        metavar="tei,vllm",
+        default="",
+        convert=metric_aliases,
+        help="Show /metrics under the names of these servers too, for dashboards that exist.",
+        default_text="none",
+    ),
+    Flag(
+        field="otlp_endpoint",
+        names=("--otlp-endpoint", "--otlp-traces-endpoint"),
+        panel=OBSERVABILITY,
+        metavar="URL",
+        convert=otlp_endpoint,
+        help="Send OpenTelemetry traces to this collector, such as http://127.0.0.1:4317 (gRPC) or "
+        "http://127.0.0.1:4318 (HTTP). Needs the extra `otel`.",
+        default_text="OTEL_EXPORTER_OTLP_ENDPOINT, or no traces",
+    ),
+    Flag(
+        field="otlp_service_name",
+        panel=OBSERVABILITY,
+        metavar="NAME",
+        help="Name of this server in traces.",
+        default_text="OTEL_SERVICE_NAME, or penstock",
     ),
 )
 

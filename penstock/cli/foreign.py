@@ -169,7 +169,6 @@ _ONE_DEVICE = "one engine runs on one device; start a server for each and put a 
 _STEPS = "steps are planned by Penstock's own scheduler"
 _KERNELS = "Penstock chooses its kernels and CUDA graphs itself"
 _LOADING = "weights are read by Penstock's own loader"
-_TRACES = "no traces are exported"
 _ADAPTERS = "no LoRA adapter is loaded; merge it into the model"
 _NO_CODE = "no code of a checkpoint is run"
 _CACHE = "the cache has its own size; see --kv-cache-gb"
@@ -223,17 +222,20 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     ForeignFlag(
         names=("--enable-log-requests",),
         server=VLLM,
-        why="the same as --access-log; texts are never logged",
+        why="the same as --access-log; texts are logged with --log-inputs only",
         sets=_switch("server", "access_log", True),
+    ),
+    ForeignFlag(
+        names=("--json-output",),
+        server=TEI,
+        why="the same as --log-format json",
+        sets=_switch("server", "log_format", "json"),
     ),
     # --- that change nothing ---
     no_effect("--uds-path", server=TEI, value="PATH", why="the engine's socket has a folder of its own"),
     no_effect("--tokenization-workers", server=TEI, value="N", why="threads follow from the cores"),
-    no_effect("--json-output", server=TEI, why="logs are lines of text"),
-    no_effect("--disable-spans", server=TEI, why=_TRACES),
-    no_effect("--otlp-endpoint", "--otlp-traces-endpoint", server=f"{TEI}, {VLLM}", value="URL", why=_TRACES),
-    no_effect("--otlp-service-name", server=TEI, value="NAME", why=_TRACES),
-    no_effect("--collect-detailed-traces", server=VLLM, value="NAMES", why=_TRACES),
+    no_effect("--disable-spans", server=TEI, why="spans are not logged; --otlp-endpoint sends them"),
+    no_effect("--collect-detailed-traces", server=VLLM, value="NAMES", why="traces have every phase"),
     no_effect("--enable-ssl-refresh", server=VLLM, why="certificates are always read again when they change"),
     no_effect("--trust-remote-code", server=VLLM, why=_NO_CODE),
     no_effect("--code-revision", server=VLLM, value="REVISION", why=_NO_CODE),
@@ -272,7 +274,7 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     no_effect("--uvicorn-log-level", server=VLLM, value="LEVEL", why="--log-level is for all messages"),
     no_effect("--disable-uvicorn-access-log", server=VLLM, why="requests are logged with --access-log only"),
     no_effect("--disable-log-requests", server=VLLM, why="requests are logged with --access-log only"),
-    no_effect("--max-log-len", server=VLLM, value="N", why="texts are never logged"),
+    no_effect("--max-log-len", server=VLLM, value="N", why="--log-inputs has a limit of its own"),
     no_effect("--log-config-file", server=VLLM, value="FILE", why="logs go to stderr"),
     no_effect(
         "--disable-log-stats", server=VLLM, why="no statistics are logged; they are served at /metrics"

@@ -28,6 +28,7 @@ from penstock.cli.foreign import FOREIGN, Given
 from penstock.cli.protection import SECRET_FLAGS, check_protection, forget_secret_variables
 from penstock.config import EngineConfig, ServerConfig, available_cpus, from_mapping
 from penstock.errors import ConfigError
+from penstock.logs import configure
 from penstock.serving.child import spawned_engine
 
 MAX_API_PROCESSES = 8  # more than a single engine can keep busy
@@ -83,12 +84,18 @@ def serve(
       penstock serve --config models.yaml
     """
     engine, server = foreign.merged("engine", engine), foreign.merged("server", server)
-    read_environment(engine, server)
+    read_environment(engine, server, models or ())
     hide_arguments(SECRET_FLAGS)
     if foreign.hub_token is not None:
         os.environ["HF_TOKEN"] = foreign.hub_token
-    log_level = server.get("log_level", ServerConfig().log_level)
-    logging.basicConfig(level=log_level.upper(), format="%(levelname)s: %(message)s")
+    defaults = ServerConfig()
+    configure(
+        level=server.get("log_level", defaults.log_level),
+        format=server.get("log_format", defaults.log_format),
+        process="supervisor",
+    )
+    if server.get("log_inputs"):
+        log.warning("--log-inputs is on: texts of requests are written to the log")
     forget_secret_variables()
     for warning in foreign.warnings:
         log.warning("%s", warning)
@@ -160,10 +167,10 @@ def named_model(argument: str) -> dict[str, Any]:
     return {"model": model, "served_model_name": (name,)}
 
 
-def read_environment(engine: EngineFields, server: ServerFields) -> None:
+def read_environment(engine: EngineFields, server: ServerFields, models: Sequence[str] = ()) -> None:
     """Take what other servers read from the environment: TEI's MODEL_ID, and vLLM's VLLM_API_KEY."""
     model = os.environ.get("MODEL_ID")
-    if model and engine.get("model") is None:
+    if model and not models and engine.get("model") is None:
         engine["model"] = model
     key = os.environ.pop("VLLM_API_KEY", None)  # no child process needs it
     if key and "api_keys" not in server:

@@ -116,6 +116,7 @@ class Scheduler:
         self.queue.set_head_start(STEPS_IN_HEAD_START * budget.max_tokens)
         self.max_shared_tokens = budget.max_tokens  # of a step of large requests that small ones wait for
         self._small_lead = 0.0  # tokens that small requests have run more than large ones while both waited
+        self._num_flood_steps = 0  # steps of small requests that stay short, as a client waits beside a flood
         self._num_short_steps = 0  # steps of large requests that stay short, as small ones may come
         self.isolated: deque[list[QueuedRequest]] = (
             deque()
@@ -128,9 +129,18 @@ class Scheduler:
         waiting, limit = self.queue.num_tokens, self.budget.max_queued_tokens
         if waiting and waiting + request.num_tokens > limit:
             self._check_share(request, waiting, limit)
+        if waiting > self.budget.max_tokens and self._is_beside_flood(request, waiting):
+            self._num_flood_steps = self.SHORT_STEPS
         if request.pairs is not None:
             self._check_queries(request)
         self.queue.add(request, start_by_s)
+
+    def _is_beside_flood(self, request: Request, waiting: int) -> bool:
+        """Whether a client with nothing else to run adds a little to what others have filled several steps
+        with. It waits for the step in flight and runs in the next, so both should be short."""
+        max_tokens, queue = self.budget.max_tokens, self.queue
+        is_little = 8 * request.num_tokens <= max_tokens and waiting > max_tokens * queue.num_clients
+        return is_little and not queue.num_tokens_of(request.client)
 
     def _check_share(self, request: Request, waiting: int, limit: int) -> None:
         """Let a request into a full queue if its client holds less than its share of it."""
@@ -264,8 +274,11 @@ class Scheduler:
 
     def _fill_small(self) -> list[ScheduledRows]:
         """A step while only small requests wait, or while steps are not shared."""
-        scheduled: list[ScheduledRows] = []
-        num_visited = self._fill(self.queue.of_kind(large=False), self._step_room(), scheduled)
+        scheduled, room = list[ScheduledRows](), self._step_room()
+        if self._num_flood_steps:
+            self._num_flood_steps -= 1
+            room.tokens = min(room.tokens, self.max_shared_tokens)
+        num_visited = self._fill(self.queue.of_kind(large=False), room, scheduled)
         if scheduled:
             self.queue.settle(num_visited)
             self._num_short_steps = self.SHORT_STEPS

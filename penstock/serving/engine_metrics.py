@@ -50,6 +50,9 @@ PREFIX_ASKED_TOKENS = Gauge(
     multiprocess_mode="livesum",
 )
 HELD_BLOCKS = Gauge("penstock_kv_blocks", "KV cache blocks in use", ["model"], multiprocess_mode="livesum")
+KV_CAPACITY = Gauge(
+    "penstock_kv_capacity_blocks", "KV cache blocks in all", ["model"], multiprocess_mode="livesum"
+)
 PREEMPTED_ROWS = Gauge(
     "penstock_preempted_rows",
     "Preemptions of sequences",
@@ -148,6 +151,7 @@ class EngineMetrics:
         self.prefix_hit_tokens = PREFIX_HIT_TOKENS.labels(model)
         self.prefix_asked_tokens = PREFIX_ASKED_TOKENS.labels(model)
         self.held_blocks = HELD_BLOCKS.labels(model)
+        self.kv_capacity = KV_CAPACITY.labels(model)
         self.preempted_rows = PREEMPTED_ROWS.labels(model)
         self.asleep = ASLEEP.labels(model)
         self.sleeps, self.wakes = SLEEPS.labels(model), WAKES.labels(model)
@@ -205,6 +209,7 @@ class EngineMetrics:
         if generation is not None:
             self.preempted_rows.set(generation.num_preemptions)
         if (pool := core.pool) is not None:
+            self.kv_capacity.set(pool.num_blocks)
             self.held_blocks.set(pool.num_blocks - pool.available)
             self.prefix_hit_tokens.set(pool.hit_tokens)
             self.prefix_asked_tokens.set(pool.lookup_tokens)

@@ -23,6 +23,7 @@ from penstock.checkpoint.revision import loaded_revision
 from penstock.checkpoint.spec import with_max_model_len
 from penstock.engine.build import build_core
 from penstock.errors import PenstockError
+from penstock.logs import configure
 from penstock.runner.load import settle
 from penstock.runner.profile import ProfiledRunner
 from penstock.serving.child import STANDBY
@@ -72,7 +73,7 @@ def main() -> None:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = (
             launch.metrics_folder
         )  # read when prometheus_client is imported
-    logging.basicConfig(level=launch.log_level.upper(), format="%(levelname)s engine: %(message)s")
+    configure(level=launch.log_level, format=launch.log_format, process="engine", model=launch.spec.name)
     status = None if launch.status_file is None else StatusWriter(Path(launch.status_file))
     server = EngineServer(launch.address, launch.shared_memory_mb << 20, status)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
@@ -94,7 +95,7 @@ def main() -> None:
             with_max_model_len(launch.spec, settings.max_model_len), settings, server.wake, metrics.step
         )
     except PenstockError as error:
-        print(f"error: {error.message}", file=sys.stderr, flush=True)  # noqa: T201
+        log.error("%s", error.message)
         if control is not None:
             control.failed(error.message)
         sys.exit(EXIT_BAD_MODEL)

@@ -43,6 +43,7 @@ class EngineLaunch(msgspec.Struct, frozen=True):
     spec: ModelSpec
     address: str
     log_level: str = "info"
+    log_format: str = "auto"
     shared_memory_mb: int = 0
     metrics_folder: str | None = None  # where processes share their metrics; None: they do not
     status_file: str | None = None  # the page of `wire.status`; None: nobody reads it

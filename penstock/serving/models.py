@@ -97,6 +97,7 @@ class ManagedModel:
                 spec=self.spec,
                 address=self.launch.address,
                 log_level=server.log_level,
+                log_format=server.log_format,
                 shared_memory_mb=server.shared_memory_mb,
                 metrics_folder=str(metrics_folder),
                 status_file=self.launch.status_file,

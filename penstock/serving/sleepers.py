@@ -75,7 +75,7 @@ class Sleepers:
                 del self._sent[number]
                 sent.done(ENGINE_GONE)
         self._rooms = [room for room in self._rooms if room.model is not model]
-        for room in self._rooms:
+        for room in list(self._rooms):
             self._slept(room, model)
 
     def closed(self, link: Link) -> None:
@@ -149,7 +149,7 @@ class Sleepers:
             room.falling_asleep.append(victim)
 
             def slept(error: str | None, victim: ManagedModel = victim) -> None:
-                self._slept(room, victim)
+                self._slept(room, victim, has_freed=error in (None, ENGINE_GONE))
 
             self._send_to_sleep(victim, f"{room.model.name} needs its memory", slept)
         if not room.falling_asleep and room in self._rooms:
@@ -160,8 +160,9 @@ class Sleepers:
     def _expected_bytes(room: _Room) -> int:
         return sum(each.status.read().device_bytes for each in room.falling_asleep)
 
-    def _slept(self, room: _Room, victim: ManagedModel) -> None:
+    def _slept(self, room: _Room, victim: ManagedModel, *, has_freed: bool = True) -> None:
+        """A model that was told to sleep does so, or cannot, or is gone."""
         if victim in room.falling_asleep:
-            room.missing_bytes -= victim.status.read().device_bytes
+            room.missing_bytes -= victim.status.read().device_bytes if has_freed else 0
             room.falling_asleep.remove(victim)
             self._advance(room)

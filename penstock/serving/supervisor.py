@@ -336,11 +336,12 @@ class Supervisor:
         from penstock.serving.process_metrics import show_restarts
 
         self._has_been_ready = True
-        self._log_ready([each.name for each in self.models], self._started_s)
+        names = [each.name for each in self.models]
+        self._log_ready(names, self._started_s)
         if (admin_address := self._listeners.admin_address) is not None:
             log.info("operation routes are at %s", admin_address)
+        systemd.notify(systemd.READY, f"STATUS=serving {', '.join(names)}")
         show_restarts()
-        systemd.notify(systemd.READY)
         if self._standby is not None:
             self._standby.prepare()
 
@@ -431,6 +432,7 @@ class Supervisor:
                 return self._end_at_once(signal.Signals(info.si_signo))
             self._handle_messages()  # an engine may ask for room to wake
             self.sleepers.apply(time.monotonic())
+            systemd.notify_alive()
         for process in draining:
             log.warning(
                 "API process %d is killed: its requests had not finished %g s after %s (--drain)",

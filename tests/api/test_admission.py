@@ -207,7 +207,8 @@ def test_a_request_that_is_cancelled_while_it_is_tokenised_is_counted_out(served
             await asyncio.Event().wait()
 
     async def cancelled(model: ServedModel) -> None:
-        call = Call(served.state, ApiMetrics(), 0.0, body_bytes=4000)
+        call = Call(served.state, ApiMetrics(), 0.0)
+        call.body_bytes = 4000
         task = asyncio.ensure_future(_prepare(call, model, Stuck()))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         assert model.admission._tokenising == [1000, 0]

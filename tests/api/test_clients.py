@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 from penstock.api.admission import Admission
 from penstock.api.endpoint import client_of
 from penstock.api.state import ServerState
+from penstock.config import ServerConfig
 from penstock.errors import QueueFull, QueueTooSlow, TooManyRequests
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.types import PooledOutput, Request, Task, Timings
@@ -100,6 +101,34 @@ def test_requests_of_a_connection_are_of_one_client_and_those_of_another_are_not
     assert first.client.startswith("127.0.0.1:")
     assert {request.weight for request in (first, second, third, generated)} == {1.0}
     assert state.held == {} and state.in_flight == 0
+
+
+def test_a_client_with_one_of_several_keys_has_its_name_and_weight(
+    state: ServerState, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("- {key: one, name: shop, weight: 4}\n- {key: two, name: search}\n")
+    file.chmod(0o600)
+    assert clients_of_keys(state, {"api_key_file": str(file)}) == [("shop", 4.0), ("search", 1.0)]
+
+
+def test_clients_with_the_only_key_are_told_apart_like_those_without(state: ServerState) -> None:
+    (one, _), (other, _) = clients_of_keys(state, {"api_keys": ("one",)}, ("one", "one"))
+    assert one.startswith("127.0.0.1:") and one != other
+
+
+def clients_of_keys(
+    state: ServerState, server: dict[str, Any], keys: Sequence[str] = ("one", "two")
+) -> list[tuple[str, float]]:
+    """The clients and weights of requests with these keys, to a server with these settings."""
+    seen(state)
+    with listening(ServerState(ServerConfig(**server), state.models)) as url:
+        for key in keys:
+            connection = connect(url)
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+            connection.request("POST", "/v1/embeddings", b'{"input": "water"}', headers)
+            assert connection.getresponse().status == 200
+    return [(request.client, request.weight) for request in seen(state)]
 
 
 def test_connections_from_one_other_address_are_of_one_client(state: ServerState, url: str) -> None:

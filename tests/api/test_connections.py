@@ -510,10 +510,18 @@ class TestRequests:
             assert b"--allowed-hosts" in body
 
     def test_the_access_log_has_no_query(self, plain_url: str, caplog: pytest.LogCaptureFixture) -> None:
-        caplog.set_level(logging.INFO, "uvicorn.access")
+        caplog.set_level(logging.INFO, "penstock.access")
         httpx.get(f"{plain_url}/health?api_key=secret&x=%0a")
-        (line,) = [record.getMessage() for record in caplog.records if record.name == "uvicorn.access"]
-        assert '"GET /health HTTP/1.1" 200' in line
+        (record,) = [record for record in caplog.records if record.name == "penstock.access"]
+        assert record.getMessage() == "GET /health 200" and "secret" not in str(vars(record))
+
+    def test_the_access_log_has_requests_that_no_route_sees(
+        self, plain_url: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO, "penstock.access")
+        httpx.get(f"{plain_url}/health", headers={"host": "other.example"})
+        (record,) = [record for record in caplog.records if record.name == "penstock.access"]
+        assert record.getMessage() == "GET /health 421"
 
     def test_a_client_that_waits_for_100_continue_is_told_to_go_on_or_refused_at_once(
         self, plain_url: str, connect: Connect

@@ -258,7 +258,8 @@ def test_without_a_name_a_key_gets_the_first_of_its_models() -> None:
     }
     state = ServerState(ServerConfig(), models, {"other": "third"})
     restricted = ApiKey("k", models=frozenset({"other", "second"}))
-    call = Call(state, ApiMetrics(), 0.0, key=restricted)
+    call = Call(state, ApiMetrics(), 0.0)
+    call.key = restricted
     assert call.find(None) is models["second"] and call.find("other") is models["third"]
     assert call.names == ["second", "third", "other"]
     with pytest.raises(ModelNotAllowed, match="its models are: second, third, other"):

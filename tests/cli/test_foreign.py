@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from penstock.cli.main import app
 from penstock.cli.serve import check_tasks, read_environment
 from penstock.config import EngineConfig, ServerConfig
 from penstock.errors import ConfigError, ModelLoadError
+from penstock.serving import model_settings
+from penstock.serving.model_settings import model_config
 from tests.checkpoints import write_bert
 
 Serve = Callable[..., tuple[EngineConfig, ServerConfig]]
@@ -39,13 +41,11 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
     def run(*args: str, env: dict[str, str] | None = None) -> tuple[EngineConfig, ServerConfig]:
         made: list[Any] = []
 
-        def keep(kind: Any, values: dict[str, Any]) -> Any:
-            made.append(msgspec.convert(values, kind))
-            if len(made) == 2:
-                raise Stop
-            return made[-1]
+        def keep(settings: Mapping[str, Any], server: ServerConfig) -> Any:
+            made.extend((model_config(settings, server).engine, server))
+            raise Stop
 
-        monkeypatch.setattr(serving, "from_mapping", keep)
+        monkeypatch.setattr(model_settings, "describe_model", keep)
         result = CliRunner().invoke(app, ["serve", "--device", "null", *args], env=env)
         assert isinstance(result.exception, Stop), result.output
         return made[0], made[1]
@@ -124,14 +124,14 @@ def test_the_flags_of_a_vllm_script_work(serve: Serve) -> None:
         *("--allowed-origins", '["https://a.example", "https://b.example"]', "--root-path", "/api/"),
         *("--enable-prefix-caching", "--swap-space", "4", "--uvicorn-log-level", "warning"),
         *("--kv-cache-memory-bytes", "2G", "--enable-log-requests", "--dtype", "half"),
-        *("--uds", "/run/s", "--ssl-cert-reqs", "1", "--enable-ssl-refresh"),
+        *("--uds", "/run/s", "--ssl-cert-reqs", "0", "--enable-ssl-refresh"),
     )
     assert engine.model == "some/model" and engine.enable_generation is False and engine.enforce_eager
     assert (engine.max_model_len, engine.max_num_seqs, engine.max_num_batched_tokens) == (128, 8, 512)
     assert engine.kv_cache_gb == 2 and engine.enable_prefix_caching is True and engine.dtype == "half"
     assert server.allowed_origins == ("https://a.example", "https://b.example")
     assert server.root_path == "/api" and server.access_log
-    assert server.uds == "/run/s" and server.ssl_cert_reqs == "optional"
+    assert server.uds == "/run/s" and server.ssl_cert_reqs == "none"
 
 
 @pytest.mark.parametrize(("task", "generates"), [("generate", True), ("embed", False), ("auto", None)])

@@ -10,8 +10,9 @@ from typing import Any
 import typer
 import yaml
 
-from penstock.cli.config_file import read_config
+from penstock.cli.config_file import listed_models, read_config
 from penstock.cli.main import app
+from penstock.cli.serve import settings_of_models
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -19,7 +20,6 @@ CHART = DEPLOY / "helm/penstock"
 DOCKERFILE = DEPLOY / "docker/Dockerfile"
 COMPOSE = DEPLOY / "compose/compose.yaml"
 UNIT = DEPLOY / "systemd/penstock.service"
-_OF_A_MODEL = {"model", "aliases"}  # keys of `models:` that are no flags
 
 
 def load(file: Path) -> Any:
@@ -46,11 +46,9 @@ def serve_flags() -> frozenset[str]:
 def check_config(config: dict[str, Any], folder: Path) -> None:
     """Fail unless `penstock serve --config` accepts the configuration."""
     file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump({key: value for key, value in config.items() if key != "models"}))
+    file.write_text(yaml.safe_dump(config))
     read_config(str(file), serve_params())
-    for model in config["models"]:
-        unknown = {f"--{key.replace('_', '-')}" for key in model.keys() - _OF_A_MODEL} - serve_flags()
-        assert not unknown, f"{sorted(unknown)} are no flags of penstock serve"
+    assert len(listed_models(str(file), settings_of_models())) == len(config["models"])
 
 
 def seconds(duration: str) -> int:

@@ -111,6 +111,12 @@ def test_all_name_the_same_port() -> None:
     assert load(COMPOSE)["services"]["penstock"]["ports"][0].endswith(f":{PORT}")
 
 
+def test_prometheus_scrapes_the_server_of_compose() -> None:
+    (job,) = load(DEPLOY / "prometheus/prometheus.yml")["scrape_configs"]
+    assert job["static_configs"] == [{"targets": [f"penstock:{PORT}"]}]
+    assert "penstock" in load(COMPOSE)["services"]
+
+
 def test_a_stop_leaves_time_to_drain() -> None:
     service = load(COMPOSE)["services"]["penstock"]
     assert seconds(service["stop_grace_period"]) > load(CONFIGS[0])["drain"] + EXIT_S
@@ -146,6 +152,20 @@ def test_no_container_has_privileges() -> None:
     values = load(CHART / "values.yaml")
     assert values["podSecurityContext"]["runAsNonRoot"] is True
     assert values["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_every_file_that_compose_mounts_is_in_the_repository() -> None:
+    compose = load(COMPOSE)
+    mounted = [
+        volume.split(":")[0]
+        for service in compose["services"].values()
+        for volume in service["volumes"]
+        if volume.startswith(".")
+    ]
+    folder = COMPOSE.parent
+    missing = [source for source in mounted if not (folder / source).is_dir()]
+    assert not missing
+    assert (folder / compose["configs"]["penstock"]["file"]).is_file()
 
 
 def test_secrets_are_kept_out_of_the_repository() -> None:

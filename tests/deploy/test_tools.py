@@ -194,6 +194,21 @@ def test_the_chart_refuses_values_that_cannot_work(options: tuple[str, ...], wor
 
 
 @needs("helm")
+def test_metrics_are_read_where_the_admin_port_is() -> None:
+    options = (*KEDA, "--set", "admin.enabled=true,serviceMonitor.enabled=true")
+    documents = render(CHART / "values.yaml", *options)
+    ports = {
+        each["metadata"]["name"]: [port["name"] for port in each["spec"]["ports"]]
+        for each in documents
+        if each["kind"] == "Service"
+    }
+    assert ports == {"release": ["http"], "release-admin": ["admin"]}
+    by_kind = {each["kind"]: each.get("spec") for each in documents}
+    assert by_kind["ServiceMonitor"]["endpoints"][0]["port"] == "admin"
+    assert 'service="release-admin"' in by_kind["ScaledObject"]["triggers"][0]["metadata"]["query"]
+
+
+@needs("helm")
 @needs("promtool")
 def test_prometheus_can_run_the_query_that_keda_sends(tmp_path: Path) -> None:
     (scaled,) = (each for each in render(CHART / "values.yaml", *KEDA) if each["kind"] == "ScaledObject")

@@ -238,6 +238,30 @@ def test_an_urgent_batch_keeps_rows_of_other_clients_waiting_for_a_bounded_time(
     assert longest_s <= min(level, MAX_LEVELS) + 20 * STEP_S
 
 
+def test_steps_of_a_flood_stay_short_while_another_client_comes_and_not_for_ever() -> None:
+    scheduler = Scheduler(Budget(STEP, STEP, 10**9, is_shared=True))
+    scheduler.max_shared_tokens = 40
+    for number in range(1000):
+        scheduler.add(make_request(str(number), [10], client="flood"))
+
+    def step_tokens() -> int:
+        return sum(entry.request.num_tokens for entry in scheduler.schedule())
+
+    assert step_tokens() == STEP
+    scheduler.add(make_request("single", [10], client="single"))
+    assert [step_tokens() for _ in range(Scheduler.SHORT_STEPS)] == [40] * Scheduler.SHORT_STEPS
+    assert "single" not in scheduler.queue and step_tokens() == STEP
+
+
+def test_steps_of_many_clients_with_little_each_are_full() -> None:
+    scheduler = Scheduler(Budget(STEP, STEP, 10**9, is_shared=True))
+    scheduler.max_shared_tokens = 40
+    for number in range(100):
+        scheduler.add(make_request(str(number), [10], client=f"client-{number}"))
+        if number % 10 == 9:
+            assert sum(entry.request.num_tokens for entry in scheduler.schedule()) == STEP
+
+
 def test_a_client_with_little_in_a_full_queue_is_taken_and_one_with_much_is_not() -> None:
     scheduler = Scheduler(Budget(STEP, STEP, 1000))
     for number in range(10):

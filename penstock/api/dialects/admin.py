@@ -116,7 +116,7 @@ async def sleep(call: Call) -> Reply:
         raise BadValue("mode is wait: requests that run are finished first", param="mode")
     for name in _named(call, query):
         await _ordered(call, "sleep", name, level=None if level is None else int(level))
-    return Reply(b"")
+    return Reply(b"", b"text/plain")
 
 
 async def wake_up(call: Call) -> Reply:
@@ -126,7 +126,7 @@ async def wake_up(call: Call) -> Reply:
         raise BadValue("tags cannot be given: weights and caches wake together", param="tags")
     for name in _named(call, query):
         await _ordered(call, "wake", name)
-    return Reply(b"")
+    return Reply(b"", b"text/plain")
 
 
 class SleepingAnswer(msgspec.Struct, kw_only=True):
@@ -184,7 +184,7 @@ ROUTES = (
     RouteSpec(
         f"{MODELS}/wake", WakeRequest, wake_model, DIALECT, OrderReply, example={"model": "small"}, admin=True
     ),
-    RouteSpec("/sleep", None, sleep, "vLLM", admin=True, methods=("POST",)),
-    RouteSpec("/wake_up", None, wake_up, "vLLM", admin=True, methods=("POST",)),
+    RouteSpec("/sleep", None, sleep, "vLLM", admin=True, methods=("POST",), media=("text/plain",)),
+    RouteSpec("/wake_up", None, wake_up, "vLLM", admin=True, methods=("POST",), media=("text/plain",)),
     RouteSpec("/is_sleeping", None, is_sleeping, "vLLM", SleepingAnswer, admin=True),
 )

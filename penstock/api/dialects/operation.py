@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Literal
 
 import msgspec
@@ -11,6 +12,7 @@ from penstock import __version__
 from penstock.api.endpoint import Call, Reply
 from penstock.api.metrics import render
 from penstock.api.routes import Door, Handler, RouteSpec
+from penstock.types import Task
 
 
 async def live(call: Call) -> Reply:
@@ -33,8 +35,20 @@ async def ready(call: Call) -> Reply:
 async def metrics(call: Call) -> Reply:
     """Show the Prometheus metrics of all processes of this server."""
     call.metrics.publish()
-    text = render(call.state.in_flight, call.state.ready)
+    state = call.state
+    engines_up = {name: model.engine.ready for name, model in state.models.items()}
+    kinds = {name: kind for name, model in state.models.items() if (kind := tei_kind(model.spec.tasks))}
+    text = render(state.in_flight, engines_up, state.config.metric_aliases, kinds)
     return Reply(text, b"text/plain; version=0.0.4; charset=utf-8")
+
+
+def tei_kind(tasks: Collection[Task]) -> str:
+    """What TEI would do with a model that has these tasks; empty if it serves no such model."""
+    if Task.GENERATE in tasks:
+        return ""
+    if Task.EMBED in tasks:
+        return "embed"
+    return "predict" if Task.CLASSIFY in tasks or Task.SCORE in tasks else ""
 
 
 async def version(call: Call) -> Reply:

@@ -34,16 +34,32 @@ labels:
 {{- .Values.cache.persistence.existingClaim | default (printf "%s-cache" (include "penstock.name" .)) -}}
 {{- end -}}
 
+{{/* The port and the Service that have /metrics. */}}
+{{- define "penstock.metricsPort" -}}
+{{- ternary "admin" "http" .Values.admin.enabled -}}
+{{- end -}}
+
+{{- define "penstock.metricsService" -}}
+{{- include "penstock.name" . }}{{ ternary "-admin" "" .Values.admin.enabled -}}
+{{- end -}}
+
 {{/* The configuration file of the server. */}}
 {{- define "penstock.config" -}}
-{{- range $key := list "host" "port" "drain" "models" "api_key_file" "config" -}}
+{{- range $key := list "host" "port" "drain" "models" "api_key_file" "admin_host" "admin_port" "admin_key_file" "config" -}}
 {{- if hasKey $.Values.config $key -}}
-{{- fail (printf "config.%s is set by the chart; see drainSeconds, models and apiKeys in values.yaml" $key) -}}
+{{- fail (printf "config.%s is set by the chart; see drainSeconds, models, apiKeys and admin in values.yaml" $key) -}}
 {{- end -}}
 {{- end -}}
 {{- $set := dict "host" "0.0.0.0" "port" 8000 "drain" .Values.drainSeconds "models" .Values.models -}}
 {{- if .Values.apiKeys.existingSecret -}}
 {{- $_ := set $set "api_key_file" (printf "/etc/penstock/keys/%s" .Values.apiKeys.key) -}}
+{{- end -}}
+{{- if .Values.admin.enabled -}}
+{{- $_ := set $set "admin_host" "0.0.0.0" -}}
+{{- $_ := set $set "admin_port" .Values.admin.port -}}
+{{- end -}}
+{{- if .Values.admin.existingSecret -}}
+{{- $_ := set $set "admin_key_file" (printf "/etc/penstock/admin-keys/%s" .Values.admin.key) -}}
 {{- end -}}
 {{- merge $set .Values.config | toYaml -}}
 {{- end -}}

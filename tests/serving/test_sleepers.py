@@ -1,0 +1,165 @@
+"""Which models the supervisor puts to sleep, and for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.checkpoint.describe import describe
+from penstock.config import EngineConfig, ModelConfig, ServerConfig
+from penstock.serving.child import Child
+from penstock.serving.control import EngineOrder, OrderDone, RoomMade, RoomWanted
+from penstock.serving.models import ManagedModel, ModelSet
+from penstock.serving.sleepers import ENGINE_GONE, Sleepers
+from penstock.wire.status import EngineSleep, EngineStatus, StatusWriter
+
+
+class FakeLink:
+    """An engine that takes orders and remembers them."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+class Process:
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+
+class Engines:
+    """Engines whose status the test writes by hand."""
+
+    def __init__(
+        self, folder: Path, config: ServerConfig, names: str, sleep_after_s: float | None = None
+    ) -> None:
+        self.models = ModelSet()
+        self.pages: dict[str, StatusWriter] = {}
+        for position, name in enumerate(names):
+            engine = EngineConfig(device="null", served_model_name=name)
+            child = Child("nothing", process=Process(100 + position))  # type: ignore[arg-type]
+            settings = ModelConfig(engine=engine, sleep_after_s=sleep_after_s)
+            model = ManagedModel(position, settings, describe(engine), child, config, folder)
+            model.started_s, model.link = 0.0, FakeLink()  # type: ignore[assignment]
+            self.models.add(model)
+            self.pages[name] = StatusWriter(model.folder / "engine.status")
+            self.set(name)
+        self.sleepers = Sleepers(self.models, config)
+
+    def __getitem__(self, name: str) -> ManagedModel:
+        found = self.models.find(name)
+        assert found is not None
+        return found
+
+    def set(
+        self, name: str, used_s: float = 1.0, state: EngineSleep = EngineSleep.AWAKE, num_bytes: int = 100
+    ) -> None:
+        pid = self[name].engine_pid
+        self.pages[name].publish(
+            EngineStatus(pid=pid, last_request_s=used_s, state=state, device_bytes=num_bytes)
+        )
+
+    def orders(self, name: str) -> list[str]:
+        return [each.action for each in self._sent(name) if isinstance(each, EngineOrder)]
+
+    def rooms_made(self, name: str) -> int:
+        return sum(isinstance(each, RoomMade) for each in self._sent(name))
+
+    def slept(self, name: str, error: str | None = None) -> None:
+        """The engine has followed its last order."""
+        if error is None:
+            self.set(name, state=EngineSleep.ASLEEP)
+        last = next(each for each in reversed(self._sent(name)) if isinstance(each, EngineOrder))
+        link = self[name].link
+        assert link is not None
+        self.sleepers.order_done(link, OrderDone(last.id, error))
+
+    def want_room(self, name: str, num_bytes: int) -> None:
+        link = self[name].link
+        assert link is not None
+        self.sleepers.room_wanted(link, RoomWanted(1, num_bytes))
+
+    def _sent(self, name: str) -> list[Any]:
+        return self[name].link.sent  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+
+
+def test_an_idle_model_sleeps_once_and_a_used_one_does_not(folder: Path) -> None:
+    engines = Engines(folder, ServerConfig(sleep_after_s=10), "ab")
+    engines.set("a", used_s=5)
+    engines.set("b", used_s=9)
+    for now_s in (14.0, 15.0, 16.0):
+        engines.sleepers.apply(now_s)
+    assert engines.orders("a") == ["sleep"] and engines.orders("b") == []
+    engines.slept("a")
+    engines.sleepers.apply(17.0)
+    assert engines.orders("a") == ["sleep"], "it sleeps already"
+
+
+def test_a_model_may_have_an_idle_time_of_its_own(folder: Path) -> None:
+    engines = Engines(folder, ServerConfig(sleep_after_s=10), "a", sleep_after_s=0)
+    engines.sleepers.apply(1000.0)
+    assert engines.orders("a") == []
+
+
+def test_the_least_recently_used_models_sleep_beyond_the_limit(folder: Path) -> None:
+    engines = Engines(folder, ServerConfig(max_awake_models=1), "abc")
+    for name, used_s in zip("abc", (3.0, 1.0, 2.0), strict=True):
+        engines.set(name, used_s)
+    engines.sleepers.apply(5.0)
+    assert [engines.orders(name) for name in "abc"] == [[], ["sleep"], ["sleep"]]
+
+
+def test_as_many_models_sleep_as_the_memory_takes_the_least_used_first(folder: Path) -> None:
+    engines = Engines(folder, ServerConfig(), "abcd")
+    for name, used_s in zip("abcd", (4.0, 1.0, 2.0, 3.0), strict=True):
+        engines.set(name, used_s)
+    engines.want_room("a", 150)
+    assert [engines.orders(name) for name in "abcd"] == [[], ["sleep"], ["sleep"], []]
+    engines.slept("b")
+    assert engines.rooms_made("a") == 0
+    engines.slept("c")
+    assert engines.rooms_made("a") == 1 and engines.orders("d") == []
+
+
+def test_another_model_sleeps_where_one_cannot(folder: Path) -> None:
+    engines = Engines(folder, ServerConfig(), "abc")
+    engines.set("a", used_s=3.0)
+    engines.set("c", used_s=2.0)
+    engines.want_room("a", 100)
+    engines.slept("b", error="no host memory")
+    assert engines.orders("c") == ["sleep"] and engines.rooms_made("a") == 0
+    engines.slept("c")
+    assert engines.rooms_made("a") == 1
+
+
+def test_an_engine_is_answered_at_once_where_nothing_can_sleep(folder: Path) -> None:
+    engines = Engines(folder, ServerConfig(), "ab")
+    engines.set("b", state=EngineSleep.WAKING)
+    engines.want_room("a", 100)
+    assert engines.rooms_made("a") == 1 and engines.orders("b") == []
+
+
+def test_the_memory_of_an_engine_that_dies_is_free(folder: Path) -> None:
+    engines = Engines(folder, ServerConfig(), "ab")
+    engines.want_room("a", 100)
+    errors: list[str | None] = []
+    engines.sleepers.order(engines["b"], "wake", None, errors.append)
+    engines.sleepers.engine_exited(engines["b"])
+    assert engines.rooms_made("a") == 1 and errors == [ENGINE_GONE]
+
+
+def test_models_of_another_device_do_not_sleep_for_it(folder: Path) -> None:
+    engines = Engines(folder, ServerConfig(), "ab")
+    engines["b"].device = "cuda:1"
+    engines.want_room("a", 100)
+    assert engines.orders("b") == [] and engines.rooms_made("a") == 1
