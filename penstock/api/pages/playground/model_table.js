@@ -102,7 +102,8 @@ export class ModelTable {
     this.tell(action === "wake" ? `waking ${id} …` : `${id} finishes its requests and falls asleep …`, null);
     try {
       const { answer } = await ask(`/v1/admin/models/${action}`, { model: id });
-      this.tell(`${id} is ${answer.state}, after ${answer.seconds.toFixed(2)} s.`, null);
+      const time = answer.seconds < 0.05 ? "" : `, after ${answer.seconds.toFixed(1)} s`;
+      this.tell(`${id} is ${answer.state}${time}.`, null);
     } catch (error) {
       if (error.status === 401 || error.status === 403) forgetOperator();
       this.tell("", error);
