@@ -19,7 +19,7 @@ import pytest
 from docs.tools.screenshots import PICTURES, SIZE, SUBJECTS, Camera, chromium, take_picture
 from penstock.types import EngineSleep
 from tests.docs.model_server import SleepingModels, serving_models
-from tests.docs.playground_page import Playground
+from tests.docs.playground_page import TIMEOUT_MS, Playground
 from tests.docs.stand_ins import STAND_INS
 from tests.parity.labelled import write_gliclass, write_gliner
 from tests.parity.rewards import write_reward_model
@@ -58,6 +58,7 @@ BLOCKED = "Failed to load resource"  # how the console tells of an error status,
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    sync_api.expect.set_options(timeout=TIMEOUT_MS)
     with chromium() as found:
         yield found
 
@@ -355,7 +356,7 @@ def test_the_page_says_that_a_model_wakes(playground: Playground, url: str, stat
     error = {"message": "prompts did not wake in 30 s", "type": "server_error"}
     held[0].fulfill(status=503, json={"error": error}, headers={"retry-after": "5"})
     playground.wait()
-    assert playground.errors == ["503 prompts did not wake in 30 s Try again in 5 s."]
+    assert playground.errors == ["503 prompts did not wake in 30 s. Try again in 5 s."]
 
 
 def test_an_operator_has_models_sleep_and_wake(playground: Playground, url: str) -> None:
@@ -597,7 +598,16 @@ def test_text_can_be_read_in_both_colour_schemes(playground: Playground, url: st
         "pre",
         ".vector small",
     ]
-    selectors += ["[role=tab][aria-selected=false]", "label", ".said", "textarea", "nav a"]
+    selectors += [
+        "#model-state",
+        "#elsewhere",
+        "#elsewhere button",
+        "[role=tab][aria-selected=false]",
+        "label",
+        ".said",
+        "textarea",
+        "nav a",
+    ]
     ratios = dict(playground.page.evaluate(CONTRAST, selectors))
     assert {name: ratio for name, ratio in ratios.items() if ratio < 4.5} == {}
     background = playground.page.evaluate("getComputedStyle(document.body).backgroundColor")

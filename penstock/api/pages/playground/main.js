@@ -64,7 +64,9 @@ whenModelsChange(() => {
   if (!models.length) return showNothing("This server holds no model.");
   const kept = models.find(({ id }) => id === before) ?? firstModel();
   $("model").value = kept.id;
-  if (describe(kept) === described) showOthers(); else showModel();
+  if (describe(kept) === described) return showOthers();
+  showModel();
+  if (readAddress()[1]) writeAddress();
 });
 
 /** The model of the address; without one, the first that has the tab of the address. */

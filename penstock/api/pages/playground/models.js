@@ -14,8 +14,8 @@ export const hasToWake = (id) => ["falling asleep", "asleep", "waking"].includes
 /** Calls `listener` when there are other models than before. */
 export const whenModelsChange = (listener) => { onChange = listener; };
 
-/** All that is known about a model, apart from its state. */
-export const describe = ({ state, ...facts }) => JSON.stringify(facts);
+/** What a model is, apart from its state and from when a process of the server began to serve it. */
+export const describe = ({ state, created, ...facts }) => JSON.stringify(facts);
 const describeAll = (found) => found.map(describe).join();
 
 /** Asks the server for its models and shows their states. */

@@ -62,7 +62,7 @@ export function showError(place, error) {
   if (!error) return place.replaceChildren();
   const { message, status, param, retryAfter } = error;
   const facts = [status, param].filter(Boolean).join(" · ");
-  place.replaceChildren(...[facts ? el("b", {}, facts) : "", ` ${message}`, retryAfter ? ` Try again in ${retryAfter} s.` : ""]);
+  place.replaceChildren(...[facts ? el("b", {}, facts) : "", ` ${message}`, retryAfter ? `${/[.!?]$/.test(message) ? "" : "."} Try again in ${retryAfter} s.` : ""]);
 }
 
 export class Panel {
