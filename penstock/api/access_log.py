@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Scope
 
 if TYPE_CHECKING:
-    from penstock.api.endpoint import Call
+    from penstock.api.call import Call
 
 log = logging.getLogger("penstock.access")
 SCOPE_KEY = "penstock.access"

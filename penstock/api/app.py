@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from penstock.api.call import Call, Reply
 from penstock.api.dialects import (
     admin,
     cohere,
@@ -30,7 +31,7 @@ from penstock.api.dialects import (
     vllm,
     voyage,
 )
-from penstock.api.endpoint import Call, Endpoint, Reply
+from penstock.api.endpoint import Endpoint
 from penstock.api.invocations import INVOCATIONS, InvocationEndpoint
 from penstock.api.metrics import ApiMetrics
 from penstock.api.routes import RouteSpec, VariantTable

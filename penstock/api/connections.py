@@ -21,8 +21,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState as UvicornState
 
 from penstock.api.access_log import SCOPE_KEY, Claim, log_unrouted
+from penstock.api.call import JSON
 from penstock.api.connection_table import ConnectionTable
-from penstock.api.endpoint import JSON
 from penstock.api.error_styles import OPENAI_ERRORS
 from penstock.api.metrics import REQUESTS
 from penstock.errors import (

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 import orjson
 
-from penstock.api.endpoint import Call
+from penstock.api.call import Call
 from penstock.api.state import ServedModel
 from penstock.errors import BadValue
 from penstock.inputs.chat import ChatTemplate, part_texts

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.api.endpoint import Call
+from penstock.api.call import Call
 from penstock.api.run import Result, Scheduled, check_num_rows, run
 from penstock.api.state import ServedModel
 from penstock.errors import BadValue

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.api.answers import ListAnswer
-from penstock.api.endpoint import Call, Reply
+from penstock.api.call import Call, Reply
 from penstock.api.fields import ChunkFields
 from penstock.api.replies import Items, vector_reply
 from penstock.api.run import Result, run

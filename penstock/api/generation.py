@@ -12,7 +12,7 @@ from typing import Annotated, Any, Protocol
 import msgspec
 import orjson
 
-from penstock.api.endpoint import Call
+from penstock.api.call import Call
 from penstock.api.fields import CacheSalt, NoEffect, Refused, User
 from penstock.api.replies import record_phases
 from penstock.api.run import scheduling_of

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
+from penstock.api.call import Call, Reply
 from penstock.api.decoding import UNDECODABLE, RouteDecoder
-from penstock.api.endpoint import Call, Endpoint, Reply
+from penstock.api.endpoint import Endpoint
 from penstock.api.metrics import ApiMetrics
 from penstock.api.nesting import check_nesting
 from penstock.api.routes import RouteSpec

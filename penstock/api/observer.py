@@ -11,7 +11,7 @@ from penstock.api.tracing import Tracer, tracer_for
 from penstock.config import ServerConfig
 
 if TYPE_CHECKING:
-    from penstock.api.endpoint import Call
+    from penstock.api.call import Call
     from penstock.api.routes import RouteSpec
 
 

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.api.body import Body
+from penstock.api.call import Call, Reply
 from penstock.api.classify import classifier_task
 from penstock.api.embeddings import is_chunked_by_default
-from penstock.api.endpoint import Call, Reply
 from penstock.api.error_styles import ErrorStyle, with_remedy
 from penstock.api.ranking import run_pairs
 from penstock.api.replies import json_reply, record_phases

@@ -13,7 +13,7 @@ import msgspec
 import orjson
 from numpy.typing import NDArray
 
-from penstock.api.endpoint import Call
+from penstock.api.call import Call
 from penstock.api.fields import CacheSalt, User
 from penstock.api.run import Result, Scheduled, check_num_rows, run
 from penstock.api.state import ServedModel

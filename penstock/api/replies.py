@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 
 from penstock.api.body import json_body
-from penstock.api.endpoint import Call, Reply
+from penstock.api.call import Call, Reply
 from penstock.api.fields import VectorFields
 from penstock.api.run import Result
 from penstock.outputs.encoders import MIN_LARGE_BYTES, LargeRow, as_bytes, encode_rows

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from penstock.api.endpoint import Call
+from penstock.api.call import Call
 from penstock.api.state import ServedModel
 from penstock.errors import BadValue, QueueFull, shown
 from penstock.inputs.processor import MAX_PRIORITY

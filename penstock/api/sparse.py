@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.api.endpoint import Call, Reply
+from penstock.api.call import Call, Reply
 from penstock.api.fields import InputFields
 from penstock.api.replies import list_reply, sparse_terms
 from penstock.api.run import run

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
-from penstock.api.endpoint import Call, Reply, Streamed, streamed
+from penstock.api.call import Call, Reply, Streamed, streamed
 from penstock.api.error_styles import ErrorStyle
 from penstock.api.fields import NoEffect, Refused
 from penstock.api.generation import Generation, TextFields, begin, event

@@ -23,7 +23,7 @@ from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.api.endpoint import Call
+    from penstock.api.call import Call
 
 log = logging.getLogger("penstock.api")
 GRPC, HTTP = "grpc", "http/protobuf"

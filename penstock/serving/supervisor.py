@@ -57,6 +57,7 @@ MAX_FAILED_STARTS = 3
 MAX_API_RESTART_DELAY_S = 1.0  # a start costs little
 DRAIN_GRACE_S = 5.0  # for an API process to answer what it could not finish
 ENGINE_EXIT_S = 5.0
+REASON_S = 0.5  # for the last message of an engine
 IDLE_POLL_S, BUSY_POLL_S = 0.5, 0.05
 KV_SHARE = 0.8  # of the memory that is free when an engine starts, for the KV caches of all models
 
@@ -362,6 +363,8 @@ class Supervisor:
 
     def _on_engine_exit(self, model: ManagedModel, code: int) -> None:
         exited = _exit_in_words(model.child, code)
+        if code == EXIT_BAD_MODEL:
+            self._await_reason(model)
         self.sleepers.engine_exited(model)
         try:
             _check_start(model.child, "engine", code, exited)
@@ -376,6 +379,13 @@ class Supervisor:
         model.write_state("restarting", detail)
         if self._standby is not None and self._has_been_ready:
             self._standby.prepare()
+
+    def _await_reason(self, model: ManagedModel) -> None:
+        """Read what an engine said before it exited: its last message may be on the way."""
+        until_s = time.monotonic() + REASON_S
+        while not model.failure and time.monotonic() < until_s:
+            self._handle_messages()
+            time.sleep(0.01)
 
     def _on_unloadable(self, model: ManagedModel, reason: str, error: Exception | None = None) -> None:
         """A model cannot be served: the server does not start, or an operator's order fails."""

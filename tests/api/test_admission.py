@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from penstock.api.admission import Admission, TokenRatio
 from penstock.api.app import build_app
-from penstock.api.endpoint import Call
+from penstock.api.call import Call
 from penstock.api.metrics import ApiMetrics
 from penstock.api.run import _prepare
 from penstock.api.state import ServedModel

@@ -13,7 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock.api import app as app_module
-from penstock.api.endpoint import Call, Reply
+from penstock.api.call import Call, Reply
 from penstock.api.key_limits import BURST_S, CounterFolder, KeyLimits
 from penstock.api.keys import ApiKey, KeyRing
 from penstock.api.metrics import ApiMetrics

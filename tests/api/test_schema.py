@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from penstock.api.app import ROUTES
+from penstock.api.call import Call, Reply
 from penstock.api.decoding import RouteDecoder
-from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import NoEffect, Refused
 from penstock.api.meanings import meaning
 from penstock.api.routes import RouteSpec, Variant

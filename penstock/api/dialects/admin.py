@@ -7,7 +7,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from penstock.api.endpoint import Call, Reply
+from penstock.api.call import Call, Reply
 from penstock.api.routes import RouteSpec
 from penstock.errors import BadValue, NotPossible, shown
 from penstock.serving.control import Action, OrderAnswer

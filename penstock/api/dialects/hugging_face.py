@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.api import pipelines
+from penstock.api.call import Call, Reply, Streamed
 from penstock.api.decoding import refused_fields
-from penstock.api.endpoint import Call, Reply, Streamed
 from penstock.api.fields import NoEffect, Refused, User
 from penstock.api.pipelines import (
     INFERENCE_ERRORS,

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from penstock.api.call import Call, Reply
 from penstock.api.classify import classifier_task
 from penstock.api.embeddings import vectors
-from penstock.api.endpoint import Call, Reply
 from penstock.api.error_styles import ErrorStyle, OpenAIError, openai_error_body, status_400
 from penstock.api.fields import ChunkFields, InputFields
 from penstock.api.ranking import RankFields, Scores, cut_by_default, score_documents

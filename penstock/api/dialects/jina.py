@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
+from penstock.api.call import Call, Reply
 from penstock.api.documents import embed_documents
 from penstock.api.embeddings import vectors
-from penstock.api.endpoint import Call, Reply
 from penstock.api.error_styles import detail_errors
 from penstock.api.fields import ChunkFields, Refused, agreed
 from penstock.api.ranking import RerankRequest, ranked_rows, returned_documents, run_ranking

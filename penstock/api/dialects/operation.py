@@ -9,7 +9,7 @@ import msgspec
 import orjson
 
 from penstock import __version__
-from penstock.api.endpoint import Call, Reply
+from penstock.api.call import Call, Reply
 from penstock.api.metrics import render
 from penstock.api.routes import Door, Handler, RouteSpec
 from penstock.types import Task

@@ -7,7 +7,7 @@ from functools import cache
 from importlib import resources
 from pathlib import PurePosixPath
 
-from penstock.api.endpoint import Call, Reply
+from penstock.api.call import Call, Reply
 from penstock.api.routes import RouteSpec
 from penstock.errors import NotFound, shown
 

@@ -12,7 +12,7 @@ import orjson
 
 from penstock import __version__
 from penstock.api import pipelines
-from penstock.api.endpoint import Call, Reply
+from penstock.api.call import Call, Reply
 from penstock.api.fields import User
 from penstock.api.pipelines import (
     TEI_ERRORS,

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from penstock.api.call import Call, Reply
 from penstock.api.documents import embed_documents, run_late
-from penstock.api.endpoint import Call, Reply
 from penstock.api.error_styles import detail_errors
 from penstock.api.fields import Refused
 from penstock.api.prompted import PromptedFields

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 import orjson
 
+from penstock.api.call import Call, Reply, Streamed, streamed
 from penstock.api.dialects.cohere.shared import cohere_errors
-from penstock.api.endpoint import Call, Reply, Streamed, streamed
 from penstock.api.fields import NoEffect, Refused, RequestFields
 from penstock.api.generation import DONE, Generation, TextFields, begin
 from penstock.api.replies import json_reply

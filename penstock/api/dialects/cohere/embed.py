@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from penstock.api.call import Call, Reply
 from penstock.api.dialects.cohere.shared import (
     CohereMeta,
     Truncate,
@@ -21,7 +22,6 @@ from penstock.api.dialects.cohere.shared import (
     truncating,
 )
 from penstock.api.embeddings import EmbeddingType, embedding_dtypes, embeddings_by_type
-from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import Refused, RequestFields
 from penstock.api.ranking import (
     RerankRequest,

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.api.call import Call, Reply
 from penstock.api.dialects.cohere.shared import (
     CohereMeta,
     Truncate,
@@ -20,7 +21,6 @@ from penstock.api.dialects.cohere.shared import (
     refusing_longer,
     truncating,
 )
-from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import Refused, RequestFields
 from penstock.api.replies import json_reply, record_phases
 from penstock.api.routes import RouteSpec

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from penstock.api.answers import ListHead
-from penstock.api.endpoint import Call, Reply
+from penstock.api.call import Call, Reply
 from penstock.api.fields import User
 from penstock.api.replies import json_reply
 from penstock.api.routes import RouteSpec

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from penstock.api.answers import ListAnswer, SparseTerm
-from penstock.api.endpoint import Call, Reply
+from penstock.api.call import Call, Reply
 from penstock.api.fields import InputFields, Refused
 from penstock.api.routes import RouteSpec
 from penstock.api.sparse import sparse_reply

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from penstock.api.answers import ListAnswer
-from penstock.api.endpoint import Call, Reply
+from penstock.api.call import Call, Reply
 from penstock.api.fields import CacheSalt, User
 from penstock.api.replies import list_reply
 from penstock.api.routes import RouteSpec

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from penstock import __version__
+from penstock.api.call import Call, Reply
 from penstock.api.dialects.ollama.errors import OLLAMA_ERRORS
-from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import NoEffect
 from penstock.api.model_files import ModelFiles, model_files
 from penstock.api.prompted import PromptedFields

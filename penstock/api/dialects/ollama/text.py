@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 import orjson
 
+from penstock.api.call import Call, Reply, Streamed
 from penstock.api.decoding import refused_fields
 from penstock.api.dialects.ollama.errors import OLLAMA_ERRORS
-from penstock.api.endpoint import Call, Reply, Streamed
 from penstock.api.fields import CacheSalt, NoEffect, Refused, RequestFields
 from penstock.api.generation import Generation, TextFields, begin
 from penstock.api.replies import json_reply

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from penstock.api.call import Call, Reply, Streamed, streamed
 from penstock.api.conversations import check_messages, check_template
-from penstock.api.endpoint import Call, Reply, Streamed, streamed
 from penstock.api.fields import MediaOptions, NoEffect, Refused
 from penstock.api.generation import (
     Generation,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from penstock.api.endpoint import Call, Reply, Streamed, streamed
+from penstock.api.call import Call, Reply, Streamed, streamed
 from penstock.api.fields import Refused
 from penstock.api.generation import (
     Generation,

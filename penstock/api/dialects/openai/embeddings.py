@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from penstock.api.call import Call, Reply
 from penstock.api.embeddings import EmbeddingsAnswer, embedding_items, vectors
-from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import ChunkFields
 from penstock.api.routes import RouteSpec
 from penstock.api.state import ModelState, ServedModel

@@ -10,6 +10,7 @@ import numpy as np
 import orjson
 
 from penstock.api.answers import ListAnswer, SparseTerm
+from penstock.api.call import Call, Reply
 from penstock.api.classify import classifier_task
 from penstock.api.conversations import (
     Conversations,
@@ -19,7 +20,6 @@ from penstock.api.conversations import (
     listed_conversations,
 )
 from penstock.api.embeddings import EmbeddingsAnswer, embedding_items, vectors
-from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import ChunkFields, InputFields, MediaOptions, agreed
 from penstock.api.replies import list_reply, sparse_terms
 from penstock.api.routes import RouteSpec, Variant, VariantTable

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from penstock.api.answers import ListAnswer, Usage
-from penstock.api.endpoint import Call, Reply
+from penstock.api.call import Call, Reply
 from penstock.api.fields import MediaOptions
 from penstock.api.ranking import (
     Document,

@@ -8,7 +8,7 @@ import msgspec
 import orjson
 
 from penstock import __version__
-from penstock.api.endpoint import Call, Reply
+from penstock.api.call import Call, Reply
 from penstock.api.routes import RouteSpec
 from penstock.checkpoint.files import optional_json
 from penstock.config import ServerConfig

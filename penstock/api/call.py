@@ -1,0 +1,216 @@
+"""One HTTP request as a handler sees it, and the reply that it gives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.api.body import Body as ReplyBody
+from penstock.api.default_model import Use
+from penstock.api.error_styles import ErrorStyle
+from penstock.api.keys import ApiKey
+from penstock.api.metrics import ApiMetrics
+from penstock.api.result_cache import CacheControl
+from penstock.api.state import ServedModel, ServerState
+from penstock.api.tracing import RequestTrace
+from penstock.errors import BadValue, ModelNotAllowed, ModelNotFound, shown
+
+JSON = b"application/json"
+EVENTS = b"text/event-stream; charset=utf-8"
+_MAX_IGNORED_CHARS = 1024  # of the header that names ignored fields
+
+
+@dataclass(slots=True)
+class Reply:
+    body: ReplyBody
+    content_type: bytes = JSON
+    status: int = 200
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Streamed:
+    """A reply whose body is sent in pieces. The first piece exists already, so earlier failures have a
+    status."""
+
+    first: bytes
+    rest: AsyncGenerator[bytes, None]
+    content_type: bytes = EVENTS
+    status: int = 200
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+
+async def streamed(pieces: AsyncGenerator[bytes, None]) -> Streamed:
+    """Wait for the first piece; an error before it fails the whole reply."""
+    return Streamed(await anext(pieces), pieces)
+
+
+class Call:
+    """One HTTP request in a handler, and where its time went. Defaults are the class's: few are ever set."""
+
+    body_bytes: int = 0
+    request_id: str | None = None
+    tokenize_s: float = 0.0
+    queue_s: float = 0.0
+    device_s: float = 0.0
+    encode_s: float = 0.0
+    errors: ErrorStyle | None = None  # of the dialect that the body turned out to be
+    ignored_fields: tuple[str, ...] = ()
+    num_truncated: int = 0  # rows that were cut to fit
+    cache_control: CacheControl = CacheControl.DEFAULT
+    num_cached_rows: int | None = None  # answered by the result cache; None: it was not asked
+    path_value: str = ""  # what stands for the path's parameter
+    model_name: str = ""  # empty until it is known
+    num_rows: int = 0
+    num_tokens: int = 0
+    num_generated: int = 0  # tokens
+    status: int = 0  # as it is counted; 0 until the request has ended
+    error_code: str = ""
+    is_streamed: bool = False
+    trace: RequestTrace | None = None  # None: not traced
+    shown_body: str = ""  # with --log-inputs
+    use: Use | None = None  # what the route does with a model
+    query_string: bytes = b""  # of a route without a body
+    key: ApiKey | None = None  # that the client has sent; None: the route or the server needs none
+    client: str = ""  # who sent it, as `client_of` tells
+
+    def __init__(self, state: ServerState, metrics: ApiMetrics, began_s: float) -> None:
+        self.state = state
+        self.metrics = metrics
+        self.began_s = began_s
+
+    @property
+    def weight(self) -> float:
+        """The client's share of the device, compared to other clients."""
+        return 1.0 if self.key is None else self.key.weight
+
+    @property
+    def light_weight(self) -> float:
+        """The weight of a client that has no other request in flight; 0 for one that has."""
+        return self.weight if self.state.held.get(self.client, 0) <= 1 else 0.0
+
+    def model(self, body: Any, *, may_truncate: bool = True) -> ServedModel:
+        """The model that a body names. A prompt in the name, and the server's default for long texts, are
+        set in the body where it does not say otherwise."""
+        state = self.state
+        model = state.models.get(body.model)  # nearly always its own name
+        if model is None:
+            model, prompt = self.resolve(body.model)
+            if prompt is not None:
+                choose_prompt_by_name(body, model, prompt)
+        elif self.key is not None and not self.may_use(model):
+            raise self._not_allowed(body.model)
+        if model.auto_truncate and may_truncate and _leaves_open(body):
+            body.truncate_prompt_tokens = -1
+        self.model_name = model.spec.name
+        return model
+
+    def count_work(self, model: ServedModel, num_rows: int, num_tokens: int) -> None:
+        """Count rows and tokens that the request brings to a model."""
+        name = self.model_name = model.spec.name
+        self.num_rows += num_rows
+        self.num_tokens += num_tokens
+        self.metrics.work(name, num_rows, num_tokens)
+
+    def log_fields(self) -> dict[str, str]:
+        """How log lines about this request name it."""
+        fields = {} if self.request_id is None else {"request_id": self.request_id}
+        return fields if self.trace is None else {**fields, "trace_id": self.trace.trace_id}
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model of this name, if the client's key allows it."""
+        return self.resolve(name)[0]
+
+    def resolve(self, name: str | None) -> tuple[ServedModel, str | None]:
+        """The model of this name and the prompt that the name asks for. Models that the client's key does not
+        allow do not exist for the client."""
+        if self.key is None or self.key.models is None:
+            return self.state.find(name, self.use)
+        if not name and (allowed := [each for each in self.state.models.values() if self.may_use(each)]):
+            return self.state.default(self.use, allowed), None
+        try:
+            model, prompt = self.state.find(name, self.use)
+        except ModelNotFound:
+            raise self._not_allowed(name) from None
+        if not self.may_use(model):
+            raise self._not_allowed(name)
+        return model, prompt
+
+    @property
+    def names(self) -> list[str]:
+        """The names of models that the client may use."""
+        return [name for name in self.state.names if self.may_use(self.state.find(name)[0])]
+
+    def may_use(self, model: ServedModel) -> bool:
+        if self.key is None or self.key.models is None:
+            return True
+        aliases = self.state.aliases
+        return any(aliases.get(name, name) == model.spec.name for name in self.key.models)
+
+    def _not_allowed(self, name: str | None) -> ModelNotAllowed:
+        assert self.key is not None
+        asked = f"model {shown(name)}" if name else "the default model"
+        allowed = ", ".join(self.names) or "none of this server"
+        return ModelNotAllowed(
+            f"{asked} is not one that key {self.key.name} may use; its models are: {allowed}", param="model"
+        )
+
+    def count_tokens(self, num_tokens: int) -> None:
+        """Count the tokens of a request that is about to run. Refuse it if its key has no tokens left."""
+        if (key := self.key) is not None:
+            if key.limits is not None:
+                key.limits.take(num_tokens)
+            self.metrics.key_tokens(key.name, num_tokens)
+
+    def count_generated(self, num_tokens: int) -> None:
+        self.num_generated += num_tokens
+        if (key := self.key) is not None:
+            if key.limits is not None:
+                key.limits.owe(num_tokens)
+            self.metrics.key_tokens(key.name, num_tokens)
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        total_s = time.monotonic() - self.began_s
+        out = [
+            (b"x-tokenize-ms", b"%.3f" % (self.tokenize_s * 1000)),
+            (b"x-queue-ms", b"%.3f" % (self.queue_s * 1000)),
+            (b"x-device-ms", b"%.3f" % (self.device_s * 1000)),
+            (b"x-total-ms", b"%.3f" % (total_s * 1000)),
+        ]
+        if self.request_id is not None:
+            out.append((b"x-request-id", self.request_id.encode("latin-1", "replace")))
+        if self.ignored_fields:
+            out.append((b"x-ignored-fields", _names_header(self.ignored_fields)))
+        if self.num_truncated:
+            out.append((b"x-truncated-rows", b"%d" % self.num_truncated))
+        if self.num_cached_rows is not None:
+            out.append((b"x-cache-hits", b"%d" % self.num_cached_rows))
+        return out
+
+
+def _names_header(names: Sequence[str]) -> bytes:
+    """Names that a client chose, as a header can hold them."""
+    text = ", ".join(names).encode("ascii", "backslashreplace")[:_MAX_IGNORED_CHARS]
+    return bytes(byte if 32 <= byte < 127 else 63 for byte in text).strip()
+
+
+def _leaves_open(body: Any) -> bool:
+    """Whether a body has the field that cuts long texts, and leaves open what happens to them."""
+    is_open = getattr(body, "truncate_prompt_tokens", 0) is None
+    return is_open and getattr(body, "chunking", None) in (None, "none")
+
+
+def choose_prompt_by_name(body: Any, model: ServedModel, prompt: str) -> None:
+    """Set the prompt of `model: NAME:PROMPT` in a body, for clients that cannot send one otherwise."""
+    if not hasattr(body, "input_type"):
+        raise BadValue(f"this route takes no prompt; use model {model.spec.name!r}", param="model")
+    names = ("prompt_name", "prompt", "instruction", "input_type")
+    given = next((name for name in names if getattr(body, name, None) is not None), None)
+    if given is not None:
+        raise BadValue(f"model names the prompt {prompt!r}, and {given} another; leave one out", param=given)
+    if prompt in model.spec.prompts and hasattr(body, "prompt_name"):
+        body.prompt_name = prompt
+    else:
+        body.input_type = prompt
