@@ -107,8 +107,10 @@ async def measure(
         name: CheckedModel(name, server.port, TASKS[task](name, NUM_QUESTIONS[task]), options.tolerance)
         for name, task in tasks.items()
     }
-    for model in models.values():
+    for name, model in models.items():
         await model.learn()
+        if tasks[name] == "generate" and options.learn_seconds:
+            await model.learn_texts(CLIENTS[tasks[name]], options.learn_seconds)
     alone = {}
     for name, model in models.items():
         await for_seconds(model, CLIENTS[tasks[name]], 2)
@@ -177,6 +179,12 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", help="of all models")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="of vectors and scores")
+    parser.add_argument(
+        "--learn-seconds",
+        type=float,
+        default=0,
+        help="on a GPU: how long to learn which texts several clients get",
+    )
     parser.add_argument("--bound-mib", type=float, default=64, help="growth allowed to each process")
     parser.add_argument("--flags", default="", help="further flags of the server")
     parser.add_argument("--save", type=Path, help="append the report to this file")

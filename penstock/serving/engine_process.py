@@ -35,7 +35,7 @@ from penstock.serving.launch import (
     follow_parent,
     setup_child_process,
 )
-from penstock.serving.room import make_room, weight_bytes
+from penstock.serving.room import Room, one_name, start_bytes
 from penstock.wire.messages import Ready
 from penstock.wire.server import EngineServer
 from penstock.wire.status import StatusWriter
@@ -84,10 +84,13 @@ def main() -> None:
             settings = msgspec.structs.replace(settings, kv_share=launch.kv_share)
         published = msgspec.to_builtins(settings)
         revision = loaded_revision(launch.spec, published)
-        if control is not None:
-            control.attach(os.getpid(), settings.device)
-            server.make_room = partial(make_room, device=settings.device, ask=control.make_room)
-            server.make_room(weight_bytes(launch.spec))
+        if control is not None and launch.control is not None:
+            control.attach(os.getpid(), one_name(settings.device))
+            room = Room(settings.device, Path(launch.control).parent, control.make_room)
+            server.make_room, server.leave_room = room.make, room.leave
+            room.make(start_bytes(launch.spec, settings))
+            if not settings.device.startswith("cuda"):
+                room.leave()  # engines start at the same time
         from penstock.serving.engine_metrics import EngineMetrics
 
         metrics = EngineMetrics(launch.spec.name, server.memory)

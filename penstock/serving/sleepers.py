@@ -88,6 +88,7 @@ class Sleepers:
             return
         room = _Room(model, link, message.id, message.num_bytes)
         self._rooms.append(room)
+        self._join(room)
         self._advance(room)
 
     def apply(self, now_s: float) -> None:
@@ -137,13 +138,24 @@ class Sleepers:
 
         self.order(model, "sleep", None, slept)
 
+    def _join(self, room: _Room) -> None:
+        """Wait for the models that fall asleep for another reason."""
+        for sent in self._sent.values():
+            victim, told = sent.model, sent.done
+            if sent.action != "sleep" or not _shares_memory(victim, room):
+                continue
+            room.asked.add(victim.number)
+            room.falling_asleep.append(victim)
+
+            def slept(error: str | None, victim: ManagedModel = victim, told: Done = told) -> None:
+                told(error)
+                self._slept(room, victim)
+
+            sent.done = slept
+
     def _advance(self, room: _Room) -> None:
         """Put further models to sleep until there is enough room, or none is left."""
-        victims = (
-            each
-            for each in self._awake()
-            if each is not room.model and each.device == room.model.device and each.number not in room.asked
-        )
+        victims = (each for each in self._awake() if _shares_memory(each, room))
         while self._expected_bytes(room) < room.missing_bytes and (victim := next(victims, None)) is not None:
             room.asked.add(victim.number)
             room.falling_asleep.append(victim)
@@ -166,3 +178,8 @@ class Sleepers:
             room.missing_bytes -= victim.status.read().device_bytes if has_freed else 0
             room.falling_asleep.remove(victim)
             self._advance(room)
+
+
+def _shares_memory(model: ManagedModel, room: _Room) -> bool:
+    """Whether the sleep of a model, which was not asked for yet, can help."""
+    return model is not room.model and model.device == room.model.device and model.number not in room.asked

@@ -23,7 +23,16 @@ import zmq
 from penstock.engine.loop import EngineCore
 from penstock.engine.sleep import Command, Done, SleepCommand, SleepController, SleepReport, WakeCommand
 from penstock.errors import BadValue, EngineError
-from penstock.types import Array, Comparison, DecodedTokens, Failure, Outcome, Request, SequenceIds
+from penstock.types import (
+    Array,
+    Comparison,
+    DecodedTokens,
+    EngineSleep,
+    Failure,
+    Outcome,
+    Request,
+    SequenceIds,
+)
 from penstock.wire.messages import (
     Cancel,
     Compare,
@@ -84,6 +93,8 @@ class EngineServer:
         self.wake_timeout_s = 30.0  # how long a request waits for a model that sleeps; 0: not at all
         # Called on the thread that wakes the model, with the bytes that it is about to take.
         self.make_room: Callable[[int], None] = lambda num_bytes: None
+        # Called when the status page shows that the model has taken the memory, or could not.
+        self.leave_room: Callable[[], None] = lambda: None
         self.observe_sleep: Callable[[SleepReport], None] = lambda report: None
         self._sleep_commands: deque[Command] = deque()
         self._ends: list[Callable[[], None]] = []  # of sleeps and wakes, to be reported
@@ -130,6 +141,7 @@ class EngineServer:
         self._socket.bind(self._address)  # only now: a connection means that the engine can serve
         metrics_are_current = True
         self._publish_status()
+        self.leave_room()
         published_state = sleep.state
         while core.device_failure is None and (not self._stopping or core.busy or sleep.busy):
             readable = dict(self._poller.poll(self._poll_timeout_ms(metrics_are_current)))
@@ -147,7 +159,8 @@ class EngineServer:
                 self._last_rows.clear()  # otherwise closed connections would accumulate
             metrics_are_current = publish_metrics(core)
             if sleep.state is not published_state:
-                self._publish_at_s, published_state = 0.0, sleep.state
+                self._publish_state(sleep.state)
+                published_state = sleep.state
             self._publish_status()
             while self._ends:
                 self._ends.pop(0)()
@@ -173,6 +186,12 @@ class EngineServer:
             commands=self._sleep_commands,
         )
         return self._sleep
+
+    def _publish_state(self, state: EngineSleep) -> None:
+        self._publish_at_s = 0.0
+        self._publish_status()
+        if state in (EngineSleep.AWAKE, EngineSleep.ASLEEP):
+            self.leave_room()
 
     def _publish_status(self) -> None:
         """Tell other processes that the loop turns, and how much waits. Called once a turn; the page is

@@ -163,3 +163,13 @@ def test_models_of_another_device_do_not_sleep_for_it(folder: Path) -> None:
     engines["b"].device = "cuda:1"
     engines.want_room("a", 100)
     assert engines.orders("b") == [] and engines.rooms_made("a") == 1
+
+
+def test_a_model_that_falls_asleep_already_is_waited_for(folder: Path) -> None:
+    engines = Engines(folder, ServerConfig(sleep_after_s=10), "ab")
+    ends: list[str | None] = []
+    engines.sleepers.order(engines["b"], "sleep", 1, ends.append)
+    engines.want_room("a", 100)
+    assert engines.orders("b") == ["sleep"] and engines.rooms_made("a") == 0
+    engines.slept("b")
+    assert engines.rooms_made("a") == 1 and ends == [None]

@@ -226,3 +226,12 @@ def test_commands_before_the_engine_serves_run_when_it_does(sleeping: Sleeping) 
     wait_until(lambda: len(ended) == 2)
     assert ended == [None, None]
     assert sleeping.rooms == [sleeping.read().device_bytes]
+
+
+def test_the_turn_to_take_memory_ends_when_the_status_page_shows_the_end(sleeping: Sleeping) -> None:
+    seen: list[EngineSleep] = []
+    sleeping.server.leave_room = lambda: seen.append(sleeping.read().sleep_state)
+    sleeping.start()
+    sleeping.fall_asleep()
+    sleeping.wake_up()
+    assert seen == [EngineSleep.AWAKE, EngineSleep.ASLEEP, EngineSleep.AWAKE]
