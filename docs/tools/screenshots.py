@@ -149,14 +149,44 @@ def show_comparison(page: Playground) -> None:
 
 
 def show_live(page: Playground) -> None:
-    with _load(page.page.url):
+    with _load(page.page.url, *[_embed_texts] * 3):
         page.choose("Live")
         page.page.locator("#live[data-samples='25']").wait_for()
 
 
+def show_models(page: Playground) -> None:
+    """The live view of an operator: one of the models sleeps."""
+    url, models = page.page.url, page.page.locator("#live-models")
+    page.page.click("#key-toggle")
+    page.page.fill("#key", ADMIN_KEY)
+    page.page.click("#key-form button")
+    page.choose("Live")
+    models.get_by_role("button", name="Sleep spare").click()
+    models.locator(".badge[data-state=asleep]").wait_for()
+    with _load(url, _embed_texts, _embed_texts, _rank, _complete):
+        page.page.locator("#live[data-samples='20']").wait_for()
+
+
+Load = Callable[[int], tuple[str, dict[str, Any]]]  # the path and the body of a request of a thread
+
+
+def _embed_texts(number: int) -> tuple[str, dict[str, Any]]:
+    texts = [f"The {number}th pipe carries water to turbine {row}." for row in range(24)]
+    return "/v1/embeddings", {"input": texts, "user": str(number)}
+
+
+def _rank(number: int) -> tuple[str, dict[str, Any]]:
+    documents = [f"Pipe {row} carries water." for row in range(8)]
+    return "/rerank", {"model": "rerank", "query": f"Where does pipe {number} lead?", "documents": documents}
+
+
+def _complete(number: int) -> tuple[str, dict[str, Any]]:
+    return "/v1/completions", {"model": "chat", "prompt": f"Pipe {number} is", "max_tokens": 24}
+
+
 @contextmanager
-def _load(url: str) -> Iterator[None]:
-    """Some requests each second, more and less in turns, until the block ends."""
+def _load(url: str, *requests: Load) -> Iterator[None]:
+    """Some requests each second, more and less in turns, until the block ends; a thread for each kind."""
     import math
     import time
 
@@ -164,13 +194,13 @@ def _load(url: str) -> Iterator[None]:
 
     done = threading.Event()
 
-    def send(number: int) -> None:
+    def send(number: int, request: Load) -> None:
         with httpx.Client(base_url=url, timeout=60) as client:
             while not done.wait(0.02 + 0.15 * (1 + math.sin(time.monotonic() / 3))):
-                texts = [f"The {number}th pipe carries water to turbine {row}." for row in range(24)]
-                client.post("/v1/embeddings", json={"input": texts, "user": str(number)})
+                path, body = request(number)
+                client.post(path, json=body)
 
-    threads = [threading.Thread(target=send, args=(number,), daemon=True) for number in range(3)]
+    threads = [threading.Thread(target=send, args=each, daemon=True) for each in enumerate(requests)]
     for thread in threads:
         thread.start()
     try:
@@ -195,6 +225,7 @@ class Subject:
     made: str | None = None
     options: dict[str, Any] = field(default_factory=dict)  # of the published model
     beside: str | None = None  # another model of the same server
+    with_others: bool = False  # a server of its own holds it and all of `OTHERS`
 
 
 SUBJECTS = {
@@ -207,7 +238,14 @@ SUBJECTS = {
     "token-classifier": Subject("minilm-entities", "tagger", made="write_entity_model"),
     "generator": Subject("smollm2", "llama", "smollm2"),
     "pair": Subject(DEFAULT_NAME, beside="potion-8m"),
+    "models": Subject("embed", with_others=True),
 }
+OTHERS = {  # of `with_others`, by name
+    "chat": Subject("chat", "llama", "smollm2"),
+    "rerank": Subject("rerank", "cross-encoder", made="write_late_model"),
+    "spare": Subject("spare", "classifier", "question-tiny"),
+}
+ADMIN_KEY = "operator"
 
 
 @dataclass(frozen=True)
@@ -229,6 +267,7 @@ PICTURES = {
     "playground-tokens": Picture("generator", show_tokens),
     "playground-compare": Picture("pair", show_comparison),
     "playground-live": Picture("embedder", show_live),
+    "playground-models": Picture("models", show_models),
     "playground-dark": Picture("late", show_token_map, dark=True),
     "playground-phone": Picture("token-classifier", show_entities, phone=True),
 }
@@ -293,9 +332,17 @@ def take_api_picture(browser: Any, url: str, name: str, folder: Path) -> list[st
 
 @contextmanager
 def serving_subject(subject: Subject, models: Path | None, scratch: Path) -> Iterator[str]:
+    from penstock.checkpoint.find import default_folder
     from tests.docs.model_server import serving_models
     from tests.e2e.server import serving
 
+    if subject.with_others:
+        folders = {name: _folder(other, models, scratch)[0] for name, other in OTHERS.items()}
+        named = [f"{subject.name}={default_folder()}", *(f"{name}={path}" for name, path in folders.items())]
+        environment = {**os.environ, "PENSTOCK_ADMIN_KEY": ADMIN_KEY}
+        with serving(*named, "--device", "cpu", "--kv-cache-gb", "0.2", environment=environment) as server:
+            yield server.url
+        return
     if subject.stand_in is None and subject.beside is None:  # a real server, with the metrics of its engine
         with serving("--device", "cpu") as server:
             yield server.url

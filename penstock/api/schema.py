@@ -25,6 +25,7 @@ from penstock.errors import (
     MalformedBody,
     ModelNotFound,
     NotPossible,
+    OrderFailed,
     PenstockError,
     QueueFull,
     Unauthorized,
@@ -91,6 +92,10 @@ _EVENTS, _OCTETS = "text/event-stream", "application/octet-stream"
 _UNAUTHORIZED = (
     Unauthorized("a valid API key is required; send `Authorization: Bearer KEY`"),
     "The key is missing or wrong.",
+)
+_ORDER_FAILED = (
+    OrderFailed("the model cannot sleep: its engine does not run"),
+    "The order could not be carried out; `message` says why.",
 )
 _FORBIDDEN = (
     Forbidden("this route needs an admin key, and key search is none"),
@@ -438,6 +443,7 @@ def _errors(route: RouteSpec) -> Iterable[tuple[PenstockError, str]]:
         return (
             *(_ERRORS if route.body is not None else (_UNAUTHORIZED, _NOT_FOUND, _UNAVAILABLE)),
             _FORBIDDEN,
+            _ORDER_FAILED,
         )
     if route.body is not None:
         return _ERRORS

@@ -179,7 +179,7 @@ def redis_url(given: str) -> str:
         )
     if importlib.util.find_spec("redis") is None:
         raise ConfigError(
-            "--result-cache-redis needs the redis package; run `pip install 'penstock[redis]'`",
+            "--result-cache-redis needs the redis package; run `pip install '.[redis]'` in the clone",
             param="result_cache_redis",
         )
     return given

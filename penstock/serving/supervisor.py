@@ -329,6 +329,8 @@ class Supervisor:
         model.write_state("running", "the engine is running")
         if self._has_been_ready:
             self._log_ready([model.name], model.started_s)
+            if self._standby is not None:
+                self._standby.prepare()
         elif all(each.is_ready for each in self.models):
             self._on_ready()
 
@@ -377,8 +379,6 @@ class Supervisor:
         detail = f"{which} {exited}; restart {model.child.num_restarts} is in progress"
         log.error("%s", detail)
         model.write_state("restarting", detail)
-        if self._standby is not None and self._has_been_ready:
-            self._standby.prepare()
 
     def _await_reason(self, model: ManagedModel) -> None:
         """Read what an engine said before it exited: its last message may be on the way."""

@@ -55,7 +55,8 @@ def test_json_beyond_the_limit_is_refused(raw: bytes) -> None:
 def http(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder: Path = write_text_model(tmp_path_factory.mktemp("text"))
     engine = ScriptedEngine(lambda prompt, copy: [5])
-    with TestClient(build_app(make_state(folder, engine))) as client:
+    state = make_state(folder, engine, server={"admin_keys": ("operator",)})
+    with TestClient(build_app(state), headers={"Authorization": "Bearer operator"}) as client:
         yield client
 
 

@@ -10,16 +10,29 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from penstock.api.app import ROUTES
+from penstock.api.app import ROUTES, build_app
 from penstock.api.routes import RouteSpec
 from penstock.api.schema import Kind, kinds_of, media_of
-from tests.api.local_app import WholeClient, local_app
+from penstock.serving.control import Action, OrderAnswer
+from tests.api.local_app import WholeClient, local_state
 from tests.fuzz.fleet import KINDS
 
-SERVER = {"enable_tokenizer_info_endpoint": True}
+SERVER = {"enable_tokenizer_info_endpoint": True, "admin_keys": ("operator",)}
 App = Callable[[str], TestClient]
 CALLS = [(route, kind) for route in ROUTES if route.is_listed for kind in kinds_of(route)]
 NAMES = [f"{route.path} {'GET' if kind.body is None else kind.body.__name__}" for route, kind in CALLS]
+
+
+class Obedient:
+    """A supervisor that carries out every order."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def order(self, action: Action, model: str, **options: Any) -> OrderAnswer:
+        states = {"load": "awake", "unload": "unloaded", "sleep": "asleep", "wake": "awake"}
+        return OrderAnswer(0, model, states[action], 0.1)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +45,10 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
             if kind not in made:
                 folder = KINDS[kind](tmp_path_factory.mktemp("models") / kind)
                 options = {"client": WholeClient, "server": SERVER, "kv_cache_gb": 0.05}
-                made[kind], _ = stack.enter_context(local_app(folder, **options))
+                state, _ = stack.enter_context(local_state(folder, aliases=("small",), **options))
+                state.follower = Obedient()
+                headers = {"Authorization": "Bearer operator"}
+                made[kind] = stack.enter_context(TestClient(build_app(state), headers=headers))
             return made[kind]
 
         yield get

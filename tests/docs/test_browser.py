@@ -17,8 +17,9 @@ import httpx
 import pytest
 
 from docs.tools.screenshots import PICTURES, SIZE, SUBJECTS, Camera, chromium, take_picture
-from tests.docs.model_server import serving_models
-from tests.docs.playground_page import Playground
+from penstock.types import EngineSleep
+from tests.docs.model_server import SleepingModels, serving_models
+from tests.docs.playground_page import TIMEOUT_MS, Playground
 from tests.docs.stand_ins import STAND_INS
 from tests.parity.labelled import write_gliclass, write_gliner
 from tests.parity.rewards import write_reward_model
@@ -45,6 +46,7 @@ TABS = {
 NASTY = 'It\'s "quoted", $HOME `id` \\n \\ ünï 水 🙂 %s {} <b>&amp;</b>'
 MARKUP = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>"
 KEY = "secret-key"
+ADMIN_KEY = "operator"
 SHORT = {  # the seeded models read 64 tokens
     "Rerank": {"documents": "the water is there\nhow do they find oil\none word"},
     "Entities": {"input": "she said it to him"},
@@ -56,6 +58,7 @@ BLOCKED = "Failed to load resource"  # how the console tells of an error status,
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    sync_api.expect.set_options(timeout=TIMEOUT_MS)
     with chromium() as found:
         yield found
 
@@ -75,7 +78,12 @@ def playground(camera: Camera) -> Iterator[Playground]:
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def states(tmp_path_factory: pytest.TempPathFactory) -> SleepingModels:
+    return SleepingModels(tmp_path_factory.mktemp("states"))
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory, states: SleepingModels) -> Iterator[str]:
     """The address of a server that holds a model of every kind, under the name of its kind."""
     folder = tmp_path_factory.mktemp("models")
     models = {kind: write(folder / kind) for kind, write in STAND_INS.items()}
@@ -85,7 +93,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     write_gliner(folder / "gliner")
     write_gliclass(folder / "gliclass")
     write_reward_model(folder / "reward", "Qwen2ForRewardModel", 1)
-    with serving_models(models) as address:
+    with serving_models(models, states=states, admin_keys=(ADMIN_KEY,)) as address:
         yield address
 
 
@@ -109,6 +117,15 @@ def works(command: str) -> bool:
     if text.startswith("{"):
         return "error" not in json.loads(text)
     return text.rstrip().endswith("data: [DONE]") or text.startswith("# HELP")
+
+
+def from_module(page: Playground, name: str, function: str, given: Any) -> Any:
+    """The result of a function of JavaScript, which gets a module of the page and what is given."""
+    module = page.page.get_attribute("script[type=module]", "src").replace("main.js", name)
+    return page.page.evaluate(
+        f"([name, given]) => import(new URL(name, location.href)).then((it) => ({function})(it, given))",
+        [module, given],
+    )
 
 
 def posted(sent: list[Any]) -> list[str]:
@@ -207,11 +224,8 @@ def test_tokens_are_readable(playground: Playground, url: str) -> None:
 def test_bytes_and_spaces_of_sentence_pieces_are_read(playground: Playground, url: str) -> None:
     playground.open(url)
     tokens = ["<s>", "▁the", "▁", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "<0xE6>", "end"]
-    module = playground.page.get_attribute("script[type=module]", "src").replace("main.js", "readable.js")
-    groups = playground.page.evaluate(
-        """([module, tokens]) => import(new URL(module, location.href))
-           .then((readable) => readable.groups(tokens, 'metaspace'))""",
-        [module, tokens],
+    groups = from_module(
+        playground, "readable.js", "(module, tokens) => module.groups(tokens, 'metaspace')", tokens
     )
     assert [group["text"] for group in groups] == ["<s>", " the", " ", "🙂", "‹E6›", "end"]
     assert [len(group["tokens"]) for group in groups] == [1, 1, 1, 4, 1, 1]
@@ -304,6 +318,84 @@ def test_other_names_of_a_model_are_not_other_models(playground: Playground, url
     assert playground.page.locator("#model option").all_inner_texts() == ["prompts"]
     assert playground.page.locator("#model").is_hidden()
     assert playground.page.locator("#model-name").inner_text() == "prompts"
+
+
+def test_what_only_other_models_can_do_is_a_click_away(playground: Playground, url: str) -> None:
+    page = playground.open(url, model="prompts").page
+    others = page.locator("#elsewhere button").all_inner_texts()
+    assert {"Chat", "Rerank", "Classify"} <= set(others) and not {"Embed", "Tokens"} & set(others)
+    page.locator("#elsewhere button", has_text="Chat").click()
+    assert playground.tabs == TABS["llama"] and page.url.endswith("#chat/llama")
+    page.reload()
+    page.locator("[role=tab]").first.wait_for()
+    assert playground.tabs == TABS["llama"]
+    playground.page.select_option("#model", "prompts")
+    playground.choose("Embed").fill(input="my own text")
+    for other in ("classifier", "m3"):  # one that has the tab, after one that has not
+        page.select_option("#model", other)
+    assert playground.field("input").input_value() == "my own text"
+    page.goto(f"{url}/#classify")
+    sync_api.expect(page.locator("#model")).to_have_value("nli")
+
+
+def test_the_page_says_that_a_model_wakes(playground: Playground, url: str, states: SleepingModels) -> None:
+    states.set("llama", EngineSleep.ASLEEP)
+    page = playground.open(url, model="prompts", tab="Embed").page
+    assert "llama · asleep" in page.locator("#model option").all_inner_texts()
+    states.set("llama", EngineSleep.AWAKE)
+    states.set("prompts", EngineSleep.WAKING)  # since the page has asked
+    held: list[Any] = []
+    page.route("**/v1/embeddings", lambda route: held.append(route))
+    said, badge = playground.panel.locator(".said"), page.locator("#model-state")
+    playground.panel.locator("button.main").click()
+    sync_api.expect(said).to_have_text("waking prompts …")
+    sync_api.expect(badge).to_have_text("waking")
+    states.set("prompts", EngineSleep.AWAKE)
+    sync_api.expect(badge).to_have_text("awake")
+    sync_api.expect(said).to_have_text("")
+    error = {"message": "prompts did not wake in 30 s", "type": "server_error"}
+    held[0].fulfill(status=503, json={"error": error}, headers={"retry-after": "5"})
+    playground.wait()
+    assert playground.errors == ["503 prompts did not wake in 30 s. Try again in 5 s."]
+
+
+def test_an_operator_has_models_sleep_and_wake(playground: Playground, url: str) -> None:
+    page = playground.open(url, tab="Live").page
+    rows, buttons = page.locator("#live-models tbody tr"), page.locator("#live-models button:visible")
+    sync_api.expect(rows).to_have_count(len(TABS))
+
+    def use_key(key: str) -> None:
+        page.click("#key-toggle")
+        page.fill("#key", key)
+        page.click("#key-form button")
+
+    use_key("wrong")
+    sync_api.expect(playground.panel.locator(".ordered")).to_have_text("The server does not know this key.")
+    assert buttons.count() == 0
+    use_key(ADMIN_KEY)
+    sync_api.expect(buttons).to_have_count(len(TABS))
+    row = rows.filter(has=page.get_by_role("rowheader", name="llama", exact=True))
+    for order, state in (("Sleep", "asleep"), ("Wake", "awake")):
+        row.get_by_role("button", name=f"{order} llama").click()
+        sync_api.expect(row.locator(".badge")).to_have_text(state)
+        sync_api.expect(playground.panel.locator(".ordered")).to_have_text(f"llama is {state}, after 0.1 s.")
+    assert playground.errors == []
+    assert page.evaluate("[localStorage.length, sessionStorage.length]") == [0, 1]
+    page.set_viewport_size({"width": 360, "height": 740})
+    assert not playground.scrolls_sideways
+
+
+def test_the_load_of_each_model_is_told_apart(playground: Playground, url: str) -> None:
+    text = """penstock_queue_rows{model="a"} 3.0
+penstock_queue_rows{model="b \\"x\\""} 4.0
+penstock_queue_wait_seconds{kind="small",model="a"} 1.0
+penstock_queue_wait_seconds{kind="large",model="a"} 2.0"""
+    function = """({ parseMetrics }, text) => {
+      const { total, of } = parseMetrics(text);
+      const rows = "penstock_queue_rows", wait = "penstock_queue_wait_seconds";
+      return [total.get(rows), of("a").get(rows), of('b "x"').get(rows), of("a").get(wait), of("c").size];
+    }"""
+    assert from_module(playground.open(url), "live.js", function, text) == [7, 3, 4, 3, 0]
 
 
 # ── Errors, keys, hostile texts ───────────────────────────────────────────────────────────────────
@@ -506,7 +598,16 @@ def test_text_can_be_read_in_both_colour_schemes(playground: Playground, url: st
         "pre",
         ".vector small",
     ]
-    selectors += ["[role=tab][aria-selected=false]", "label", ".said", "textarea", "nav a"]
+    selectors += [
+        "#model-state",
+        "#elsewhere",
+        "#elsewhere button",
+        "[role=tab][aria-selected=false]",
+        "label",
+        ".said",
+        "textarea",
+        "nav a",
+    ]
     ratios = dict(playground.page.evaluate(CONTRAST, selectors))
     assert {name: ratio for name, ratio in ratios.items() if ratio < 4.5} == {}
     background = playground.page.evaluate("getComputedStyle(document.body).backgroundColor")

@@ -47,7 +47,7 @@ class Guarded:
 
     @property
     def admin_url(self) -> str:
-        found = re.search(r"operation routes are at (\S+)", "".join(self.server.log))
+        found = re.search(r"operation routes are at ([^\s\",]+)", "".join(self.server.log))
         assert found is not None
         return found[1]
 

@@ -23,6 +23,7 @@ from tests.fuzz.fleet import FLAGS, KINDS
 from tests.fuzz.schema_cases import run_schema_cases
 
 MAX_SHOWN = 40
+OPERATORS_PATHS = ("/v1/admin/", "/sleep", "/wake_up", "/is_sleeping")
 
 
 class Tally:
@@ -55,7 +56,12 @@ class Tally:
 
     @property
     def never_succeeded(self) -> list[str]:
-        return sorted(set(self.dialects) - self.succeeded)
+        """Routes without a success, except those of operators: the servers have no admin key."""
+        return sorted(
+            route
+            for route in set(self.dialects) - self.succeeded
+            if not route.partition(" ")[2].startswith(OPERATORS_PATHS)
+        )
 
     def table(self) -> str:
         rows = [("dialect", "cases", "2xx", "4xx", "5xx"), ("---",) * 5]

@@ -3,26 +3,38 @@
 import { Refused, askText } from "./client.js";
 import { sparkline } from "./charts.js";
 import { el, milliseconds, percent } from "./dom.js";
+import { ModelTable } from "./model_table.js";
 import { showError } from "./panel.js";
 import { SnippetCard } from "./snippets.js";
 
 const EVERY_MS = 1000;
 const POINTS = 60;
-const OWN_ROUTES = new Set(["/metrics", "/ready", "/health", "/live", "/version", "/v1/models", "/openapi.json", "/docs", "/", "/static/{file}", "other"]);
+const OWN_ROUTES = new Set(["/metrics", "/ready", "/health", "/live", "/version", "/v1/models", "/is_sleeping", "/openapi.json", "/docs", "/", "/static/{file}", "other"]);
 const SAMPLE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$/;
 
-/** Sums of the samples by name. Requests for pages and for these numbers themselves are left out. */
+const MODEL = /(?:^|,)model="((?:[^"\\]|\\.)*)"/;
+const ESCAPED = { "\\n": "\n", '\\"': '"', "\\\\": "\\" };
+
+/**
+ * Sums of the samples by name: `total` over everything, and `of(model)` over the samples of one model.
+ * Requests for pages and for these numbers themselves are left out.
+ */
 export function parseMetrics(text) {
-  const sums = new Map();
+  const total = new Map(), byModel = new Map();
+  const add = (sums, name, value) => sums.set(name, (sums.get(name) ?? 0) + value);
   for (const line of text.split("\n")) {
     const found = SAMPLE.exec(line);
     if (!found) continue;
     const [, name, labels, value] = found;
     const route = name === "penstock_requests_total" && /(?:^|,)route="([^"]*)"/.exec(labels ?? "");
     if (route && OWN_ROUTES.has(route[1])) continue;
-    sums.set(name, (sums.get(name) ?? 0) + Number(value));
+    add(total, name, Number(value));
+    const model = MODEL.exec(labels ?? "")?.[1].replace(/\\./g, (pair) => ESCAPED[pair] ?? pair);
+    if (model === undefined) continue;
+    if (!byModel.has(model)) byModel.set(model, new Map());
+    add(byModel.get(model), name, Number(value));
   }
-  return sums;
+  return { total, of: (model) => byModel.get(model) ?? new Map() };
 }
 
 const number = (value) => value.toLocaleString("en", { maximumFractionDigits: value < 10 ? 1 : 0 });
@@ -46,6 +58,14 @@ const GRAPHS = [
   { id: "busy", label: "Device busy", value: (...args) => Math.min(1, rate("penstock_device_seconds_total")(...args)), shown: percent, top: 1 },
 ];
 
+const MODEL_FIGURES = [
+  { label: "Waiting", value: gauge("penstock_queue_rows"), shown: number },
+  { label: "Running", value: gauge("penstock_running_rows"), shown: number },
+  { label: "Steps/s", value: rate("penstock_step_seconds_count"), shown: number },
+  { label: "Tokens/s", hint: "read and generated", shown: number,
+    value: (...args) => rate("penstock_tokens_total")(...args) + rate("penstock_generated_tokens_total")(...args) },
+];
+
 export class LivePanel {
   constructor(view) {
     this.view = view;
@@ -60,10 +80,13 @@ export class LivePanel {
     this.snippets = new SnippetCard("live", () => ({ path: "/metrics", body: null }));
     this.snippets.write();
     this.status = el("span", { class: "aside said", role: "status" });
+    this.ordered = el("p", { class: "aside ordered", role: "status" });
+    this.refused = el("p", { class: "error", role: "alert", hidden: true });
+    this.table = new ModelTable(MODEL_FIGURES, (words, error) => { this.ordered.textContent = words; showError(this.refused, error); });
     const about = el("section", { class: "card form" }, el("h2", {}, "Live"),
-      el("p", { class: "about" }, "All requests of all clients of this server, for the last minute. Send some from another tab."), this.status, this.error);
+      el("p", { class: "about" }, "All requests of all clients of this server, for the last minute. Send some from another tab."), this.status, this.ordered, this.refused, this.error);
     this.node = el("section", { class: "panel", id: "live", role: "tabpanel", "aria-labelledby": "tab-live", tabindex: "-1" },
-      about, el("div", { class: "results graphs" }, this.graphs.map(({ node }) => node)), this.snippets.node);
+      about, el("div", { class: "results graphs" }, this.table.node, this.graphs.map(({ node }) => node)), this.snippets.node);
     document.addEventListener("visibilitychange", () => this.schedule(0));
   }
 
@@ -84,6 +107,7 @@ export class LivePanel {
     if (this.isPolling) return;
     this.isPolling = true;
     try {
+      await this.table.refresh();
       const now = parseMetrics(await askText("/metrics")), at = performance.now();
       if (this.before) this.draw(now, (at - this.before.at) / 1000);
       this.before = { now, at };
@@ -100,8 +124,9 @@ export class LivePanel {
 
   draw(now, seconds) {
     this.node.dataset.samples = String(Number(this.node.dataset.samples ?? 0) + 1);
+    this.table.draw(now.of, this.before.now.of, seconds);
     GRAPHS.forEach(({ value, shown, top, label }, i) => {
-      const latest = value(now, this.before.now, seconds), values = this.history[i];
+      const latest = value(now.total, this.before.now.total, seconds), values = this.history[i];
       values.push(latest);
       if (values.length > POINTS) values.shift();
       this.graphs[i].value.textContent = shown(latest);

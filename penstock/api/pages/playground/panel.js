@@ -8,14 +8,18 @@
 //   request(values, model)   → { path, body }; throws Refused if something is missing
 //   show(result, context)    → { nodes, said } from the answer; or
 //   run(context)             → { nodes, said }, for views that do more than one request or that stream
+//   needsEngine          false: it is answered while the model sleeps
 //   asYouType            it runs while the user types
 //   keeps                its results stay when the form changes or a request fails: a conversation
 
 import { Refused, ask } from "./client.js";
 import { el } from "./dom.js";
+import { hasToWake, readModels } from "./models.js";
 import { SnippetCard } from "./snippets.js";
 
 const TYPING_MS = 250;
+const STATES_MS = 500;  // between looks at the states of models while a request runs
+const pause = (ms) => new Promise((resolve) => { setTimeout(resolve, ms); });
 
 /** A field of a form: { name, label, kind, value, … }. `param` is the field of the request that errors name. */
 class Field {
@@ -44,6 +48,12 @@ class Field {
     if (this.spec.kind === "number") return this.input.value === "" ? undefined : Number(this.input.value);
     return this.input.value;
   }
+
+  /** What the user wrote, if it is not what stood here; options are left to each model. */
+  get draft() {
+    const { kind, option, value = "" } = this.spec;
+    return ["lines", "text", "line"].includes(kind) && !option && this.input.value !== value ? this.input.value : null;
+  }
 }
 
 /** Shows an error, or hides the place if there is none. */
@@ -52,7 +62,7 @@ export function showError(place, error) {
   if (!error) return place.replaceChildren();
   const { message, status, param, retryAfter } = error;
   const facts = [status, param].filter(Boolean).join(" · ");
-  place.replaceChildren(...[facts ? el("b", {}, facts) : "", ` ${message}`, retryAfter ? ` Try again in ${retryAfter} s.` : ""]);
+  place.replaceChildren(...[facts ? el("b", {}, facts) : "", ` ${message}`, retryAfter ? `${/[.!?]$/.test(message) ? "" : "."} Try again in ${retryAfter} s.` : ""]);
 }
 
 export class Panel {
@@ -95,6 +105,19 @@ export class Panel {
     this.stop.addEventListener("click", () => this.abort());
     this.clear();
     this.changed();
+  }
+
+  /** What the user wrote, by field; `write` puts it into the panel of another model. */
+  get drafts() {
+    return this.fields.filter(({ draft }) => draft !== null).map(({ spec, draft }) => [spec.name, draft]);
+  }
+
+  write(drafts) {
+    for (const [name, text] of drafts) {
+      const field = this.fields.find(({ spec }) => spec.name === name);
+      if (field) field.input.value = text;
+    }
+    if (drafts.length) this.changed();
   }
 
   get values() {
@@ -146,11 +169,27 @@ export class Panel {
     this.results.replaceChildren(models.length > 1 ? el("div", { class: "columns" }, slots.map(({ node }) => node)) : slots[0].node);
     this.stop.hidden = false;
     this.form.setAttribute("aria-busy", "true");
+    let isOver = false;
+    if (this.view.needsEngine ?? true) this.tellWaking(models, () => isOver || !isNewest());
     const outcomes = await Promise.all(slots.map((slot) => this.runOne(slot, values, signal)));
+    isOver = true;
     if (!isNewest()) return;
     this.stop.hidden = true;
     this.form.removeAttribute("aria-busy");
     this.finish(outcomes, slots);
+  }
+
+  /** While a request runs: says which models wake for it. */
+  async tellWaking(models, isOver) {
+    for (let looks = 0; !isOver(); looks++) {
+      const waking = models.filter(({ id }) => hasToWake(id)).map(({ id }) => id);
+      const words = waking.length ? `waking ${waking.join(", ")} …` : "";
+      if (this.said.textContent !== words) this.said.textContent = words;
+      if (looks && !waking.length) return;  // they are awake: the request takes long for another reason
+      await pause(STATES_MS);
+      if (!isOver()) await readModels().catch(() => {});
+    }
+    if (models.some(({ id }) => hasToWake(id))) readModels().catch(() => {});  // by now they are awake, or failed
   }
 
   async runOne(slot, values, signal) {
@@ -177,6 +216,7 @@ export class Panel {
       this.said.textContent = stopped ? "Stopped." : "";
       if (!stopped) this.complain(error);
     }
+    if (outcomes.some((outcome) => outcome.error?.status === 503)) readModels().catch(() => {});  // their states
     if (outcomes.some((outcome) => outcome.error?.status === 401)) this.app.needKey(() => this.run());
     this.view.afterRun?.(this, outcomes);
     this.snippets.write();

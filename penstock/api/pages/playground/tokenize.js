@@ -26,7 +26,7 @@ function chip(group, tokens, special) {
 }
 
 export const tokenize = {
-  id: "tokens", title: "Tokens", action: "Tokenise", heading: "Tokens", asYouType: true,
+  id: "tokens", title: "Tokens", action: "Tokenise", heading: "Tokens", asYouType: true, needsEngine: false,
   about: "What the model reads: the pieces of a text, each with its id.",
   empty: "Press Tokenise to see the tokens of the text.",
   offered: () => true,
