@@ -194,7 +194,7 @@ def main() -> int:
     if options.kill not in (*tasks, "none"):
         parser.error(f"--kill {options.kill}: the server has no such model")
     common = {"device": options.device, "dtype": options.dtype}
-    # A small KV cache is full after the warm-up: on a CPU its memory is taken on use, which looks like growth.
+    # A small KV cache is soon full: on a CPU its memory is taken on use, which looks like growth.
     small = {"max_model_len": 1024, "kv_cache_gb": 0.1} if options.device == "cpu" else {}
     own = {"generate": small}
     entries = [model_entry(name, folders[name], {**common, **own.get(name, {})}) for name in tasks]
