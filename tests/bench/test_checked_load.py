@@ -117,3 +117,15 @@ def test_memory_that_grows_is_found_also_in_an_engine_that_replaces_another(
     ]
     complaints = memory.memory_complaints(rows, bound_mib=48)
     assert [complaint.split(" ends")[0] for complaint in complaints] == ["API 2", "engine-0 4"]
+
+
+def test_texts_that_were_learned_for_a_question_are_right_for_it_alone(script: Callable[[str], Any]) -> None:
+    load = script("checked_load")
+    model = load.CheckedModel("m", 0, load.generate_questions("m", 2), expected=["one", "other"])
+    reply = load.Reply(200, {"x-request-id": "m-0"}, b'{"choices": [{"text": "a tie"}]}')
+    assert "instead of 'one'" in model._complaint(reply, 0, 0)
+    model._learns_texts = True
+    model._complaint(reply, 0, 0)
+    model._learns_texts = False
+    assert model._complaint(reply, 0, 0) == ""
+    assert "instead of 'other'" in model._complaint(reply, 0, 1)
