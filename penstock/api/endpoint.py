@@ -146,26 +146,26 @@ class Endpoint:
 
     async def _admitted(self, call: Call, scope: Scope, receive: Receive, send: Send) -> Reply | Streamed:
         """The reply. A streamed one has been sent when this returns: it counts as in flight until then."""
-        if call.key is not None and self.keys.has_several:
-            call.client = call.key.name
+        state, key, limits = self.state, call.key, None
+        if key is None or not self.keys.has_several:
+            client = client_of(scope)
         else:
-            call.client = client_of(scope)
-        client = call.client
-        self.state.check_room(client)  # before the body, which nobody has to send in vain
-        limits = None if call.key is None else call.key.limits
-        if limits is not None:
+            client = key.name
+        call.client = client
+        state.check_room(client)  # before the body, which nobody has to send in vain
+        if key is not None and (limits := key.limits) is not None:
             limits.check()
         raw = await self._read(call, scope, receive)
         call.body_bytes = len(raw)
         if self.observer is not None and self.observer.shows_bodies:
             call.shown_body = shown_body(raw)
-        self.state.admit(client)
-        try:
-            if limits is not None:
+        state.admit(client)
+        if limits is not None:
+            try:
                 limits.enter()
-        except KeyLimitReached:
-            self.state.release(client)
-            raise
+            except KeyLimitReached:
+                state.release(client)
+                raise
         try:
             if self.decoder is None:
                 return await unless_gone(self.handler(call), receive)
@@ -177,7 +177,7 @@ class Endpoint:
                 await self._stream(call, reply, receive, send)
             return reply
         finally:
-            self.state.release(client)
+            state.release(client)
             if limits is not None:
                 limits.leave()
 

@@ -11,7 +11,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from penstock.api.metric_aliases import Kinds, alias_text
-from penstock.buffered_metrics import BufferedHistogram, BufferedMetrics
+from penstock.buffered_metrics import BufferedCounter, BufferedHistogram, BufferedMetrics
 from penstock.errors import (
     Cancelled,
     KeyLimitReached,
@@ -116,11 +116,16 @@ class ApiMetrics:
     def __init__(self) -> None:
         self._buffer = BufferedMetrics()
         self._due = False
-        self._phases: dict[str, tuple[BufferedHistogram, ...]] = {}  # by model
+        # What most requests use, by route, status and model, or by model alone: one look-up for each.
+        self._requests: dict[tuple[str, int, str], tuple[BufferedCounter, BufferedHistogram]] = {}
+        self._work: dict[str, tuple[BufferedCounter, BufferedCounter]] = {}
+        self._phases: dict[str, tuple[BufferedHistogram, ...]] = {}
 
     def request(self, route: str, status: int, model: str, seconds: float) -> None:
-        self._buffer.counter(REQUESTS, route, str(status), model).inc()
-        self._buffer.histogram(REQUEST_SECONDS, route, model).observe(seconds)
+        key = route, status, model
+        count, duration = self._requests.get(key) or self._requests_of(*key)
+        count.inc()
+        duration.observe(seconds)
         if not self._due:
             self._due = True
             asyncio.get_running_loop().call_later(PUBLISH_INTERVAL_S, self.publish)
@@ -146,9 +151,21 @@ class ApiMetrics:
     def ignored_fields(self, route: str, count: int) -> None:
         IGNORED_FIELDS.labels(route).inc(count)
 
-    def work(self, model: str, rows: int, tokens: int) -> None:
-        self._buffer.counter(ROWS, model).inc(rows)
-        self._buffer.counter(TOKENS, model).inc(tokens)
+    def _requests_of(self, route: str, status: int, model: str) -> tuple[BufferedCounter, BufferedHistogram]:
+        made = self._requests[route, status, model] = (
+            self._buffer.counter(REQUESTS, route, str(status), model),
+            self._buffer.histogram(REQUEST_SECONDS, route, model),
+        )
+        return made
+
+    def work(self, model: str, num_rows: int, num_tokens: int) -> None:
+        rows, tokens = self._work.get(model) or self._work_of(model)
+        rows.inc(num_rows)
+        tokens.inc(num_tokens)
+
+    def _work_of(self, model: str) -> tuple[BufferedCounter, BufferedCounter]:
+        made = self._work[model] = self._buffer.counter(ROWS, model), self._buffer.counter(TOKENS, model)
+        return made
 
     def generated(self, model: str, tokens: int) -> None:
         GENERATED.labels(model).inc(tokens)

@@ -60,7 +60,8 @@ async def run(
     request = prepared.request
     call.tokenize_s = time.monotonic() - began
     call.num_truncated += request.num_truncated  # a call may run several requests
-    call.count_tokens(request.num_tokens)
+    if call.key is not None:
+        call.count_tokens(request.num_tokens)
     call.count_work(model, request.num_rows, request.num_tokens)
     if call.trace is not None:
         call.trace.tokenized(began, call.tokenize_s)
@@ -111,7 +112,7 @@ def scheduling_of(call: Call, body: Scheduled) -> Scheduling:
         arrival_s=call.began_s,
         timeout_s=timeout_s,
         client=call.client,
-        weight=call.weight,
+        weight=1.0 if call.key is None else call.key.weight,
     )
 
 

@@ -156,6 +156,8 @@ class ServerState:
         """The model of this name; without a name, the one that suits the use. `NAME:PROMPT` names a prompt
         too."""
         if name is None or name == "":
+            if len(self.models) == 1:
+                return next(iter(self.models.values())), None
             return self.default(use), None
         if (model := self._named(name)) is not None:
             return model, None
@@ -186,7 +188,8 @@ class ServerState:
 
     def admit(self, client: str = "") -> None:
         """Count a request in, once its body is read and before other work; `release` counts it out."""
-        self.check_room(client)
+        if self.in_flight >= self.config.max_concurrent_requests:
+            self.check_room(client)
         self.in_flight += 1
         held = self.held
         held[client] = held.get(client, 0) + 1
