@@ -69,7 +69,7 @@ class Sleepers:
             sent.done(message.error)
 
     def engine_exited(self, model: ManagedModel) -> None:
-        """Fail the orders of an engine that is gone; it needs no room any more, and has none."""
+        """Fail the orders of an engine that is gone. It needs no room, and its memory is free."""
         for number, sent in list(self._sent.items()):
             if sent.model is model:
                 del self._sent[number]

@@ -154,7 +154,7 @@ class Supervisor:
         return model
 
     def remove_model(self, model: ManagedModel) -> None:
-        """Serve a model no longer. Its engine stops once no API process sends it anything."""
+        """Stop serving a model. Its engine stops once no API process sends it anything."""
         self.models.remove(model)
         model.is_leaving = True
         self.publish_models()
