@@ -144,7 +144,7 @@ class FairQueue(Generic[T]):
             yield item
 
     def settle(self, num_visited: int, waits: Callable[[T], object]) -> list[T]:
-        """Remove and return the requests, of those visited by the last walk, that have stopped waiting."""
+        """Remove and return the requests that have stopped waiting, of those that the last walk visited."""
         order, clients = self._order, self._visited
         if len(order) == 1:
             clients = [order[0][1]]
