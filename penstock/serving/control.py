@@ -269,7 +269,7 @@ class EngineControl:
         self._send(OrderDone(order.id, error))
 
     def make_room(self, num_bytes: int, timeout_s: float = 120.0) -> None:
-        """Have other models sleep until this many more bytes are free; return when no other model can help."""
+        """Have other models sleep until this many more bytes are free, or no other model can help."""
         number, answered = next(self._ids), Event()
         self._asked[number] = answered
         self._send(RoomWanted(number, num_bytes))
