@@ -87,7 +87,7 @@ def test_other_addresses_are_refused_without_being_shown(url: str) -> None:
 
 def test_redis_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flags.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'penstock\[redis\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[redis\]'"):
         redis_url("redis://127.0.0.1")
 
 

@@ -5,6 +5,7 @@ It needs an interpreter of its own: Triton decides at import whether kernels are
 
 from __future__ import annotations
 
+import os
 from types import ModuleType
 from typing import Any
 
@@ -41,6 +42,7 @@ from penstock.kernels import (  # noqa: E402
 from penstock.layers.distance_bias import DistanceBias  # noqa: E402
 
 TARGET = GPUTarget("cuda", 90, 32)
+ALL_VARIANTS = bool(os.environ.get("PENSTOCK_ALL_CASES"))
 MODULES = (activation, attention, blockwise, embedding, experts, gate_up, int4, logit_thresholds, norm)
 MODULES += (output_quantize, paged, pooling, quantize, rotary, sampled_tokens, sampling, splade)
 # Functions that only other kernels call.
@@ -92,7 +94,8 @@ def skip_assembler(*_: Any) -> bytes:
 class Compiler:
     """Takes the place of a kernel: a launch compiles it for `TARGET` and runs nothing.
 
-    Every variant is compiled to PTX; the first of a kernel for its types of arguments is assembled too.
+    The first variant of a kernel for its types of arguments is compiled and assembled. With
+    PENSTOCK_ALL_CASES=1 the others are compiled to PTX.
     """
 
     compiled: set[str] = set()
@@ -119,6 +122,8 @@ class Compiler:
         make = GluonASTSource if self.function.is_gluon() else ASTSource
         options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
         types = (self.function.__name__, *signature.values())
+        if types in self.assembled and not ALL_VARIANTS:
+            return
         CUDABackend.make_cubin = skip_assembler if types in self.assembled else ASSEMBLE
         self.assembled.add(types)
         triton.compile(make(self.function, signature, constexprs), target=TARGET, options=options)
