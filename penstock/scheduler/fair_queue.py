@@ -122,7 +122,8 @@ class FairQueue(Generic[T]):
         """The requests in the order in which they should run. Nothing else may change before `settle`."""
         if len(self._order) == 1:
             return (entry[1] for entry in self._order[0][1].entries)
-        self._visited = visited = list[ClientQueue[T]]()
+        visited: list[ClientQueue[T]] = []
+        self._visited = visited
         return self._walk_clients(visited)
 
     def _walk_clients(self, visited: list[ClientQueue[T]]) -> Iterator[T]:
@@ -196,7 +197,8 @@ class FairQueue(Generic[T]):
             now = self.virtual_time
             kept = {c.name: c for c in self._clients.values() if c.entries or c.virtual_time > now}
             self._clients, self._max_remembered = kept, _MIN_REMEMBERED + 2 * len(kept)
-        client = self._clients[name] = ClientQueue[T](name)
+        client: ClientQueue[T] = ClientQueue(name)
+        self._clients[name] = client
         return client
 
 

@@ -281,8 +281,15 @@ class WaitingQueue:
 
     def account_run(self, queued: QueuedRequest, tokens: int, rows: int) -> None:
         """Subtract tokens and rows that run now, and count the tokens for the client of the request."""
-        self.account(queued, tokens, rows)
-        (self._large if queued.is_large else self._small).charge(queued.client, tokens)
+        client, line = queued.client, self._small
+        self.num_tokens -= tokens
+        self.num_rows -= rows
+        client.num_tokens -= tokens
+        if queued.is_large:
+            line = self._large
+            self.num_large_tokens -= tokens
+            self.num_large_rows -= rows
+        line.charge(client, tokens)
 
     def settle(self, num_visited: int, *, large: bool = False) -> None:
         """After a walk over `num_visited` requests of a kind: remove those that have no rows left, and let

@@ -195,7 +195,7 @@ class Scheduler:
         request, queued = entry.request, self.queue.find(entry.request.id)
         if isolated is None:
             rank = self.queue.next_rank(request)
-            outside = ClientQueue[QueuedRequest](request.client)
+            outside: ClientQueue[QueuedRequest] = ClientQueue(request.client)
             isolated = QueuedRequest(request, _NO_ROWS, _NO_ROWS, rank, outside, cached=entry.cached)
         for owner in (isolated, queued):
             closed = [] if owner is None else owner.close_rows(entry.rows)
@@ -274,7 +274,8 @@ class Scheduler:
 
     def _fill_small(self) -> list[ScheduledRows]:
         """A step while only small requests wait, or while steps are not shared."""
-        scheduled, room = list[ScheduledRows](), self._step_room()
+        scheduled: list[ScheduledRows] = []
+        room = self._step_room()
         if self._num_flood_steps:
             self._num_flood_steps -= 1
             room.tokens = min(room.tokens, self.max_shared_tokens)
@@ -289,7 +290,8 @@ class Scheduler:
 
     def _fill_large(self) -> list[ScheduledRows]:
         """A step while only large requests wait."""
-        scheduled, room = list[ScheduledRows](), self._step_room()
+        scheduled: list[ScheduledRows] = []
+        room = self._step_room()
         if self._num_short_steps:
             self._num_short_steps -= 1
             room.tokens = min(room.tokens, self.max_shared_tokens)
