@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.backlog import check_wait, max_queued_of, retry_after_s
+from penstock.backlog import ADMITTED_SHARE, check_wait, max_queued_of, retry_after_s
 from penstock.errors import QueueFull
 from penstock.wire.status import StatusReader
 
@@ -126,7 +126,8 @@ class Admission:
         backlog = published._replace(
             small_tokens=published.small_tokens + small, large_tokens=published.large_tokens + large
         )
-        waiting, limit = backlog.num_tokens, settings["max_queued_tokens"]
+        waiting, max_tokens = backlog.num_tokens, settings["max_queued_tokens"]
+        limit = max_tokens
         if light_weight and (backlog.small_weight or backlog.large_weight):
             limit = max_queued_of(limit, waiting, held=0, num_clients=1)
         if waiting and waiting + admitted.estimated_tokens > limit:
@@ -137,10 +138,12 @@ class Admission:
             error.retry_after_s = retry_after_s(backlog.wait_s(is_large=True), 0)
             raise error
         is_large = admitted.is_large or generates
-        wait_s = backlog.wait_s(is_large=is_large)
+        wait_s = any_wait_s = backlog.wait_s(is_large=is_large)
         if light_weight:
             own_tokens = min(admitted.estimated_tokens, settings["max_num_batched_tokens"])
             wait_s = backlog.client_wait_s(own_tokens, light_weight, is_large=is_large and not generates)
-        check_wait(wait_s, settings["max_queue_seconds"])
-        if not admitted.is_large and not light_weight:
+        check_wait(wait_s, max_wait_s := settings["max_queue_seconds"])
+        is_admitted_for_any = any_wait_s <= ADMITTED_SHARE * max_wait_s or not max_wait_s
+        is_admitted_for_any &= waiting + admitted.estimated_tokens <= max_tokens
+        if not admitted.is_large and is_admitted_for_any:  # whoever sends the next small ones
             self._trusted_until_s[generates] = self._clock() + _TRUST_S
