@@ -171,10 +171,7 @@ class ServerState:
                 return model, prompt
         if self.config.any_model_name:
             return self.default(use), None
-        raise ModelNotFound(
-            f"model {shown(name)} is not served here; this server has: {', '.join(self.names)}",
-            param="model",
-        )
+        raise self._not_found(name)
 
     def default(self, use: Use | None = None, among: Sequence[ServedModel] | None = None) -> ServedModel:
         """The model of requests that name none; one of `among`, where a client may not use all."""
@@ -182,6 +179,18 @@ class ServerState:
         if not models:
             raise EngineUnavailable("this server has no model yet")
         return models[choose((model.spec for model in models), use) if len(models) > 1 else 0]
+
+    def named(self, name: str) -> ServedModel:
+        """The model of exactly this name or alias; an order must not reach another."""
+        if (model := self._named(name)) is None:
+            raise self._not_found(name)
+        return model
+
+    def _not_found(self, name: str) -> ModelNotFound:
+        return ModelNotFound(
+            f"model {shown(name)} is not served here; this server has: {', '.join(self.names)}",
+            param="model",
+        )
 
     def _named(self, name: str) -> ServedModel | None:
         return self.models.get(self.aliases.get(name, name))

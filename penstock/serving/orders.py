@@ -82,6 +82,10 @@ class Orders:
             if pending.link is link:
                 log.warning("an API process exited before it was told about %s %s", *_words(pending.order))
 
+    def loads(self, model: ManagedModel) -> bool:
+        """Whether an order to load this model is not answered yet."""
+        return any(each.model is model and each.order.action == "load" for each in self.pending)
+
     def load_failed(self, model: ManagedModel, reason: str) -> bool:
         """A model cannot be served. Returns whether it was an operator who wanted to load it."""
         pending = next((each for each in self.pending if each.model is model), None)
@@ -156,6 +160,7 @@ class Orders:
         if process is not None:
             mark_dead(process.pid)
             model.child.process = None
+        self._supervisor.sleepers.engine_exited(model)  # an engine may wait for its memory
         model.remove_files()
         if pending.order.action == "unload":
             pending.answer("unloaded")

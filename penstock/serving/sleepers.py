@@ -149,7 +149,7 @@ class Sleepers:
 
             def slept(error: str | None, victim: ManagedModel = victim, told: Done = told) -> None:
                 told(error)
-                self._slept(room, victim)
+                self._slept(room, victim, has_freed=error in (None, ENGINE_GONE))
 
             sent.done = slept
 

@@ -283,7 +283,11 @@ class Supervisor:
             api.connected[message.model] = message.engine_pid
         elif isinstance(message, TableApplied):
             api.table_version = message.version
-        elif (model := self.models.get(message.model)) is not None:
+        elif (model := self.models.get(message.model)) is None:
+            return
+        elif model.child.has_ever_served and not self.orders.loads(model):  # other models go on
+            log.error("an API process cannot serve %s: %s", model.name, message.reason)
+        else:
             self._on_unloadable(model, message.reason)
 
     def _handle_engine(self, model: ManagedModel, link: Link, message: EngineAttached | EngineFailed) -> None:

@@ -142,6 +142,17 @@ def test_another_model_sleeps_where_one_cannot(folder: Path) -> None:
     assert engines.rooms_made("a") == 1
 
 
+def test_a_model_that_cannot_fall_asleep_for_another_reason_frees_nothing(folder: Path) -> None:
+    engines = Engines(folder, ServerConfig(sleep_after_s=1), "abc")
+    engines.set("a", used_s=100.0)
+    engines.set("c", used_s=99.5)
+    engines.sleepers.apply(100.0)
+    assert engines.orders("b") == ["sleep"] and engines.orders("c") == []
+    engines.want_room("a", 100)
+    engines.slept("b", error="no host memory")
+    assert engines.orders("c") == ["sleep"] and engines.rooms_made("a") == 0
+
+
 def test_an_engine_is_answered_at_once_where_nothing_can_sleep(folder: Path) -> None:
     engines = Engines(folder, ServerConfig(), "ab")
     engines.set("b", state=EngineSleep.WAKING)

@@ -94,7 +94,7 @@ async def _ordered(
     if follower is None:
         raise NotPossible("the models of this server cannot be changed")
     if action != "load":
-        model = call.state.find(model)[0].spec.name
+        model = call.state.named(model).spec.name
     return order_reply(await follower.order(action, model, level=level, settings=settings))
 
 
@@ -136,7 +136,7 @@ class SleepingAnswer(msgspec.Struct, kw_only=True):
 async def is_sleeping(call: Call) -> Reply:
     """Tell whether the model of `?model=`, or every model, sleeps."""
     names = _named(call, _query(call, "model"))
-    states = [call.state.find(name)[0].state for name in names]
+    states = [call.state.named(name).state for name in names]
     answer = SleepingAnswer(is_sleeping=all(state in ("asleep", "waking") for state in states))
     return Reply(msgspec.json.encode(answer))
 
