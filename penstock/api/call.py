@@ -61,7 +61,7 @@ class Call:
     num_truncated: int = 0  # rows that were cut to fit
     cache_control: CacheControl = CacheControl.DEFAULT
     num_cached_rows: int | None = None  # answered by the result cache; None: it was not asked
-    path_value: str = ""  # what stands for the path's parameter
+    path_value: str = ""  # the value of the path's parameter
     model_name: str = ""  # empty until it is known
     num_rows: int = 0
     num_tokens: int = 0

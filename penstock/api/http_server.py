@@ -18,7 +18,7 @@ from penstock.api.hosts import HostCheck
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """A listening socket, and what is behind it."""
+    """A listening socket, and the application that it serves."""
 
     socket: socket.socket
     app: ASGIApp
@@ -27,7 +27,7 @@ class Door:
 
 
 class HttpServer(uvicorn.Server):
-    """Serves every door until it is told to stop."""
+    """Serves all listening sockets until it is told to stop."""
 
     def __init__(self, config: uvicorn.Config, doors: Sequence[Door], handshake_timeout_s: float) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""What is told about every request while it runs: its trace and its line in the access log."""
+"""Observability of a request: its trace, and its line in the access log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RequestObserver:
-    """Begins and ends what is told about a request."""
+    """Begins and ends the trace and the access-log line of a request."""
 
     def __init__(self, tracer: Tracer | None, access_log: AccessLog | None, *, shows_bodies: bool) -> None:
         self.tracer = tracer
@@ -41,7 +41,7 @@ class RequestObserver:
 
 
 def observer_for(config: ServerConfig) -> RequestObserver | None:
-    """The observer that the configuration and the environment ask for; None: nothing is told."""
+    """The observer that the configuration and the environment ask for; None: neither is on."""
     tracer = tracer_for(config)
     access_log = AccessLog() if config.logs_requests else None
     if tracer is None and access_log is None:
