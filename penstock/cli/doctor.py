@@ -36,6 +36,12 @@ _EXTRAS = {
     "structured": "JSON schemas, expressions and grammars for generated text",
     "otel": "OpenTelemetry traces",
     "redis": "results kept in Redis, for --result-cache-redis",
+    "scale": "Ray: replicas on several machines, and embedding large datasets",
+    "lance": "Lance datasets and LanceDB, as inputs and outputs of penstock embed",
+    "qdrant": "penstock embed --to qdrant:…",
+    "pgvector": "penstock embed --to pgvector:…",
+    "opensearch": "penstock embed --to opensearch:…",
+    "remote": "inputs and outputs of penstock embed in object stores",
     "bench": "other engines to measure against",
 }
 _MIN_OPEN_FILES = 4096

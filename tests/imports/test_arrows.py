@@ -53,12 +53,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tasks": CLIENT_PACKAGES | {"wire"},
     "serving": CLIENT_PACKAGES | {"runner", "engine", "wire"},
     "offline": CLIENT_PACKAGES | {"runner", "engine", "wire", "tasks"},
-    "api": CLIENT_PACKAGES | {"wire", "tasks", "serving"},
+    "jobs": CLIENT_PACKAGES | {"tasks", "offline"},
+    "stores": BASE | {"checkpoint", "jobs"},
+    "batches": BASE,
+    "planning": BASE | {"checkpoint"},
+    "api": CLIENT_PACKAGES | {"wire", "tasks", "serving", "batches"},
     "bench": CPU_PACKAGES | TENSOR_PACKAGES | {"runner", "engine", "offline", "api"},
     "verify": CLIENT_PACKAGES | {"offline"},
-    "scale": CLIENT_PACKAGES | {"serving", "offline", "api"},
+    "scale": CLIENT_PACKAGES | {"wire", "tasks", "serving", "offline", "api", "jobs", "stores"},
     "cli": CPU_PACKAGES
-    | {"runner", "models", "tasks", "serving", "offline", "api", "bench", "verify", "scale"},
+    | {"runner", "models", "tasks", "serving", "offline", "api", "bench", "verify", "scale"}
+    | {"jobs", "stores", "planning"},
     "__main__": {"cli"},
 }
 # An API process loads only these. None of them may import torch, not even inside a function.
