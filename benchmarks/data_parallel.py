@@ -231,8 +231,8 @@ def kill(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     head += ["p50 / p99 / max ms before", "after the kill", "rows by engine, before · after", "statuses"]
     words = (
         f"Two engines on the CPU, {options.clients} clients in a closed loop for {options.seconds:g} s, one "
-        "text a request; every answer is compared with that of the idle server; one engine gets SIGKILL after a "
-        "third of the time."
+        "text a request; every answer is compared with that of the idle server; one engine gets SIGKILL "
+        "after a third of the time."
     )
     return [words, table(head, rows)], complaints
 
