@@ -33,6 +33,7 @@ from penstock.types import (
 from penstock.wire.status import StatusReader
 
 log = logging.getLogger("penstock.client")
+CLOSED = "the server is closing"
 MIXED = "the engines of the model were replaced by others with other weights meanwhile; try again"
 PREFIX_BLOCK, MAX_PREFIX_BLOCKS = 64, 64  # tokens, and how many of them tell one prompt from another
 MAX_COUNTED_OUTPUT = 256  # tokens of an answer that count as load, before it is known how long it will be
@@ -54,20 +55,13 @@ class GroupedClient(EngineHandle, Protocol):
 class _Member:
     """One engine, and what this process has in flight there."""
 
-    __slots__ = ("client", "index", "num_tokens")
+    __slots__ = ("client", "index", "num_tokens", "status")
 
     def __init__(self, index: int, client: GroupedClient) -> None:
         self.index = index
         self.client = client
+        self.status = client.status
         self.num_tokens = 0
-
-    def load(self, step_tokens: int) -> float:
-        """Tokens before a new request: of this process, and what waits there of all processes."""
-        status = self.client.status
-        if status is None:
-            return self.num_tokens
-        penalty = 0 if status.is_awake else ASLEEP_STEPS * step_tokens
-        return self.num_tokens + status.waiting_tokens + penalty
 
 
 class EngineGroup(EngineHandle):
@@ -156,16 +150,31 @@ class EngineGroup(EngineHandle):
 
     # Choice.
 
+    def _loads(self, tried: _Member | None = None) -> list[float]:
+        """Tokens before a new request at each engine: of this process, and what waits there of all processes.
+        Called for every request."""
+        revision, asleep_tokens = self._revision, ASLEEP_STEPS * self._step_tokens
+        loads = []
+        for member in self._members:
+            client = member.client
+            if member is tried or not client.ready or client.revision != revision:
+                loads.append(UNAVAILABLE)
+            elif (status := member.status) is None:
+                loads.append(float(member.num_tokens))
+            else:
+                loads.append(member.num_tokens + status.waiting_tokens(asleep_tokens))
+        return loads
+
     def _choose(
         self, affinity: Affinity | None = None, tried: _Member | None = None, error: Exception | None = None
     ) -> _Member:
         """The engine of a request; another than the one that was `tried`, or its error."""
-        usable = () if self._is_closed else self._usable()
-        loads = [
-            member.load(self._step_tokens) if member in usable and member is not tried else UNAVAILABLE
-            for member in self._members
-        ]
-        index = self._balancer.choose(loads, affinity, slack_tokens=self._step_tokens)
+        slack, choose = self._step_tokens, self._balancer.choose
+        if self._is_closed:
+            raise error or EngineUnavailable(CLOSED)
+        index = choose(self._loads(tried), affinity, slack_tokens=slack)
+        if index is None and self._usable():  # another revision may hold from now on
+            index = choose(self._loads(tried), affinity, slack_tokens=slack)
         if index is None:
             raise error or EngineUnavailable(self.unavailable_reason)
         return self._members[index]
@@ -227,15 +236,15 @@ class EngineGroup(EngineHandle):
         as rows if there are pairs. Empty: it runs whole."""
         queries = request.num_queries
         query_tokens = int(request.lengths[:queries].sum())
-        usable = self._usable()
-        if len(usable) < 2 or query_tokens * len(usable) > MAX_QUERY_SHARE * request.num_tokens:
+        loads = self._loads()
+        num_usable = len(loads) - loads.count(UNAVAILABLE)
+        if num_usable < 2 or query_tokens * num_usable > MAX_QUERY_SHARE * request.num_tokens:
             return []
-        loads = [member.load(self._step_tokens) for member in usable]
         shares = divide(loads, request.num_tokens - query_tokens, self._step_tokens)
         row_ends = cumulative(request.lengths[queries:])[1:]
         ends = np.searchsorted(row_ends, np.cumsum(shares), side="right").tolist()
         ranges, begin = [], 0
-        for member, end, share in zip(usable, ends, shares, strict=True):
+        for member, end, share in zip(self._members, ends, shares, strict=True):
             if share and end > begin:
                 ranges.append((member, begin, end))
                 begin = end

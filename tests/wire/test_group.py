@@ -286,6 +286,20 @@ def test_a_comparison_is_balanced_and_tried_again_too() -> None:
     run(test())
 
 
+def test_nothing_is_tried_again_while_the_group_closes() -> None:
+    async def test() -> None:
+        group, (a, b) = make_group()
+        task = await begin(group, request_of(10))
+        group.close()
+        a.is_up = b.is_up = True
+        with pytest.raises(EngineUnavailable, match="closing"):
+            await task
+        with pytest.raises(EngineUnavailable, match="closing"):
+            await group.run(request_of(10))
+
+    run(test())
+
+
 # Affinity.
 
 
