@@ -80,6 +80,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     document_cache_gb: float = 0.0  # cached vectors of documents that may be scored again
     step_output_mb: float = 16.0  # maximum token vectors that one step returns; 0: no limit
     enforce_eager: bool = False
+    null_step_ms: float = 0.0  # how long a step of the null device takes
     profile: str | None = None  # folder for profiler traces of steps
     profile_steps: int = 20  # steps in one trace
     seed: int = 0
@@ -218,6 +219,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     document_cache_bytes: int = 0
     step_output_bytes: int = 0  # 0: no limit
     graphs: bool = False  # small steps are replayed as CUDA graphs
+    null_step_s: float = 0.0  # how long a step of the null device takes
     profile: str = ""  # folder; empty: no profile
     profile_steps: int = 20
 
@@ -301,6 +303,7 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
         document_cache_bytes=_document_cache(config.document_cache_gb),
         step_output_bytes=_step_output(config.step_output_mb),
         graphs=_graphs(config, on_cpu, dtype) and not model.is_static,
+        null_step_s=_null_step(config.null_step_ms, device),
         profile=config.profile or "",
         profile_steps=config.profile_steps,
     )
@@ -462,6 +465,14 @@ def _step_output(size_mb: float) -> int:
     if size_mb < 0:
         raise ConfigError(f"step_output_mb is {size_mb}; use 0 for no limit", param="step_output_mb")
     return int(size_mb * 2**20)
+
+
+def _null_step(step_ms: float, device: str) -> float:
+    if not 0 <= step_ms <= 60_000:
+        raise ConfigError(f"null_step_ms is {step_ms}; use milliseconds up to 60000", param="null_step_ms")
+    if step_ms and device != "null":
+        raise ConfigError(f"null_step_ms is for device null, not {device}", param="null_step_ms")
+    return step_ms / 1000
 
 
 def _given(value: int | None, otherwise: int) -> int:
