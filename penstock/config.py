@@ -91,6 +91,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return (names,) if isinstance(names, str) else tuple(dict.fromkeys(names or ()))
 
 
+MAX_DATA_PARALLEL_SIZE = 256  # engines of one model on one machine
 ALIAS_SETS = ("tei", "vllm")  # servers whose names of metrics /metrics can show too
 
 
@@ -103,8 +104,14 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     default_chunking: Literal["none", "mean"] | None = None
     chat_template: str | None = None
     sleep_after_s: float | None = None  # idle for so long, its engine goes to sleep; 0: never
+    data_parallel_size: int | str = 1  # engines; auto: one per GPU, or per NUMA node of a CPU
 
     def __post_init__(self) -> None:
+        size = self.data_parallel_size
+        if size != "auto" and not (isinstance(size, int) and 1 <= size <= MAX_DATA_PARALLEL_SIZE):
+            raise ValueError(
+                f"data_parallel_size is {size!r}; use auto or a number from 1 to {MAX_DATA_PARALLEL_SIZE}"
+            )
         if self.sleep_after_s is not None and not self.sleep_after_s >= 0:
             raise ValueError(f"sleep_after_s is {self.sleep_after_s}; use 0 or more seconds")
 

@@ -1,4 +1,4 @@
-"""`penstock embed`: a file of texts to a file of vectors. The flags are here, the work is in `job`."""
+"""`penstock embed`: a file of texts to a file of vectors. The work is in `penstock.jobs`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from penstock.cli.command import with_options
 from penstock.cli.flags import ENGINE, EngineFields
-from penstock.cli.formats import InputFormat, OutputFormat
+from penstock.jobs.formats import InputFormat, OutputFormat
 
 
 class EmbedDtype(enum.StrEnum):
@@ -151,6 +151,8 @@ def embed(options: EmbedOptions, engine: EngineFields) -> None:
       penstock embed articles.parquet -o vectors.parquet
       penstock embed articles.jsonl -o vectors.jsonl --column body --keep title
     """
-    from penstock.cli.job import Job, run
+    from penstock.jobs.job import Job, run
 
-    run(Job(engine=engine, **msgspec.structs.asdict(options)))
+    fields = msgspec.structs.asdict(options)
+    fields["truncation_side"] = options.truncation_side.value
+    run(Job(engine=engine, **fields))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.checkpoint.dense import DenseSpec, UnitSpec
+from penstock.checkpoint.dense import DenseSpec
 from penstock.cli.command import with_options
 from penstock.cli.flags import ENGINE_AND_ARGUMENT, EngineFields
 from penstock.config import EngineConfig, from_mapping
@@ -45,9 +45,10 @@ def info(
 
 def gather(config: EngineConfig) -> dict[str, Any]:
     from penstock.checkpoint.describe import describe
+    from penstock.checkpoint.weight_files import model_weight_files
 
     spec = describe(config)
-    weights = weight_facts(weight_files(spec))
+    weights = weight_facts(model_weight_files(spec))
     return {
         "name": spec.name,
         "folder": str(spec.root_path),
@@ -111,15 +112,6 @@ def _load(config: EngineConfig, spec: ModelSpec, parameters: int | None) -> dict
         "threads": settings.threads,
         "weight_bytes": plain_size,
     }
-
-
-def weight_files(spec: ModelSpec) -> list[Path]:
-    """The weight files of the model: its shards, and those of its dense layers."""
-    from penstock.checkpoint import files
-
-    modules = [module.folder for module in spec.pooling.modules if not isinstance(module, UnitSpec)]
-    folders = [spec.path, *(spec.root_path / folder for folder in modules if folder)]
-    return [file for folder in folders for file in files.weight_files(folder) if file.is_file()]
 
 
 def weight_facts(files: list[Path]) -> dict[str, Any]:

@@ -52,6 +52,14 @@ class EngineLaunch(msgspec.Struct, frozen=True):
     model: int = 0  # the model's number
     kv_share: float | None = None  # of the free memory, for a KV cache of no given size; None: most of it
     wake_timeout_s: float = 30.0  # of a request for a model that sleeps; 0: it does not wait
+    index: int = 0  # of this engine among those of its model
+    devices: tuple[str, ...] = ()  # one per tensor-parallel rank; empty: as `engine.device` says
+    cpus: tuple[int, ...] = ()  # the cores that this engine may use; empty: all
+
+    @property
+    def engine_on_device(self) -> EngineConfig:
+        """The engine's settings, with the device of its first rank."""
+        return msgspec.structs.replace(self.engine, device=self.devices[0]) if self.devices else self.engine
 
 
 class EngineState(msgspec.Struct, frozen=True):

@@ -67,7 +67,7 @@ def run_killed(parts: int, *args: object) -> None:
 _SIGNALS_ITSELF = """
 import os, sys
 from penstock.cli.main import main
-from penstock.cli.parts import Parts
+from penstock.jobs.parts import Parts
 signal_number, parts, add = int(sys.argv.pop(1)), int(sys.argv.pop(1)), Parts.add
 def counted(self, count, write):
     global parts

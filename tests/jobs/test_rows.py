@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.cli.formats import InputFormat
-from penstock.cli.rows import Chunk, Columns, choose_columns, open_source
 from penstock.errors import BadValue
+from penstock.jobs.formats import InputFormat
+from penstock.jobs.rows import Chunk, Columns, choose_columns, open_source
 from tests.cli.runs import write_jsonl
 
 

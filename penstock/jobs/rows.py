@@ -13,8 +13,8 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import orjson
 
-from penstock.cli.formats import InputFormat
 from penstock.errors import BadValue
+from penstock.jobs.formats import InputFormat
 
 STDIN = "-"
 BY_EXTENSION = {

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.cli.info import weight_files
-from penstock.cli.rows import Chunk
-from penstock.cli.vectors import Vectors
+from penstock.checkpoint.weight_files import model_weight_files
 from penstock.errors import BadValue
 from penstock.inputs.processor import InputOptions
 from penstock.inputs.prompts import choose_prompt
+from penstock.jobs.rows import Chunk
+from penstock.jobs.vectors import Vectors
 from penstock.offline.loop_thread import LoopThread
 from penstock.offline.open import DescribedModel
 from penstock.tasks.embed import Embed
@@ -74,7 +74,7 @@ class Embedder:
     def fingerprint(self) -> dict[str, Any]:
         """All settings that decide the vectors, without those that only decide the speed."""
         params, options, settings = self.params, self._options, self.settings
-        weights = [(file, file.stat()) for file in weight_files(self.spec)]
+        weights = [(file, file.stat()) for file in model_weight_files(self.spec)]
         return {
             "model": str(self.spec.path.resolve()),
             "weights": [[file.name, stat.st_size, stat.st_mtime_ns] for file, stat in weights],

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.cli.formats import OutputFormat
-from penstock.cli.vectors import check_storable, vector_format
 from penstock.errors import BadValue
+from penstock.jobs.formats import OutputFormat
+from penstock.jobs.vectors import check_storable, vector_format
 from penstock.types import OutputDtype
 from tests.cli.runs import read_jsonl
 

@@ -14,8 +14,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from penstock.cli.formats import OutputFormat
 from penstock.errors import BadValue
+from penstock.jobs.formats import OutputFormat
 from penstock.types import OutputDtype
 
 BY_EXTENSION = {

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.parts import Parts, check_output, parts_folder
 from penstock.errors import BadValue
+from penstock.jobs.parts import Parts, check_output, parts_folder
 
 SETTINGS: dict[str, Any] = {"model": "m", "dimensions": None, "keep": ("a",)}
 

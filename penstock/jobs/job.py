@@ -7,33 +7,51 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
-from penstock.cli.embed import EmbedOptions, Side
-from penstock.cli.embedder import Embedder
-from penstock.cli.flags import EngineFields
-from penstock.cli.parts import Parts, check_output
-from penstock.cli.rows import STDIN, Chunk, Columns, Source, by_extension, choose_columns, open_source
-from penstock.cli.vectors import BY_EXTENSION, VectorFormat, Vectors, check_storable, vector_format
 from penstock.errors import BadValue, ClientError
 from penstock.inputs.processor import InputOptions
+from penstock.jobs.embedder import Embedder
+from penstock.jobs.formats import InputFormat, OutputFormat
+from penstock.jobs.parts import Parts, check_output
+from penstock.jobs.rows import STDIN, Chunk, Columns, Source, by_extension, choose_columns, open_source
+from penstock.jobs.vectors import BY_EXTENSION, VectorFormat, Vectors, check_storable, vector_format
 from penstock.types import OutputDtype, PoolingParams, Task
 
 Advance = Callable[[int, float | None], None]
 
 
-class Job(EmbedOptions, frozen=True, kw_only=True):
-    """The command's flags, and the engine to run."""
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What to embed, how and to where. `penstock embed` has a flag for each field."""
 
-    engine: EngineFields
+    source: str  # a file, or - for stdin
+    output: Path
+    engine: dict[str, Any]  # fields of `EngineConfig`
+    input_format: InputFormat | None = None
+    output_format: OutputFormat | None = None
+    column: str | None = None
+    id_column: str | None = None
+    keep: Sequence[str] = ()
+    limit: int | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    embed_dtype: str = OutputDtype.FLOAT32
+    prompt_name: str | None = None
+    prompt: str | None = None
+    truncate: bool = True
+    truncation_side: Literal["left", "right"] = "right"
+    resume: bool = False
+    overwrite: bool = False
+    batch_rows: int = 2048
 
 
 @dataclass(slots=True)
@@ -78,7 +96,7 @@ def _options(job: Job) -> InputOptions:
         prompt_name=job.prompt_name,
         prompt=job.prompt,
         truncate_prompt_tokens=-1 if job.truncate else None,
-        truncation_side="left" if job.truncation_side is Side.LEFT else "right",
+        truncation_side=job.truncation_side,
     )
 
 
@@ -161,7 +179,7 @@ def _report(
 
 
 def _report_line(line: str) -> None:
-    print(line, file=sys.stderr)
+    sys.stderr.write(line + "\n")
 
 
 @contextmanager
