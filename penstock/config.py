@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.errors import ConfigError
 
+MAX_TENSOR_PARALLEL_SIZE = 64  # ranks of one engine, all on one machine
 DTYPES = ("float32", "bfloat16", "float16")
 T = TypeVar("T")
 
@@ -52,6 +53,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     download_dir: str | None = None  # of hub models; None: the standard cache
     served_model_name: str | tuple[str, ...] | None = None  # the first is the model's, the others are aliases
     device: str = "auto"  # auto | cpu | cuda | cuda:N | null
+    tensor_parallel_size: int = 1  # devices that compute the model together, each with a share of its layers
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
     quantization: Literal["int8", "fp8"] | None = None  # int8 for CPUs, fp8 for CUDA
     unquantized_layers: tuple[int, ...] = ()  # layers, by number, that quantisation skips
@@ -204,6 +206,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     load_format: str
     seed: int
+    tensor_parallel_size: int = 1
+    devices: tuple[str, ...] = ()  # of the tensor-parallel ranks; empty: `device` and those that follow it
     max_queue_seconds: float = 0.0  # until a request starts; 0: no limit
     shares_steps: bool = True  # small requests have a share of each step while large ones run
     unquantized_layers: tuple[int, ...] = ()
@@ -244,6 +248,7 @@ class Machine(msgspec.Struct, frozen=True):
     cuda: bool
     bf16: bool = False  # the GPU multiplies bfloat16 natively
     fp8: bool = False  # the GPU multiplies float8 natively
+    num_gpus: int = 0
 
 
 def available_cpus() -> int:
@@ -277,8 +282,10 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
         best = cuda_step_tokens(model.hidden_size, model.num_layers, config.quantization)
     max_num_batched_tokens = _given(config.max_num_batched_tokens, best)
     _positive("max_num_batched_tokens", max_num_batched_tokens)
+    size = _tensor_parallel_size(config.tensor_parallel_size, device, machine)
     resolved = Resolved(
         device=device,
+        tensor_parallel_size=size,
         dtype=dtype,
         quantization=config.quantization,
         max_model_len=max_model_len,
@@ -287,7 +294,7 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
         max_queued_tokens=_given(config.max_queued_tokens, 1_000_000 if on_cpu else 50_000_000),
         max_queue_seconds=_queue_seconds(config.max_queue_seconds),
         pipeline_depth=_given(config.pipeline_depth, 1 if on_cpu else 2),
-        threads=_given(config.threads, machine.cpus),
+        threads=_given(config.threads, max(1, machine.cpus // (size if on_cpu else 1))),
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
         seed=config.seed,
         unquantized_layers=config.unquantized_layers,
@@ -302,7 +309,7 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
         share_identical=config.share_identical and not model.is_static,
         document_cache_bytes=_document_cache(config.document_cache_gb),
         step_output_bytes=_step_output(config.step_output_mb),
-        graphs=_graphs(config, on_cpu, dtype) and not model.is_static,
+        graphs=_graphs(config, on_cpu, dtype) and not model.is_static and size == 1,
         null_step_s=_null_step(config.null_step_ms, device),
         profile=config.profile or "",
         profile_steps=config.profile_steps,
@@ -365,6 +372,22 @@ def _device(wanted: str, machine: Machine) -> str:
             )
         return wanted
     raise ConfigError(f"device {wanted!r} is unknown; use auto, cpu, cuda or cuda:N", param="device")
+
+
+def _tensor_parallel_size(size: int, device: str, machine: Machine) -> int:
+    if not 1 <= size <= MAX_TENSOR_PARALLEL_SIZE:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}; use a number from 1 to {MAX_TENSOR_PARALLEL_SIZE}",
+            param="tensor_parallel_size",
+        )
+    first = int(device.partition(":")[2] or 0) if device.startswith("cuda") else 0
+    if size > 1 and device.startswith("cuda") and first + size > machine.num_gpus:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, which needs the GPUs cuda:{first} to cuda:{first + size - 1}, "
+            f"but this machine has {machine.num_gpus}; use at most {max(1, machine.num_gpus - first)}",
+            param="tensor_parallel_size",
+        )
+    return size
 
 
 def _check_quantization(config: EngineConfig, device: str, machine: Machine) -> None:

@@ -281,6 +281,13 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         help="Device to run on. auto takes a GPU where there is one. null computes nothing; it is for tests.",
     ),
     Flag(
+        field="tensor_parallel_size",
+        names=("--tensor-parallel-size", "-tp"),
+        panel=MODEL,
+        min=1,
+        help="Number of GPUs that compute the model together, for a model that one GPU cannot hold.",
+    ),
+    Flag(
         field="dtype",
         panel=MODEL,
         metavar="auto|float32|bfloat16|float16",
