@@ -1,4 +1,4 @@
-"""The settings of a Ray Serve application, from a file or a mapping like that of `penstock serve --config`."""
+"""The settings of a Ray Serve application: a file or a mapping like that of `penstock serve --config`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.cli.config_file import MODELS, RAY, Convert, models_in, read_mapping
 from penstock.cli.flags import SERVED_ENGINE, SERVER
+from penstock.cli.ray import flag_names
 from penstock.cli.serve import model_settings, settings_of_models
 from penstock.errors import ConfigError
 from penstock.scale.serving.config import AppConfig, app_config
@@ -42,13 +43,8 @@ def app_settings(config: Mapping[str, Any] | str | Path) -> AppConfig:
         fields, convert = (shared if flags[name][0] else server), flags[name][1]
         field, converted = convert(value)
         fields[field] = converted
-    models = model_settings([], shared, models_in(content, model_flags()))
-    return app_config(server, models, content.get(RAY))
-
-
-def model_flags() -> dict[str, Convert]:
-    """What a listed model may set: as without Ray, and its own section `ray`."""
-    return {**settings_of_models(), RAY: lambda value: (RAY, value)}
+    models = model_settings([], shared, models_in(content, settings_of_models()))
+    return app_config(server, models, content.get(RAY), flag_names())
 
 
 def _flags() -> dict[str, tuple[bool, Convert]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,7 +32,7 @@ class ReplicaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ValueError(f"min_replicas is {self.min_replicas}; use 1 to {MAX_REPLICAS}")
         if self.max_replicas is not None and not self.min_replicas <= self.max_replicas <= MAX_REPLICAS:
             raise ValueError(
-                f"max_replicas is {self.max_replicas}; use min_replicas ({self.min_replicas}) to {MAX_REPLICAS}"
+                f"max_replicas is {self.max_replicas}; use min_replicas, {self.min_replicas}, or more"
             )
         if self.target_queued_tokens < 1:
             raise ValueError(f"target_queued_tokens is {self.target_queued_tokens}; use 1 or more")
@@ -137,13 +138,18 @@ def replica_settings(given: Mapping[str, Any], where: str) -> tuple[dict[str, An
 
 
 def app_config(
-    server: Mapping[str, Any], models: Sequence[Mapping[str, Any]], ray: Mapping[str, Any] | None
+    server: Mapping[str, Any],
+    models: Sequence[Mapping[str, Any]],
+    ray: Mapping[str, Any] | None,
+    flags: Mapping[str, str] | None = None,
 ) -> AppConfig:
     """The application of these settings: fields of `ServerConfig`; for each model, those of `ModelConfig` and
-    `EngineConfig`, and its own `ray`; and the section `ray` that holds for all."""
+    `EngineConfig`, and its own `ray`; and the section `ray` that holds for all. `flags` has the names by which
+    errors call the server's fields."""
     for field, why in REFUSED.items():
         if field in server:
-            raise ConfigError(f"{field} cannot be used with Ray: {why}; leave it out", param=field)
+            name = (flags or {}).get(field, field)
+            raise ConfigError(f"{name} cannot be used with Ray: {why}; leave it out", param=field)
     server_config = from_mapping(ServerConfig, dict(server))
     shared, ingress = replica_settings(ray or {}, "ray")
     deployed: list[DeployedModel] = []
@@ -161,10 +167,20 @@ def app_config(
             raise ConfigError(
                 f"sleep_after cannot be used with Ray: {REFUSED['sleep_after_s']}", param="sleep_after_s"
             )
+        _refuse_parallel(config)
         replicas = from_mapping(ReplicaConfig, {**shared, **own})
         name = deployment_name(config.engine, [each.deployment for each in deployed])
         deployed.append(_checked(DeployedModel(config, replicas, name)))
     return AppConfig(server_config, tuple(deployed), from_mapping(IngressConfig, ingress))
+
+
+def _refuse_parallel(config: ModelConfig) -> None:
+    for owner, field, why in (
+        (config, "data_parallel_size", "min_replicas in the section `ray` says how many engines there are"),
+        (config.engine, "tensor_parallel_size", "an engine replica uses one device"),
+    ):
+        if (size := getattr(owner, field, 1)) not in (1, None):
+            raise ConfigError(f"{field} is {size}, which cannot be used with Ray: {why}", param=field)
 
 
 def _checked(model: DeployedModel) -> DeployedModel:
@@ -183,6 +199,8 @@ def _checked(model: DeployedModel) -> DeployedModel:
 def deployment_name(engine: EngineConfig, taken: Sequence[str]) -> str:
     """The name of a model's deployment, from the name that requests use."""
     given = engine.model_names[0] if engine.model_names else (engine.model or "default")
+    if Path(given).is_absolute():
+        given = Path(given).name
     plain = "".join(each if each.isalnum() or each in "-_." else "-" for each in given.rstrip("/"))
     name = f"engine-{plain.strip('-') or 'model'}"
     number = 2

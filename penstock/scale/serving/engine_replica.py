@@ -1,4 +1,4 @@
-"""An engine replica: the actor of a Ray Serve deployment that holds an engine. Torch is imported here alone."""
+"""An engine replica: the actor of a Ray Serve deployment that holds an engine."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class EngineReplica:
     async def stream(
         self, frames: Sequence[Any], name: str, num_tokens: int, fingerprint: str
     ) -> AsyncIterator[Frames]:
-        """The tokens of a request that generates. Tokens that come faster than they are read leave together."""
+        """The tokens of a request that generates. Those that wait to be read leave together."""
         with self._counted(num_tokens):
             try:
                 self._check_fingerprint(fingerprint)

@@ -1,7 +1,7 @@
 """`RayEngineHandle`: an engine that runs as replicas of a Ray Serve deployment. Free of torch.
 
-A pooling request is a pure function of its rows, so one whose replica dies runs once more on another; a stream
-does so while it has given no token. A second death fails it, so that a poisoned request cannot end every replica.
+A pooling request is a pure function of its rows, so one whose replica dies runs once more on another; so does
+a stream that has given no token. A second death fails it: a poisoned request cannot end every replica.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -130,7 +130,7 @@ class RayEngineHandle(EngineHandle):
                 name = next(self._names)
                 response = self._remote("run", pack_work(work, name), name, num_tokens)
                 try:
-                    frames = await self._routed(response, name, lambda: _result(response))
+                    frames = await self._routed(response, name, _translated(response))
                     return self._output(work.id, frames)
                 except ReplicaLost:
                     if attempt == MAX_ATTEMPTS:
@@ -161,7 +161,16 @@ class RayEngineHandle(EngineHandle):
         return unsubscribe
 
     async def _listen(self, request: Request, listener: StreamListener) -> None:
-        """Pass the tokens of a stream on to its listener."""
+        """Pass the tokens of a stream on to its listener, which always learns of the end."""
+        try:
+            await self._pass_on(request, listener)
+        except PenstockError as error:
+            listener.on_error(error)
+        except Exception as error:
+            log.exception("a stream failed")
+            listener.on_error(EngineError(f"the tokens cannot be delivered: {error}"))
+
+    async def _pass_on(self, request: Request, listener: StreamListener) -> None:
         has_token = False
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
@@ -171,15 +180,10 @@ class RayEngineHandle(EngineHandle):
                     has_token = True
                     listener.on_tokens([replace(outcome, id=request.id)])
                 return
-            except ReplicaLost as error:
+            except ReplicaLost:
                 if has_token or attempt == MAX_ATTEMPTS:
-                    return listener.on_error(error)
+                    raise
                 self._count_retry()
-            except PenstockError as error:
-                return listener.on_error(error)
-            except Exception as error:  # the listener must learn of it, or its request would never end
-                log.exception("a stream failed")
-                return listener.on_error(EngineError(f"the tokens cannot be delivered: {error}"))
 
     async def _tokens(self, request: Request) -> AsyncIterator[GeneratedTokens | Failure]:
         name = next(self._names)
@@ -188,8 +192,8 @@ class RayEngineHandle(EngineHandle):
         is_first = True
         try:
             while True:
-                follow = lambda: _next(pieces)  # noqa: E731
-                frames = await (self._routed(response, name, follow) if is_first else _translated(follow()))
+                piece = _translated(anext(pieces, None))
+                frames = await (self._routed(response, name, piece) if is_first else piece)
                 is_first = False
                 if frames is None:
                     return
@@ -207,9 +211,9 @@ class RayEngineHandle(EngineHandle):
         call = self._handle.options(method_name=method, stream=stream)
         return call.remote(frames, name=name, num_tokens=num_tokens, fingerprint=self._fingerprint)
 
-    async def _routed(self, response: Any, name: str, work: Callable[[], Awaitable[T]]) -> T:
-        """What a call gives. It fails if no replica has taken it for a while, and is cancelled with its caller."""
-        task = asyncio.ensure_future(_translated(work()))
+    async def _routed(self, response: Any, name: str, work: Coroutine[Any, Any, T]) -> T:
+        """What a call gives, which is cancelled with its caller. Fails if no replica takes it for a while."""
+        task = asyncio.ensure_future(work)
         try:
             done, _ = await asyncio.wait({task}, timeout=self._wait_for_replica_s)
             if not done and name not in self._replicas.routed:
@@ -223,7 +227,7 @@ class RayEngineHandle(EngineHandle):
                 task.cancel()
 
     @contextlib.contextmanager
-    def _counted(self, request_id: str) -> Any:
+    def _counted(self, request_id: str) -> Iterator[None]:
         if request_id in self._in_flight:
             raise BadValue(f"request_id {request_id!r} is already in use", param="request_id")
         self._in_flight.add(request_id)
@@ -242,15 +246,6 @@ class RayEngineHandle(EngineHandle):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-async def _result(response: Any) -> Any:
-    return await response
-
-
-async def _next(pieces: AsyncIterator[Any]) -> Any:
-    """The next piece of a stream; None after the last."""
-    return await anext(pieces, None)
 
 
 async def _translated(work: Awaitable[T]) -> T:

@@ -51,7 +51,7 @@ class FixedModels:
         self, action: Action, model: str, *, level: int | None = None, settings: dict[str, Any] | None = None
     ) -> OrderAnswer:
         raise NotServed(
-            f"a server on Ray takes no order to {action} a model; deploy the application with another configuration"
+            f"a server on Ray takes no order to {action} a model; deploy it with another configuration"
         )
 
 

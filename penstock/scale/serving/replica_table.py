@@ -1,4 +1,4 @@
-"""The engine replicas that this process can reach, by deployment. The router writes it, the engine handle reads it.
+"""The engine replicas that this process can reach. The router writes the table, the engine handle reads it.
 
 A module of its own: Ray copies the module of a router by value, and both must see the same table.
 """

@@ -1,6 +1,6 @@
 """How requests and outcomes cross to a replica: the frames of the wire, with times that any machine can read.
 
-Token ids and vectors are raw bytes. Times are sent as seconds from now, because machines do not share a clock.
+Token ids and vectors are raw bytes. Times are sent as seconds from now: machines do not share a clock.
 """
 
 from __future__ import annotations
