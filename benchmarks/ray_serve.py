@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,7 @@ async def retried(port: int) -> int:
 def silence(samples: Sequence[Sample]) -> float:
     """The longest time in which no right answer came."""
     times = sorted(sample.answered_s for sample in samples if sample.is_right)
-    return max(
-        (after - before for before, after in zip(times, times[1:], strict=False)), default=float("nan")
-    )
+    return max((after - before for before, after in pairwise(times)), default=float("nan"))
 
 
 async def during(
@@ -204,7 +203,7 @@ async def scale(cluster: RayCluster, args: argparse.Namespace, report: Report) -
     await asyncio.to_thread(cluster.wait_updated)
     model = RayModel(NAME, cluster.port, embed_questions(NAME, 16, rows=16))
     await model.learn()
-    assert cluster.num_running(ENGINE) == 1
+    await asyncio.to_thread(wait_for, lambda: cluster.replicas(ENGINE) == {"RUNNING": 1})
     began_s, up_s = time.monotonic(), 0.0
     done = asyncio.Event()
     load = asyncio.create_task(closed_loop(model, args.clients, done.is_set))
@@ -219,8 +218,9 @@ async def scale(cluster: RayCluster, args: argparse.Namespace, report: Report) -
     down_s = time.monotonic() - ended_s
     report.add("scale up, 1 → 2 replicas", samples, 0, up_s, may_fail=0)
     report.notes.append(
-        f"Scaling: requests of 16 texts from {args.clients} clients, target {target:,} tokens a replica: the second replica ran "
-        f"{up_s:.1f} s after the load began (delay of 2 s set), and was gone {down_s:.1f} s after it ended (delay of 5 s set)."
+        f"Scaling: requests of 16 texts from {args.clients} clients, target {target:,} tokens a replica. The "
+        f"second replica ran {up_s:.1f} s after the load began (upscale_delay_s 2), and was gone "
+        f"{down_s:.1f} s after it ended (downscale_delay_s 5). Ray averages the tokens over 15 s."
     )
 
 
@@ -292,7 +292,8 @@ def run(args: argparse.Namespace) -> int:
     title = "A Ray cluster of 4 nodes (a head and 3 workers with 1 CPU each), 2 engine replicas, 1 ingress"
     parts = [*heading(title, command_line())]
     parts[-1] += (
-        f" · ray {ray.__version__} · Python {platform.python_version()} · device {args.device}, {args.clients} clients"
+        f" · ray {ray.__version__} · Python {platform.python_version()} · device {args.device}, "
+        f"{args.clients} clients"
     )
     report = Report()
     with cluster_of(args) as cluster:

@@ -22,6 +22,7 @@ from penstock.scale.serving.ingress import Ingress
 EXTRA_REQUESTS = 64  # above the limit of the ingress: Penstock's own 429 comes first
 MAX_ENGINE_REQUESTS = 100_000  # the engine refuses by tokens before so many are in flight
 HEALTH_PERIOD_S = 5.0
+LOOK_BACK_S = 15.0  # the mean of queued tokens is taken over; Serve wants more than 10
 LOGGING = {"enable_access_log": False}  # Penstock has an access log of its own
 
 
@@ -87,6 +88,6 @@ def _autoscaling(model: DeployedModel) -> AutoscalingConfig:
         max_replicas=replicas.max_replicas,
         upscale_delay_s=replicas.upscale_delay_s,
         downscale_delay_s=replicas.downscale_delay_s,
-        look_back_period_s=max(1.0, min(10.0, replicas.upscale_delay_s)),
+        look_back_period_s=LOOK_BACK_S,
         policy=policy,
     )

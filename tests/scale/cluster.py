@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -144,8 +144,8 @@ def app_config(
     flags: Mapping[str, str] | None = None,
 ) -> AppConfig:
     """The application of these settings: fields of `ServerConfig`; for each model, those of `ModelConfig` and
-    `EngineConfig`, and its own `ray`; and the section `ray` that holds for all. `flags` has the names by which
-    errors call the server's fields."""
+    `EngineConfig`, and its own `ray`; and the section `ray` for all of them. Errors call the server's fields as
+    `flags` does."""
     for field, why in REFUSED.items():
         if field in server:
             name = (flags or {}).get(field, field)
