@@ -199,6 +199,7 @@ async def scale(cluster: RayCluster, args: argparse.Namespace, report: Report) -
         upscale_delay_s=2,
         downscale_delay_s=5,
     )
+    config["max_queue_seconds"] = 0  # all requests wait, however slow this machine is
     await asyncio.to_thread(cluster.deploy, config)
     await asyncio.to_thread(cluster.wait_updated)
     model = RayModel(NAME, cluster.port, embed_questions(NAME, 16, rows=16))

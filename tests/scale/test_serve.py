@@ -119,7 +119,7 @@ def test_a_file_is_read_like_that_of_the_command(tmp_path: Path) -> None:
         ({"port": 8000}, "http_options"),
         ({"uds": "/tmp/socket"}, "--uds cannot be used with Ray"),
         ({"api-server-count": 2}, "--api-server-count cannot be used with Ray"),
-        ({"ssl_certfile": "c.pem"}, "put TLS in front"),
+        ({"ssl_certfile": "c.pem"}, "--ssl-certfile cannot be used with Ray"),
         ({"sleep-after": 5}, "--sleep-after cannot be used with Ray"),
         ({"models": [{**MODEL, "sleep_after": 5}]}, "sleep_after cannot be used with Ray"),
         ({"devise": "cpu"}, "'devise', which is no flag of a server; did you mean device?"),
