@@ -86,7 +86,9 @@ def check_file(
 
 
 def _too_long(max_bytes: int) -> LineError:
-    return LineError(code="line_too_long", message=f"this line has more than {max_bytes} bytes (--max-body-mb)")
+    return LineError(
+        code="line_too_long", message=f"this line has more than {max_bytes} bytes (--max-body-mb)"
+    )
 
 
 def _check_line(
@@ -134,7 +136,9 @@ def _why_unreadable(raw: bytes, error: Exception) -> LineError:
                 _decode_text(fields[name])
             except UNREADABLE:
                 return _bad_field(name, f"{name} must be a string")
-    return LineError(code="invalid_json_line", message=f"this line cannot be read: {shortened(str(error), 200)}")
+    return LineError(
+        code="invalid_json_line", message=f"this line cannot be read: {shortened(str(error), 200)}"
+    )
 
 
 def _bad_field(name: str, message: str) -> LineError:

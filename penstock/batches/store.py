@@ -57,7 +57,9 @@ class BatchStore:
             self._db.execute("PRAGMA synchronous = FULL")  # a commit is on disk when it returns
             self._make_tables()
         except (OSError, sqlite3.Error) as error:
-            raise ConfigError(f"--batch-folder {folder} cannot be used: {error}", param="batch_folder") from None
+            raise ConfigError(
+                f"--batch-folder {folder} cannot be used: {error}", param="batch_folder"
+            ) from None
 
     def _make_tables(self) -> None:
         with self._transaction() as db:
@@ -117,7 +119,13 @@ class BatchStore:
         return _decode_file(found[0][0])
 
     def files(
-        self, owner: str, *, limit: int, purpose: str | None = None, after: str | None = None, order: str = "desc"
+        self,
+        owner: str,
+        *,
+        limit: int,
+        purpose: str | None = None,
+        after: str | None = None,
+        order: str = "desc",
     ) -> tuple[list[FileRecord], bool]:
         """A page of an owner's files, and whether more follow."""
         wanted = (" AND purpose = ?", [purpose]) if purpose is not None else ("", [])
@@ -133,7 +141,9 @@ class BatchStore:
             if not found:
                 raise BadValue(f"after is {after[:80]!r}, which is not in the list", param="after")
             where, values = where + f" AND seq {'>' if is_rising else '<'} ?", [*values, found[0][0]]
-        query = f"SELECT record FROM {table} WHERE owner = ?{where} ORDER BY seq {'ASC' if is_rising else 'DESC'}"
+        query = (
+            f"SELECT record FROM {table} WHERE owner = ?{where} ORDER BY seq {'ASC' if is_rising else 'DESC'}"
+        )
         return [row for (row,) in self._all(f"{query} LIMIT ?", owner, *values, limit + 1)]
 
     def delete_file(self, file_id: str, owner: str) -> None:
@@ -143,7 +153,9 @@ class BatchStore:
                 raise _no_file(file_id)
             query = f"SELECT id FROM batches WHERE input_file_id = ? AND status IN {UNFINISHED!r}"
             if (used := db.execute(query, (file_id,)).fetchone()) is not None:
-                raise BadValue(f"file {file_id} is the input of {used[0]}, which has not ended; cancel it first")
+                raise BadValue(
+                    f"file {file_id} is the input of {used[0]}, which has not ended; cancel it first"
+                )
             db.execute("DELETE FROM files WHERE id = ?", (file_id,))
         self.path(file_id).unlink(missing_ok=True)
 
@@ -200,7 +212,9 @@ class BatchStore:
     ) -> BatchRecord:
         """Record that these lines are answered, together with a change of the batch."""
         with self._transaction() as db:
-            db.executemany("INSERT INTO done (batch, line) VALUES (?, ?)", [(batch_id, line) for line in lines])
+            db.executemany(
+                "INSERT INTO done (batch, line) VALUES (?, ?)", [(batch_id, line) for line in lines]
+            )
             return _update(db, batch_id, change)
 
     def done_lines(self, batch_id: str) -> set[int]:
@@ -278,7 +292,9 @@ def _update(db: sqlite3.Connection, batch_id: str, change: Callable[[BatchRecord
         raise _no_batch(batch_id)
     batch = _decode_batch(found[0])
     change(batch)
-    db.execute("UPDATE batches SET status = ?, record = ? WHERE id = ?", (batch.status, _encode(batch), batch_id))
+    db.execute(
+        "UPDATE batches SET status = ?, record = ? WHERE id = ?", (batch.status, _encode(batch), batch_id)
+    )
     return batch
 
 

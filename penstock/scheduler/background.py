@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 QUIET_S = 1.0  # without interactive work for so long, background steps may be as large as any
-MAX_PASSED = 128  # interactive steps after which a background step runs in any case: less than one in a hundred
+MAX_PASSED = (
+    128  # interactive steps after which a background step runs in any case: less than one in a hundred
+)
 _SHARE_OF_STEP = 0.25  # of an interactive step, that a background step may take
 _LATEST_WEIGHT = 0.1  # of the latest interactive step in the moving average
 _MIN_CHANGE, _MAX_CHANGE = 0.5, 1.25  # of the size of steps, from one to the next
