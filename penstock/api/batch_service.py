@@ -160,7 +160,9 @@ class BatchService:
         try:
             if batch.status == "validating":
                 batch = await asyncio.to_thread(self._validate, batch)
-            if not batch.has_ended:
+            if batch.status == "cancelling" and not batch.total:
+                await asyncio.to_thread(self.store.end, batch.id, _cancel)
+            elif not batch.has_ended:
                 await BatchRun(self, batch).run()
         except (OSError, PenstockError) as error:
             if isinstance(error, NotFound):
@@ -221,3 +223,8 @@ class BatchService:
             )
             if size
         ]
+
+
+def _cancel(record: BatchRecord) -> None:
+    """End a batch that was cancelled before its lines were checked."""
+    record.status, record.cancelled_at = "cancelled", int(time.time())

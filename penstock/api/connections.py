@@ -1,8 +1,9 @@
 """One HTTP connection: uvicorn's protocol with bounds on what a client can make the server hold or wait for.
 
 A request's body is collected here and reaches the application whole, so that half a body holds no task's
-attention and no place among the requests in flight. Only an upload reaches it in pieces. A limit that is met in the middle of a request is raised
-by `receive`, where the endpoint turns it into an answer in its dialect's shape.
+attention and no place among the requests in flight. Only an upload reaches it in pieces. A limit that is met
+in the middle of a request is raised by `receive`, where the endpoint turns it into an answer in its dialect's
+shape.
 """
 
 from __future__ import annotations

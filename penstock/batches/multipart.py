@@ -37,8 +37,8 @@ class FormReader:
         boundary = options.get(b"boundary", b"")
         if kind != b"multipart/form-data" or not 0 < len(boundary) <= _MAX_BOUNDARY:
             raise BadValue(
-                f"Content-Type is {shown(content_type.decode('latin-1'))}; upload a file as multipart/form-data "
-                "with a boundary"
+                f"Content-Type is {shown(content_type.decode('latin-1'))}; upload a file as "
+                "multipart/form-data with a boundary"
             )
         self.form = Form()
         self._descriptor = descriptor

@@ -24,8 +24,8 @@ _VERSION = 1  # of the tables
 _BUSY_S = 30.0  # that a transaction waits for one of another process
 _TABLES = """
 CREATE TABLE files (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, purpose TEXT NOT NULL,
-    bytes INTEGER NOT NULL, expires_at INTEGER, record BLOB NOT NULL
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL,
+    purpose TEXT NOT NULL, bytes INTEGER NOT NULL, expires_at INTEGER, record BLOB NOT NULL
 );
 CREATE TABLE batches (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, status TEXT NOT NULL,
@@ -107,7 +107,7 @@ class BatchStore:
 
     def add_upload(self, record: FileRecord) -> None:
         """Add a file whose content is complete at `upload_path`."""
-        os.replace(self.upload_path(record.id), self.path(record.id))
+        self.upload_path(record.id).replace(self.path(record.id))
         sync_folder(self.folder / "content")
         with self._transaction() as db:
             _insert_file(db, record)

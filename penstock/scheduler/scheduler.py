@@ -281,10 +281,10 @@ class Scheduler:
         else:
             scheduled = self._fill_mixed() if self.queue.is_mixed else self._fill_large()
         self._free_finished()
-        if not scheduled and self.chunking is not None and len(self.background):
-            if self._preempt_queued_rows(self.background):  # it holds what those of the queue wait for
-                return self.schedule()
-        return scheduled
+        if scheduled or self.chunking is None or not len(self.background):
+            return scheduled
+        # Background rows may hold the blocks that those of the queue wait for.
+        return self.schedule() if self._preempt_queued_rows(self.background) else scheduled
 
     def schedule_background(self, max_tokens: int) -> list[ScheduledRows]:
         """Fill a step with background rows alone: those of other requests never wait for the rows beside

@@ -44,11 +44,11 @@ class RequestCounts(msgspec.Struct, kw_only=True):
     failed: int
 
 
-class InputTokensDetails(msgspec.Struct, kw_only=True):
+class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
 
 
-class OutputTokensDetails(msgspec.Struct, kw_only=True):
+class OutputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_tokens: int = 0
 
 

@@ -195,8 +195,8 @@ async def _check_quota(service: BatchService, num_bytes: int) -> None:
     used = await service.call(service.store.used_bytes)
     if used + num_bytes > quota:
         raise NotPossible(
-            f"the files of this server have {used} bytes, and --batch-quota-gb allows {quota}; delete files that "
-            "are no longer needed"
+            f"the files of this server have {used} bytes, and --batch-quota-gb allows {quota}; delete some "
+            "of them"
         )
 
 
