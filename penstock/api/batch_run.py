@@ -7,8 +7,9 @@ server full, the engine down or the model asleep waits and runs again.
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -37,8 +38,8 @@ from penstock.types import Task
 if TYPE_CHECKING:
     from penstock.api.batch_service import BatchService
 
-COMMIT_S = 0.25  # between two commits, while lines are answered
-MAX_UNCOMMITTED = 1024  # answers
+COMMIT_S = 0.5  # between two commits
+MAX_UNCOMMITTED = 4096  # answers
 MAX_UNCOMMITTED_BYTES = 32 << 20
 STEPS_IN_FLIGHT = 3  # tokens of the lines in flight, in steps of the engine
 MAX_LINES_IN_FLIGHT = 4096
@@ -48,7 +49,7 @@ CHECK_S = 0.5  # between two looks whether the batch is cancelled or has expired
 FIRST_DELAY_S, MAX_DELAY_S = 0.25, 5.0  # before a line runs again
 MAX_CRASHES_SHARED = 2  # of the engine with a line in flight, before the line runs alone
 MAX_CRASHES_ALONE = 2  # before it is given up
-_BYTES_PER_TOKEN = 4
+_FIRST_BYTES = 4096  # that count before any line is answered, with four to a token
 _CLIENT = "batch "  # before the owner's name: batches and requests of a key have shares of their own
 _ENDINGS = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this line was answered"),
@@ -98,7 +99,10 @@ class BatchRun:
         self._bytes_in_flight = 0
         self._answers: list[LineAnswer] = []
         self._answer_bytes = 0
-        self._committed_s = 0.0
+        self._append: asyncio.Future[BatchRecord] | None = None  # the last commit, on its thread
+        self._failure: BaseException | None = None  # why the batch cannot go on
+        self._waiting = BATCH_LINES_WAITING.labels(batch.endpoint)
+        self._num_known_bytes, self._num_known_tokens = _FIRST_BYTES, _FIRST_BYTES / 4  # of answered lines
         self._changed = asyncio.Event()  # a line was answered, or the batch must stop
         self._ending = ""  # why no further line runs
         self._num_suspects = 0  # lines that were in flight when the engine died, more than once
@@ -107,34 +111,42 @@ class BatchRun:
     async def run(self) -> None:
         store, path = self._service.store, self._service.store.path(self.batch.input_file_id)
         journal = await asyncio.to_thread(Journal, store, self.batch)
-        watch = asyncio.create_task(self._watch())
-        waiting = BATCH_LINES_WAITING.labels(self.batch.endpoint)
-        num_left = self.batch.total - self.batch.completed - self.batch.failed
-        waiting.inc(num_left)
+        helpers = [asyncio.create_task(self._watch()), asyncio.create_task(self._commit_often(journal))]
+        self._waiting.inc(self._num_left)
         try:
             done = await asyncio.to_thread(store.done_lines, self.batch.id)
             lines = read_lines(path, self._service.config.max_body_bytes)
             left = self._left(lines, done)
             self._check_end()
             async for number, raw in left:
-                await self._commit(journal)
-                await self._wait_for_room(journal)
+                while not self._ending and not self._has_room():
+                    await self._next_change()
                 if self._ending:
                     break
                 self._begin(number, raw)
             while self._tasks and not self._ending:
-                await self._next_change(journal)
+                await self._next_change()
             await self._stop_lines()
-            await self._commit(journal, force=True)
+            await self._commit(journal)
             if self._ending:
                 done = await asyncio.to_thread(store.done_lines, self.batch.id)
                 await self._end_lines(journal, done)
+            await _stop(helpers)
+            await self._settled()
+            if self._num_left:
+                raise EngineError(f"{self._num_left} lines have no answer")
             await self._finish()
         finally:
-            watch.cancel()
             await self._stop_lines()
+            await _stop(helpers)
+            await self._settled()
             journal.close()
-            waiting.dec(num_left)
+            self._waiting.dec(self._num_left)
+
+    @property
+    def _num_left(self) -> int:
+        """Lines that are not answered."""
+        return self.batch.total - self.batch.completed - self.batch.failed
 
     # --- lines ------------------------------------------------------------------------------------------
 
@@ -146,10 +158,6 @@ class BatchRun:
             for number, raw in block:
                 if raw is not None and number not in done:
                     yield number, raw
-
-    async def _wait_for_room(self, journal: Journal) -> None:
-        while not self._ending and not self._has_room():
-            await self._next_change(journal)
 
     def _has_room(self) -> bool:
         if not self._tasks:
@@ -165,7 +173,8 @@ class BatchRun:
         """How many lines, and bytes of lines, should be in flight to fill the engine's steps."""
         settings = self._settings()
         step_tokens = settings.get("max_num_batched_tokens", 1024)
-        max_bytes = min(MAX_BYTES_IN_FLIGHT, STEPS_IN_FLIGHT * step_tokens * _BYTES_PER_TOKEN)
+        bytes_per_token = self._num_known_bytes / max(1.0, self._num_known_tokens)
+        max_bytes = min(MAX_BYTES_IN_FLIGHT, int(STEPS_IN_FLIGHT * step_tokens * bytes_per_token))
         if self._endpoint is not None and self._endpoint.use is Task.GENERATE:
             return max(1, settings.get("max_num_seqs", 64) // 2), MAX_BYTES_IN_FLIGHT
         return MAX_LINES_IN_FLIGHT, max_bytes
@@ -188,13 +197,17 @@ class BatchRun:
     def _ended(self, task: asyncio.Task[None], num_bytes: int) -> None:
         self._tasks.discard(task)
         self._bytes_in_flight -= num_bytes
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = error
         self._changed.set()
 
     async def _run_line(self, number: int, raw: bytes) -> None:
-        line = parse_line(raw)
-        answer = await self._answer(number, line)
+        answer = await self._answer(number, parse_line(raw))
         self._answers.append(answer)
         self._answer_bytes += len(answer.raw)
+        if not answer.is_error:
+            self._num_known_bytes += len(raw)
+            self._num_known_tokens += answer.usage.input_tokens
 
     async def _answer(self, number: int, line: RequestLine) -> LineAnswer:
         """Run a line until it has an answer."""
@@ -277,11 +290,7 @@ class BatchRun:
             self._changed.set()
 
     async def _stop_lines(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await _stop(list(self._tasks))
 
     async def _end_lines(self, journal: Journal, done: set[int]) -> None:
         """Answer every line that is left with the reason why it does not run."""
@@ -297,8 +306,8 @@ class BatchRun:
             )
             self._answers.append(LineAnswer(number, _encode(output), is_error=True))
             if len(self._answers) >= MAX_UNCOMMITTED:
-                await self._commit(journal, force=True)
-        await self._commit(journal, force=True)
+                await self._commit(journal)
+        await self._commit(journal)
 
     async def _finish(self) -> None:
         """End the batch in one transaction, with the files that it wrote."""
@@ -328,29 +337,48 @@ class BatchRun:
 
     # --- commits ----------------------------------------------------------------------------------------
 
-    async def _next_change(self, journal: Journal) -> None:
-        """Wait until a line is answered or the batch must stop, and commit what is due."""
+    async def _next_change(self) -> None:
+        """Wait until a line is answered, answers are committed, or the batch must stop."""
         self._changed.clear()
-        try:
-            await asyncio.wait_for(self._changed.wait(), COMMIT_S)
-        except TimeoutError:
-            pass
-        await self._commit(journal)
+        await self._changed.wait()
+        if self._failure is not None:
+            raise self._failure
 
-    async def _commit(self, journal: Journal, *, force: bool = False) -> None:
-        if not self._answers:
-            return
-        is_full = len(self._answers) >= MAX_UNCOMMITTED or self._answer_bytes >= MAX_UNCOMMITTED_BYTES
-        now_s = time.monotonic()
-        if not force and not is_full and now_s - self._committed_s < COMMIT_S:
-            return
-        self._committed_s = now_s
+    async def _commit_often(self, journal: Journal) -> None:
+        """Commit what is answered, while further lines run. A failure ends the batch."""
+        try:
+            while True:
+                await asyncio.sleep(COMMIT_S)
+                await self._commit(journal)
+        except (OSError, sqlite3.Error, PenstockError) as error:
+            self._failure = error
+            self._changed.set()
+
+    async def _commit(self, journal: Journal) -> None:
+        """Commit all answers so far. Its thread is not stopped with its task: only one writes at a time."""
+        await self._settled()
         answers, self._answers, self._answer_bytes = self._answers, [], 0
-        self.batch = await asyncio.to_thread(journal.append, answers)
+        if not answers:
+            return
+        self._append = asyncio.ensure_future(asyncio.to_thread(journal.append, answers))
+        self.batch = await asyncio.shield(self._append)
         num_failed = sum(answer.is_error for answer in answers)
         BATCH_LINES.labels(self.batch.endpoint, "failed").inc(num_failed)
         BATCH_LINES.labels(self.batch.endpoint, "completed").inc(len(answers) - num_failed)
+        self._waiting.dec(len(answers))
         self._check_end()
+        self._changed.set()
+
+    async def _settled(self) -> None:
+        """Wait until no commit is under way."""
+        while self._append is not None and not self._append.done():
+            await asyncio.wait([self._append])
+
+
+async def _stop(tasks: Iterable[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _asks_for_stream(body: bytes) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+import sqlite3
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -164,7 +165,7 @@ class BatchService:
                 await asyncio.to_thread(self.store.end, batch.id, _cancel)
             elif not batch.has_ended:
                 await BatchRun(self, batch).run()
-        except (OSError, PenstockError) as error:
+        except (OSError, sqlite3.Error, PenstockError) as error:
             if isinstance(error, NotFound):
                 return  # it was deleted meanwhile
             log.exception("batch %s failed", batch.id)
