@@ -17,8 +17,8 @@ import msgspec
 import pyarrow as pa
 
 from penstock.errors import BadValue, NotPossible, PenstockError
-from penstock.jobs.stamp import Stamp
 from penstock.jobs.outputs import ID, MULTI_VECTOR, SPARSE, VECTOR
+from penstock.jobs.stamp import Stamp
 from penstock.stores.columns import DenseType, Layout, last_of_each_id, plain_ids
 from penstock.stores.locations import Location, Metric
 
@@ -180,9 +180,7 @@ class VectorStore(ABC):
     def check_cut_over(self, successor: VectorStore) -> None:
         """Refuse a switch that `cut_over` could not make."""
         if self.why_no_cut_over is not None:
-            raise NotPossible(
-                f"{self.kind} has no atomic switch: {self.why_no_cut_over}", param="--cut-over"
-            )
+            raise NotPossible(f"{self.kind} has no atomic switch: {self.why_no_cut_over}", param="--cut-over")
         if self.kind != successor.kind or self.location.address != successor.location.address:
             raise NotPossible(
                 f"a switch needs both collections in one store, but they are {self} and {successor}; "
@@ -244,9 +242,7 @@ class VectorStore(ABC):
                 param="--to",
             )
         if there.metric != ours.metric:
-            raise BadValue(
-                f"{self} compares vectors by {there.metric}, not by {ours.metric}", param="--to"
-            )
+            raise BadValue(f"{self} compares vectors by {there.metric}, not by {ours.metric}", param="--to")
 
     def _check_columns(self, layout: Layout, found: Found) -> None:
         if found.columns is None:
@@ -254,7 +250,8 @@ class VectorStore(ABC):
         names = [self.column(name) for name in layout.schema.names]
         if missing := [name for name in names if name not in found.columns]:
             raise BadValue(
-                f"{self} has no column {', '.join(missing)}; it has: {', '.join(found.columns)}", param="--keep"
+                f"{self} has no column {', '.join(missing)}; it has: {', '.join(found.columns)}",
+                param="--keep",
             )
 
     def column(self, name: str) -> str:
@@ -273,7 +270,9 @@ def read_mark(text: str | bytes | None) -> Mark | None:
     try:
         return msgspec.json.decode(text, type=Mark)
     except msgspec.DecodeError as error:
-        raise BadValue(f"the collection's stamp cannot be read ({error}); a newer Penstock may have made it") from None
+        raise BadValue(
+            f"the collection's stamp cannot be read ({error}); a newer Penstock may have made it"
+        ) from None
 
 
 def query_column(queries: pa.Table) -> str:

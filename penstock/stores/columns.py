@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from penstock.errors import BadValue
 from penstock.jobs.outputs import ID, MULTI_VECTOR, SPARSE, VECTOR
 from penstock.jobs.stamp import Stamp
+from penstock.jobs.vectors import arrow
 from penstock.types import OutputDtype
 
 RESERVED = (ID, VECTOR, SPARSE, MULTI_VECTOR)
@@ -174,3 +175,11 @@ def is_vector(kind: pa.DataType) -> bool:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return is_vector(kind.value_type)
     return bool(pa.types.is_fixed_size_list(kind))
+
+
+def arrow_table(ids: Sequence[Any], rows: Sequence[dict[str, Any]], names: Sequence[str] | None) -> pa.Table:
+    """Rows of a store without a schema as a table: `id`, then the named columns or all that occur."""
+    if names is None:
+        names = list(dict.fromkeys(name for row in rows for name in row))
+    columns = {name: arrow([row.get(name) for row in rows]) for name in names if name != ID}
+    return pa.table({ID: pa.array(ids), **columns})
