@@ -93,7 +93,7 @@ class ParquetVectors:
         import pyarrow.parquet as pq
 
         flat = pa.array(np.ascontiguousarray(vectors).reshape(-1))
-        columns = {name: arrow(values) for name, values in carried.items()}
+        columns = {name: _arrow(values) for name, values in carried.items()}
         columns["embedding"] = pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
         pq.write_table(pa.table(columns), file, compression="none", use_dictionary=False)
 
@@ -161,7 +161,7 @@ def _common_type(kinds: set[Any]) -> Any:
         return pa.string()
 
 
-def arrow(values: Any) -> Any:
+def _arrow(values: Any) -> Any:
     """A carried column as an array. Lists, objects and mixtures of types become JSON text."""
     import pyarrow as pa
 

@@ -166,7 +166,7 @@ class VectorStore(ABC):
 
     @abstractmethod
     def search(self, queries: pa.Table, k: int) -> list[list[Hit]]:
-        """The nearest rows of each query, exactly. `queries` has one column: vector, sparse or multi_vector."""
+        """The nearest rows of each query, exactly. `queries` has a column vector, sparse or multi_vector."""
 
     # Moving
 

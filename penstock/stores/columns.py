@@ -9,13 +9,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import orjson
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from penstock.errors import BadValue
 from penstock.jobs.outputs import ID, MULTI_VECTOR, SPARSE, VECTOR
 from penstock.jobs.stamp import Stamp
-from penstock.jobs.vectors import arrow
 from penstock.types import OutputDtype
 
 RESERVED = (ID, VECTOR, SPARSE, MULTI_VECTOR)
@@ -181,5 +181,16 @@ def arrow_table(ids: Sequence[Any], rows: Sequence[dict[str, Any]], names: Seque
     """Rows of a store without a schema as a table: `id`, then the named columns or all that occur."""
     if names is None:
         names = list(dict.fromkeys(name for row in rows for name in row))
-    columns = {name: arrow([row.get(name) for row in rows]) for name in names if name != ID}
+    columns = {name: _array([row.get(name) for row in rows]) for name in names if name != ID}
     return pa.table({ID: pa.array(ids), **columns})
+
+
+def _array(values: list[Any]) -> pa.Array:
+    """Values of any types as an array; JSON texts if they have no type in common."""
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, TypeError, OverflowError):
+        texts = [
+            v if v is None or isinstance(v, str) else orjson.dumps(v, default=str).decode() for v in values
+        ]
+        return pa.array(texts, pa.string())

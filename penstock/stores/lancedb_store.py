@@ -1,4 +1,4 @@
-"""LanceDB: a folder of tables, on disk or in an object store. The mark is in the metadata of a table's schema."""
+"""LanceDB: a folder of tables, on disk or in an object store. The mark is in the metadata of the schema."""
 
 from __future__ import annotations
 

@@ -198,8 +198,8 @@ class PgvectorStore(VectorStore):
                 cursor.execute("CREATE EXTENSION IF NOT EXISTS vector")
         except StoreFailed as error:
             raise StoreFailed(
-                f"{error.message}; the database needs the extension vector: install pgvector on its server, and "
-                "let an administrator run CREATE EXTENSION vector"
+                f"{error.message}; the database needs the extension vector: install pgvector on its server, "
+                "and let an administrator run CREATE EXTENSION vector"
             ) from None
         self._register_types()
 

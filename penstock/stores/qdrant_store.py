@@ -1,6 +1,6 @@
 """Qdrant: a server, or a folder in embedded mode. The mark is in the collection's metadata.
 
-Its ids are whole numbers or UUIDs. Any other id becomes a UUID made from it, and stands in the payload as `id`.
+Its ids are whole numbers or UUIDs. Any other id becomes a UUID made from it, and is `id` in the payload.
 """
 
 from __future__ import annotations
