@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, datetime
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +20,7 @@ from penstock.jobs.stamp import Stamp
 from penstock.types import OutputDtype
 
 RESERVED = (ID, VECTOR, SPARSE, MULTI_VECTOR)
+FOREIGN_ID = "payload_id"
 SPARSE_DIMENSION = 1 << 20  # of stores that want a number; above every vocabulary
 
 
@@ -194,3 +196,27 @@ def _array(values: list[Any]) -> pa.Array:
             v if v is None or isinstance(v, str) else orjson.dumps(v, default=str).decode() for v in values
         ]
         return pa.array(texts, pa.string())
+
+
+def without_id(payload: Mapping[str, Any], own_id: Any) -> dict[str, Any]:
+    """A payload without our copy of the id. A field of others with that name is kept as `payload_id`."""
+    rest = dict(payload)
+    given = rest.pop(ID, None)
+    if given is not None and given != own_id:
+        rest[FOREIGN_ID] = given
+    return rest
+
+
+def json_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of Arrow values as JSON has them; times as ISO 8601."""
+    return {name: _json_value(value) for name, value in row.items()}
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, datetime | date):
+        return value.isoformat()
+    if isinstance(value, list):
+        return [_json_value(each) for each in value]
+    if isinstance(value, dict):
+        return json_row(value)
+    return value if isinstance(value, bool | int | float | str | None) else str(value)

@@ -1,4 +1,4 @@
-"""Where a collection is: the URLs of `--to` and of `penstock migrate`, and how to show them without secrets."""
+"""Where a collection is: the URLs of `--to` and `penstock migrate`, and how to show them without secrets."""
 
 from __future__ import annotations
 

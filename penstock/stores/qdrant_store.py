@@ -9,12 +9,10 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pyarrow as pa
 
 from penstock.errors import BadValue, NotPossible
@@ -25,9 +23,11 @@ from penstock.stores.columns import (
     Layout,
     arrow_table,
     dense_rows,
+    json_row,
     multi_rows,
     rows_of,
     sparse_rows,
+    without_id,
 )
 from penstock.stores.locations import Location, Metric
 
@@ -35,7 +35,6 @@ _NAMESPACE = uuid.UUID("6f6ad0d1-6a6e-5d4b-8b5f-0d9d2a3f7c11")  # of the UUIDs t
 _MAX_WRITE_BYTES = 8 << 20  # of numbers in one call; a server takes 32 MB of JSON by default
 _JSON_BYTES_PER_NUMBER = 12
 _TIMEOUT_S = 60
-FOREIGN_ID = "payload_id"
 
 
 @dataclass(slots=True)
@@ -180,7 +179,7 @@ class QdrantStore(VectorStore):
     def _upsert_piece(self, table: pa.Table, layout: Layout) -> None:
         models = self._models
         ids = table.column(ID).to_pylist()
-        payloads = [_jsonable(row) for row in rows_of(table, [field.name for field in layout.payload])]
+        payloads = [json_row(row) for row in rows_of(table, [field.name for field in layout.payload])]
         for payload, each in zip(payloads, ids, strict=True):
             if not _is_plain(each):
                 payload[ID] = each
@@ -225,7 +224,9 @@ class QdrantStore(VectorStore):
                 )
             if points:
                 yield arrow_table(
-                    [_own_id(point) for point in points], [_payload(point) for point in points], columns
+                    [_own_id(point) for point in points],
+                    [without_id(point.payload or {}, _own_id(point)) for point in points],
+                    columns,
                 )
             if at is None:
                 return
@@ -346,32 +347,7 @@ def _own_id(point: Any) -> Id:
     return own
 
 
-def _payload(point: Any) -> dict[str, Any]:
-    """The payload without our copy of the id. A field of others with that name is kept as `payload_id`."""
-    payload = dict(point.payload or {})
-    given = payload.pop(ID, None)
-    if given is not None and _own_id(point) != given:
-        payload[FOREIGN_ID] = given
-    return payload
-
-
 def _size(vectors: Any, name: str) -> int | None:
     if isinstance(vectors, dict):
         return vectors[name].size if name in vectors else None
     return None
-
-
-def _jsonable(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: _plain_value(value) for name, value in row.items()}
-
-
-def _plain_value(value: Any) -> Any:
-    if isinstance(value, datetime | date):
-        return value.isoformat()
-    if isinstance(value, list):
-        return [_plain_value(each) for each in value]
-    if isinstance(value, dict):
-        return {name: _plain_value(each) for name, each in value.items()}
-    if isinstance(value, bool | int | float | str | None):
-        return value
-    return np.asarray(value).tolist() if isinstance(value, np.generic) else str(value)
