@@ -266,8 +266,8 @@ class OpenSearchStore(VectorStore):
         if len(targets) != 1:
             what = "an index" if not targets else f"an alias of {len(targets)} indices"
             raise NotPossible(
-                f"{self._index} is {what}, and only an alias of one index can be switched; create such an alias, "
-                "let your application use it, and name it here",
+                f"{self._index} is {what}, and only an alias of one index can be switched; create such an "
+                "alias, let your application use it, and name it here",
                 param="--cut-over",
             )
 
