@@ -93,7 +93,7 @@ def _postgres(rest: str) -> Location:
     for name in table.split(".", 1):
         _check_name("pgvector", name)
     others = urlencode([(name, value) for name, value in pairs if name not in _OPTIONS["pgvector"]])
-    address = parts._replace(query=others).geturl()
+    address = _joined(parts._replace(query=others))
     if ours.get("index", "none") not in ("none", "hnsw"):
         raise _bad("pgvector", f"index is {shown(ours['index'])}; use hnsw or none")
     return Location("pgvector", address, table, ours, hide_secrets(f"pgvector:{rest}"))
@@ -131,7 +131,12 @@ def hide_secrets(url: str) -> str:
     netloc = f"{user}@{host[2]}" if host[1] else parts.netloc
     pairs = parse_qsl(parts.query, keep_blank_values=True)
     query = urlencode([(name, value) for name, value in pairs if name not in _SECRETS], safe="/.:")
-    return f"{kind}{colon}{parts._replace(netloc=netloc, query=query).geturl()}"
+    return f"{kind}{colon}{_joined(parts._replace(netloc=netloc, query=query))}"
+
+
+def _joined(parts: SplitResult) -> str:
+    """The URL again. `geturl` would drop the slashes before an empty host."""
+    return f"{parts.scheme}://{parts.netloc}{parts.path}" + (f"?{parts.query}" if parts.query else "")
 
 
 def credentials(address: str) -> tuple[str, str | None, str | None]:
@@ -141,7 +146,7 @@ def credentials(address: str) -> tuple[str, str | None, str | None]:
     if not at:
         return address, None, None
     name, _, password = user.partition(":")
-    return parts._replace(netloc=host).geturl(), unquote(name), unquote(password)
+    return _joined(parts._replace(netloc=host)), unquote(name), unquote(password)
 
 
 def _renamed(shown_url: str, before: str, after: str) -> str:

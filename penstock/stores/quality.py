@@ -85,9 +85,9 @@ def compare(
     if judgements is None:
         return plain
     judged = [
-        (gains, first, second)
+        (judgements[each], first, second)
         for each, first, second in zip(query_ids, old, new, strict=True)
-        if any(gain > 0 for gain in (gains := judgements.get(each, {})).values())
+        if any(gain > 0 for gain in judgements.get(each, {}).values())
     ]
     if not judged:
         raise BadValue(
