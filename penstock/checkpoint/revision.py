@@ -66,6 +66,17 @@ def portable_revision(
     return _revision(spec, settings, content)
 
 
+def content_revision(spec: ModelSpec) -> str:
+    """A hash of the model's files alone, whatever the settings and the version; "" if they cannot be read.
+
+    Reads all files, unless an earlier call on this machine has.
+    """
+    try:
+        return _content_digest(spec, lambda: False)
+    except OSError:
+        return ""
+
+
 def _revision(spec: ModelSpec, settings: Mapping[str, Any], files: str) -> str:
     """Everything that changes numbers, in one hash."""
     described = {

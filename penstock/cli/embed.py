@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import enum
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from penstock.cli.command import with_options
 from penstock.cli.flags import ENGINE, EngineFields
-from penstock.jobs.formats import InputFormat, OutputFormat
+from penstock.jobs.formats import InputFormat, OnError, OutputFormat, VectorKind
+
+if TYPE_CHECKING:
+    from penstock.jobs.job import Job
 
 
 class EmbedDtype(enum.StrEnum):
@@ -36,11 +38,21 @@ _BY_EXTENSION = "by the file's extension"
 
 
 class EmbedOptions(msgspec.Struct, frozen=True, kw_only=True):
-    source: Annotated[
-        str, typer.Argument(metavar="INPUT", help="File to read, or - for stdin, which needs --format.")
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT…",
+            help="Files, folders, patterns or URIs to read; or - for stdin, which needs --format.",
+        ),
     ]
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="File to write, such as vectors.parquet or vectors.jsonl.")
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            help="File to write, such as vectors.parquet, vectors.jsonl or vectors.lance; "
+            "or a folder or URI that ends with /, for one file a block.",
+        ),
     ]
     input_format: Annotated[
         InputFormat | None,
@@ -75,6 +87,14 @@ class EmbedOptions(msgspec.Struct, frozen=True, kw_only=True):
     limit: Annotated[
         int | None, typer.Option(min=1, help="Stop after this number of rows.", rich_help_panel=_ROWS)
     ] = None
+    vectors: Annotated[
+        list[VectorKind],
+        typer.Option(
+            help="Kind of vectors to compute. Repeat the flag for several at once.",
+            show_default="dense",
+            rich_help_panel=_VECTORS,
+        ),
+    ] = []
     dimensions: Annotated[
         int | None,
         typer.Option(
@@ -114,13 +134,21 @@ class EmbedOptions(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         typer.Option(
             "--truncate/--no-truncate",
-            help="Truncate texts at the model's limit, or stop at the first text beyond it.",
+            help="Truncate texts at the model's limit, or treat longer ones as bad rows.",
             rich_help_panel=_VECTORS,
         ),
     ] = True
     truncation_side: Annotated[
         Side, typer.Option(help="End of the text to truncate.", rich_help_panel=_VECTORS)
     ] = Side.RIGHT
+    on_error: Annotated[
+        OnError,
+        typer.Option(
+            help="What to do with a row that has no text or cannot be read: stop, or skip it and list it in "
+            "OUT.errors.jsonl.",
+            rich_help_panel=_RUN,
+        ),
+    ] = OnError.FAIL
     resume: Annotated[
         bool,
         typer.Option(
@@ -143,16 +171,25 @@ class EmbedOptions(msgspec.Struct, frozen=True, kw_only=True):
 def embed(options: EmbedOptions, engine: EngineFields) -> None:
     """Embed every text of a file into a file of vectors.
 
-    Reads JSONL, CSV, Parquet and plain text. Reads, computes and writes at the same time, a few thousand
-    rows at once, however long the file is.
+    Reads JSONL, CSV, Parquet, Lance and plain text. Reads, computes and writes at the same time, a few
+    thousand rows at once, however long the input is.
 
     \b
     Examples:
       penstock embed articles.parquet -o vectors.parquet
       penstock embed articles.jsonl -o vectors.jsonl --column body --keep title
+      penstock embed 'articles/*.parquet' -o vectors/ --on-error skip
     """
-    from penstock.jobs.job import Job, run
+    from penstock.jobs.job import run
+
+    run(_job(options, engine))
+
+
+def _job(options: EmbedOptions, engine: EngineFields) -> Job:
+    from penstock.jobs.job import Job
 
     fields = msgspec.structs.asdict(options)
+    fields["inputs"] = tuple(options.inputs)
+    fields["vectors"] = tuple(options.vectors) or (VectorKind.DENSE,)
     fields["truncation_side"] = options.truncation_side.value
-    run(Job(engine=engine, **fields))
+    return Job(engine=engine, **fields)
