@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_rates.py --models DIR [--seconds 1.5] [--only PATTERN] [--save PATH]
 
-DIR holds model folders (configuration and tokenizer; weights are random). Rows are random token ids, all of one
-length. Rows of texts are measured too: the difference is what tokenising costs on this host.
+DIR holds model folders (configuration and tokenizer; weights are random). Rows are random token ids, all of
+one length. Texts are measured too: the difference is what tokenising costs on this host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from texts import natural_texts
 from penstock import Engine
 from penstock.offline.throughput import measure, random_rows
 
-LENGTHS = (32, 128, 512, 2048)
+LENGTHS = (8, 32, 128, 512, 2048)
 TEXTS = 6144
 SMALL = {"hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name: folder, what differs from its config.json

@@ -124,4 +124,6 @@ def _task(engine: Engine) -> Callable[[list[Any]], object]:
         return lambda rows: engine.sparse(rows, truncate_prompt_tokens=-1, progress=False)
     if Task.CLASSIFY in tasks:
         return lambda rows: engine.classify(rows, truncate_prompt_tokens=-1, progress=False)
-    raise BadValue(f"{engine.spec.name} has no task that can be measured here; give --rate", param="--measure")
+    raise BadValue(
+        f"{engine.spec.name} has no task that can be measured here; give --rate", param="--measure"
+    )

@@ -27,9 +27,7 @@ _COMMON_SHARE = 0.9  # of the errors that the stated one covers
 def work(shape: ModelShape, length: float) -> Floats:
     """What one token costs, in the units of each term."""
     attention = shape.attention_flops(length)
-    return np.array(
-        [shape.dense_flops, shape.expert_flops, attention, shape.moved_bytes, 1.0 / length, 1.0]
-    )
+    return np.array([shape.dense_flops, shape.expert_flops, attention, shape.moved_bytes, 1.0 / length, 1.0])
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class ModelError:
-    """How far predictions were from measurements that the fit had not seen, as shares of the measured rate."""
+    """How far predictions were from measurements that the fit had not seen: shares of the measured rate."""
 
     median: float
     common: float  # nine of ten errors are below it
@@ -138,7 +136,8 @@ class Fit:
         if not own or not own[0].length <= length <= own[-1].length:
             return None
         ratios = [
-            1.0 / point.tokens_per_s / self.model.seconds_per_token(point.shape, point.length) for point in own
+            1.0 / point.tokens_per_s / self.model.seconds_per_token(point.shape, point.length)
+            for point in own
         ]
         return float(np.interp(np.log(length), np.log([point.length for point in own]), ratios))
 

@@ -121,7 +121,9 @@ def storage(corpus: Corpus, outputs: Outputs) -> list[StoredKind]:
     """Bytes of the stored outputs of a text, in every number format. Indexes and ids are not included."""
     kinds = []
     if outputs.dense is not None:
-        kinds += [StoredKind("dense", name, packed_bytes(outputs.dense, bits)) for name, bits in DTYPES.items()]
+        kinds += [
+            StoredKind("dense", name, packed_bytes(outputs.dense, bits)) for name, bits in DTYPES.items()
+        ]
     if outputs.token_vector is not None:
         kinds += [
             StoredKind("multi-vector", name, corpus.mean_tokens * packed_bytes(outputs.token_vector, bits))
@@ -152,7 +154,8 @@ def serving(
     """GPUs for `qps` single queries a second. `host`: what the processes around one engine answer at most."""
     if not 0 < utilization <= 1:
         raise BadValue(
-            f"--utilization is {utilization:g}; give a share above 0, up to 1, such as 0.6", param="--utilization"
+            f"--utilization is {utilization:g}; give a share above 0, up to 1, such as 0.6",
+            param="--utilization",
         )
     device = 1.0 / rate.seconds_of_rows([query_tokens])
     answered = math.inf if host is None else host.requests_per_s

@@ -62,12 +62,13 @@ def given_rate(tokens_per_s: float) -> Rate:
 
 
 def predicted_rate(gpu: str, shape: ModelShape, lengths: Sequence[float], *, texts: bool = True) -> Rate:
-    """The rate of a model of this shape. `lengths` are the shortest and longest rows that matter. `texts`: the
-    host tokenises them too."""
+    """The rate of a model of this shape. `lengths` are the shortest and longest rows that matter. `texts`:
+    the host tokenises them too."""
     rates = recorded_rates()
     if gpu not in rates.gpu:
         raise BadValue(
-            f"--gpu {gpu} is not known; use one of {', '.join(sorted(rates.gpu))}, or cpu with --measure or --rate",
+            f"--gpu {gpu} is not known; use one of {', '.join(sorted(rates.gpu))}, or cpu with --measure or "
+            "--rate",
             param="--gpu",
         )
     measured = next((each for each in rates.measured if each.gpu == gpu), None)
@@ -105,8 +106,8 @@ def _scaled(
     lengths: Sequence[float],
     host: float | None,
 ) -> Rate:
-    """A rate by published figures. Its range runs from all terms scaled by the better of the two ratios to all
-    of them scaled by the worse, and beyond by the error of the fit."""
+    """A rate by published figures. Its range runs from all terms scaled by the better of the two ratios to
+    all of them scaled by the worse, and beyond by the error of the fit."""
     fit = fit_of(measured.gpu)
     model = fit.model.scaled(known, wanted)
     ratios = (known.tflops / wanted.tflops, known.bandwidth / wanted.bandwidth)

@@ -8,7 +8,9 @@ import re
 from penstock.errors import BadValue
 
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-_QUANTITY = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)(?:e\+?([0-9]{1,2}))?\s*([kmbgt]?)", re.IGNORECASE)
+_QUANTITY = re.compile(
+    r"([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)(?:e\+?([0-9]{1,2}))?\s*([kmbgt]?)", re.IGNORECASE
+)
 _MAX_QUANTITY = 1e18
 _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 

@@ -33,7 +33,7 @@ class ServingRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HostRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tokens per second of texts that one engine process tokenised and embedded at most, however fast its GPU."""
+    """Tokens per second that one engine process tokenised and embedded at most, however fast its GPU."""
 
     tokens_per_s: float
     cores: int

@@ -43,7 +43,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     local_layers: int = 0  # layers that attend to a window
     window: int = 0  # its tokens
     head_weights: int = 0  # of a matrix that every token passes through after the layers
-    dense_weights: int | None = None  # weights of the layers' matrices, counted in the files; None: by the sizes
+    dense_weights: int | None = (
+        None  # weights of the layers' matrices, counted in the files; None: by the sizes
+    )
     expert_weights: int | None = None  # the same of a token's experts
 
     @cached_property
@@ -63,8 +65,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return 2.0 * self.layers * 3 * self.hidden * self.active_experts * self.expert_intermediate
 
     def attention_flops(self, length: float) -> float:
-        """FLOPs of a token of a row of `length` tokens: its query against the keys that it sees, and the sum of
-        their values."""
+        """FLOPs of a token of a row of `length` tokens: its query against the keys that it sees, and the sum
+        of their values."""
         share = 0.5 if self.is_causal else 1.0
         seen = (self.layers - self.local_layers) * share * length
         seen += self.local_layers * min(share * length, self.window)
