@@ -146,6 +146,7 @@ class Embedder:
             normalize=self.spec.pooling.normalize if options.normalize is None else options.normalize,
             truncation=options.truncation_side if options.truncate else "none",
             max_tokens=self._max_tokens,
+            similarity=self.spec.similarity,
             overrides=changed,
         )
 

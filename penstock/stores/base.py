@@ -17,14 +17,24 @@ import msgspec
 import pyarrow as pa
 
 from penstock.errors import BadValue, NotPossible, PenstockError
-from penstock.jobs.outputs import ID, MULTI_VECTOR, SPARSE, VECTOR
 from penstock.jobs.stamp import Stamp
-from penstock.stores.columns import DenseType, Layout, last_of_each_id, plain_ids
+from penstock.stores.columns import (
+    ID,
+    MULTI_VECTOR,
+    SPARSE,
+    VECTOR,
+    DenseType,
+    Layout,
+    fitted,
+    last_of_each_id,
+    plain_ids,
+)
 from penstock.stores.locations import Location, Metric
 
 MARK_KEY = "penstock"  # under which a store's own metadata holds the mark
 _MAX_TRIES = 5
 _FIRST_PAUSE_S = 0.5
+_METRICS = {"cosine": Metric.COSINE, "dot": Metric.DOT, "euclidean": Metric.L2}
 Id = int | str
 
 
@@ -44,6 +54,17 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
 
     def text(self) -> str:
         return msgspec.json.encode(self).decode()
+
+
+def model_metric(stamp: Stamp) -> Metric:
+    """The distance that the model is made for."""
+    if stamp.similarity not in _METRICS:
+        raise NotPossible(
+            f"the model compares vectors by {stamp.similarity}, which vector stores do not; add "
+            "metric=cosine, metric=dot or metric=l2 to the URL",
+            param="--to",
+        )
+    return _METRICS[stamp.similarity]
 
 
 class Hit(NamedTuple):
@@ -74,13 +95,13 @@ class VectorStore(ABC):
     dense_types: ClassVar[frozenset[DenseType]]
     metrics: ClassVar[frozenset[Metric]]
     max_dimension: ClassVar[int]
+    has_schema: ClassVar[bool] = False  # every row has the same columns and types
     holds_sparse: ClassVar[bool] = False
     holds_multi_vectors: ClassVar[bool] = False
     why_no_cut_over: ClassVar[str | None] = None  # None: it has an atomic switch
 
     def __init__(self, location: Location) -> None:
         self.location = location
-        self.model_metric = Metric.COSINE  # unless the URL names one
         self.may_adopt = False  # a collection without a stamp may be written to
         self.layout: Layout | None = None
         self.mark: Mark | None = None
@@ -112,14 +133,28 @@ class VectorStore(ABC):
             known = ", ".join(sorted(self.metrics))
             raise NotPossible(f"{self.kind} has no {wanted} distance; it has: {known}", param="--to")
 
+    def check_open(self, schema: pa.Schema, stamp: Stamp) -> int:
+        """Refuse what `open` would refuse, but change nothing. Returns how many rows there are."""
+        layout = Layout.of(schema, stamp)
+        self.check(layout)
+        found = self.find()
+        if found is None:
+            return 0
+        if found.mark is None:
+            self._refuse_unmarked()
+        else:
+            self._refuse_mix(found.mark, Mark(stamp=stamp, metric=self._metric(layout)))
+        self._check_columns(layout, found)
+        return found.num_rows
+
     def open(self, schema: pa.Schema, stamp: Stamp) -> None:
         """Create the collection, or check that its vectors are of the same model and settings."""
         layout = Layout.of(schema, stamp)
         self.check(layout)
         mark = Mark(stamp=stamp, metric=self._metric(layout))
-        found = self.find()
+        found = self.find() or self._created(layout, mark)
         if found is None:
-            self._create(layout, mark)
+            pass
         elif found.mark is None:
             self._refuse_unmarked()
             self._check_columns(layout, found)
@@ -135,6 +170,8 @@ class VectorStore(ABC):
         A failure that may pass is tried again: the same rows twice are the same rows.
         """
         rows = last_of_each_id(plain_ids(table))
+        if self.has_schema and self.layout is not None:
+            rows = fitted(rows, self.layout.schema)
         if rows.num_rows:
             self._again(lambda: self._upsert(rows))
 
@@ -190,6 +227,16 @@ class VectorStore(ABC):
 
     # For the stores themselves
 
+    def _created(self, layout: Layout, mark: Mark) -> Found | None:
+        """Create the collection; if another worker was faster, the one that it made."""
+        try:
+            self._create(layout, mark)
+        except Exception:
+            if (found := self.find()) is None:
+                raise
+            return found
+        return None
+
     @abstractmethod
     def _create(self, layout: Layout, mark: Mark) -> None: ...
 
@@ -224,7 +271,7 @@ class VectorStore(ABC):
     def _metric(self, layout: Layout) -> Metric:
         if layout.dense_type is DenseType.BITS:
             return Metric.HAMMING
-        return self.location.metric or self.model_metric
+        return self.location.metric or model_metric(layout.stamp)
 
     def _refuse_unmarked(self) -> None:
         if not self.may_adopt:
@@ -253,6 +300,11 @@ class VectorStore(ABC):
                 f"{self} has no column {', '.join(missing)}; it has: {', '.join(found.columns)}",
                 param="--keep",
             )
+
+    @property
+    def search_metric(self) -> Metric:
+        """How this collection is searched. One without a mark is taken to be as the URL says, or cosine."""
+        return self.mark.metric if self.mark else self.location.metric or Metric.COSINE
 
     def column(self, name: str) -> str:
         """A column's name in the store: `?id=` and `?vector=` of the URL rename two of them."""

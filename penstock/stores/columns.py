@@ -15,10 +15,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from penstock.errors import BadValue
-from penstock.jobs.outputs import ID, MULTI_VECTOR, SPARSE, VECTOR
 from penstock.jobs.stamp import Stamp
 from penstock.types import OutputDtype
 
+ID, VECTOR, SPARSE, MULTI_VECTOR = "id", "vector", "sparse", "multi_vector"
 RESERVED = (ID, VECTOR, SPARSE, MULTI_VECTOR)
 FOREIGN_ID = "payload_id"
 SPARSE_DIMENSION = 1 << 20  # of stores that want a number; above every vocabulary
@@ -48,7 +48,9 @@ class Layout:
             raise BadValue(f"the table has no column {ID!r}: {', '.join(schema.names)}")
         if not layout.vector_names:
             raise BadValue(f"the table has none of the columns {VECTOR}, {SPARSE} and {MULTI_VECTOR}")
-        if not (is_whole_number(layout.id_type) or is_text(layout.id_type)):
+        if not (
+            is_whole_number(layout.id_type) or is_text(layout.id_type) or pa.types.is_null(layout.id_type)
+        ):
             raise BadValue(
                 f"ids are {layout.id_type}; a vector store takes whole numbers or texts", param="--id-column"
             )
@@ -127,6 +129,25 @@ def plain_ids(table: pa.Table) -> pa.Table:
     if column.null_count:
         raise BadValue(f"a row has no {ID}", param="--id-column")
     return table if column.type == wanted else table.set_column(place, ID, column.cast(wanted))
+
+
+def fitted(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The table with the kept columns in the types of the first one. A column without any value is text."""
+    for place, field in enumerate(table.schema):
+        wanted = schema.field(field.name).type
+        if field.name in RESERVED or field.type == wanted:
+            continue
+        kind = pa.string() if pa.types.is_null(wanted) else wanted
+        try:
+            column = table.column(place).cast(kind)
+        except pa.ArrowException:
+            raise BadValue(
+                f"the column {field.name!r} holds {field.type} here, but {wanted} in earlier rows; "
+                "give its values one type",
+                param="--keep",
+            ) from None
+        table = table.set_column(place, pa.field(field.name, kind, metadata=field.metadata), column)
+    return table
 
 
 def last_of_each_id(table: pa.Table) -> pa.Table:

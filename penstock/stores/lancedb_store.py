@@ -10,9 +10,17 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.errors import BadValue, NotPossible
-from penstock.jobs.outputs import ID, MULTI_VECTOR, VECTOR
 from penstock.stores.base import MARK_KEY, Found, Hit, Id, Mark, VectorStore, need, query_column, read_mark
-from penstock.stores.columns import DenseType, Layout, dense_rows, is_vector, multi_rows
+from penstock.stores.columns import (
+    ID,
+    MULTI_VECTOR,
+    VECTOR,
+    DenseType,
+    Layout,
+    dense_rows,
+    is_vector,
+    multi_rows,
+)
 from penstock.stores.locations import Location, Metric
 
 _WRITES_BETWEEN_COMPACTIONS = 128  # each write adds a fragment and a version
@@ -23,6 +31,7 @@ class LanceStore(VectorStore):
     extra = "lance"
     dense_types = frozenset({DenseType.FLOAT32, DenseType.FLOAT16, DenseType.BITS})
     metrics = frozenset(Metric)
+    has_schema = True
     max_dimension = 65_536
     holds_multi_vectors = True
     why_no_cut_over = (
@@ -107,7 +116,9 @@ class LanceStore(VectorStore):
             self._table.optimize()
 
     def finish(self) -> None:
-        if self._table.count_rows():
+        if self._table is None:
+            self.find()
+        if self._table is not None and self._table.count_rows():
             self._table.optimize()
 
     def read(self, batch_rows: int, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
@@ -134,7 +145,7 @@ class LanceStore(VectorStore):
 
     def search(self, queries: pa.Table, k: int) -> list[list[Hit]]:
         name = query_column(queries)
-        metric = self.mark.metric if self.mark else self.location.metric or self.model_metric
+        metric = self.search_metric
         if name == MULTI_VECTOR:
             rows: Any = multi_rows(queries)
         else:

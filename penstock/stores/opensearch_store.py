@@ -13,9 +13,11 @@ import orjson
 import pyarrow as pa
 
 from penstock.errors import BadValue, NotPossible
-from penstock.jobs.outputs import ID, SPARSE, VECTOR
 from penstock.stores.base import MARK_KEY, Found, Hit, Id, Mark, StoreFailed, VectorStore, need, query_column
 from penstock.stores.columns import (
+    ID,
+    SPARSE,
+    VECTOR,
     DenseType,
     Layout,
     arrow_table,
@@ -235,7 +237,7 @@ class OpenSearchStore(VectorStore):
 
     def _exact_query(self, row: Any) -> dict[str, Any]:
         """Every row is compared; the index would be approximate."""
-        metric = self.mark.metric if self.mark else self.location.metric or self.model_metric
+        metric = self.search_metric
         field = self.column(VECTOR)
         params = {"field": field, "query_value": row.tolist(), "space_type": _SPACES[metric]}
         script = {"lang": "knn", "source": "knn_score", "params": params}

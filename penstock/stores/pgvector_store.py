@@ -18,10 +18,12 @@ import orjson
 import pyarrow as pa
 
 from penstock.errors import BadValue, NotPossible
-from penstock.jobs.outputs import ID, SPARSE, VECTOR
 from penstock.stores.base import Found, Hit, Id, Mark, StoreFailed, VectorStore, need, query_column, read_mark
 from penstock.stores.columns import (
+    ID,
+    SPARSE,
     SPARSE_DIMENSION,
+    VECTOR,
     DenseType,
     Layout,
     dense_rows,
@@ -64,6 +66,7 @@ class PgvectorStore(VectorStore):
     extra = "pgvector"
     dense_types = frozenset({DenseType.FLOAT32, DenseType.FLOAT16, DenseType.BITS})
     metrics = frozenset(Metric)
+    has_schema = True
     max_dimension = 16_000
     holds_sparse = True
 
@@ -401,7 +404,7 @@ class PgvectorStore(VectorStore):
         types, key = self._types(), self.column(ID)
         column = self.column(name)
         kind = types[column].partition("(")[0]
-        metric = self.mark.metric if self.mark else self.location.metric or self.model_metric
+        metric = self.search_metric
         if name == SPARSE:
             metric, vectors = Metric.DOT, [self._sparse(*row) for row in sparse_rows(queries)]
         elif kind == "bit":

@@ -5,10 +5,13 @@ Its ids are whole numbers or UUIDs. Any other id becomes a UUID made from it, an
 
 from __future__ import annotations
 
+import atexit
 import os
+import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,12 @@ import msgspec
 import pyarrow as pa
 
 from penstock.errors import BadValue, NotPossible
-from penstock.jobs.outputs import ID, MULTI_VECTOR, SPARSE, VECTOR
 from penstock.stores.base import MARK_KEY, Found, Hit, Id, Mark, StoreFailed, VectorStore, need, query_column
 from penstock.stores.columns import (
+    ID,
+    MULTI_VECTOR,
+    SPARSE,
+    VECTOR,
     DenseType,
     Layout,
     arrow_table,
@@ -41,9 +47,17 @@ _TIMEOUT_S = 60
 class SharedClient:
     client: Any
     num_users: int = 0
+    lock: Any = field(default_factory=threading.RLock)
 
 
 _folders: dict[Path, SharedClient] = {}  # open in this process
+
+
+@atexit.register
+def _close_folders() -> None:
+    """Close what a failed run left open, while Python can still do it."""
+    while _folders:
+        _folders.popitem()[1].client.close()
 
 
 class QdrantStore(VectorStore):
@@ -63,27 +77,34 @@ class QdrantStore(VectorStore):
 
     @property
     def _client(self) -> Any:
-        if self._connection is None:
-            self._connection = self._connect()
+        self._connect()
         return self._connection
 
-    def _connect(self) -> Any:
-        address = self.location.address
-        if self.location.is_remote:
-            return self._client_class(
-                url=address,
-                api_key=os.environ.get("QDRANT_API_KEY"),
-                timeout=_TIMEOUT_S,
-                check_compatibility=False,
-            )
-        return self._open_folder(Path(address).resolve())
+    @property
+    def _folder(self) -> Path:
+        return Path(self.location.address).resolve()
+
+    def _connect(self) -> None:
+        if self._connection is not None:
+            return
+        if not self.location.is_remote:
+            self._connection = self._open_folder(self._folder)
+            return
+        self._connection = self._client_class(
+            url=self.location.address,
+            api_key=os.environ.get("QDRANT_API_KEY"),
+            timeout=_TIMEOUT_S,
+            check_compatibility=False,
+        )
 
     def _open_folder(self, folder: Path) -> Any:
         """Only one client can have a folder open, so the stores of this process share it."""
         if folder not in _folders:
             folder.parent.mkdir(parents=True, exist_ok=True)
             try:
-                _folders[folder] = SharedClient(self._client_class(path=str(folder)))
+                _folders[folder] = SharedClient(
+                    self._client_class(path=str(folder), force_disable_check_same_thread=True)
+                )
             except RuntimeError as error:
                 if "already accessed" in str(error):
                     raise BadValue(f"another process has {self} open", param="--to") from None
@@ -96,7 +117,7 @@ class QdrantStore(VectorStore):
         if client is None:
             return
         if not self.location.is_remote:
-            folder = Path(self.location.address).resolve()
+            folder = self._folder
             _folders[folder].num_users -= 1
             if _folders[folder].num_users:
                 return
@@ -107,7 +128,7 @@ class QdrantStore(VectorStore):
         name = self.location.collection
         if not self.location.is_remote and not Path(self.location.address).is_dir():
             return None
-        with self._failures():
+        with self._calls():
             if not self._client.collection_exists(name) and name not in self._aliases():
                 return None
             info = self._client.get_collection(name)
@@ -134,7 +155,7 @@ class QdrantStore(VectorStore):
                 size=layout.multi_width, distance=distance, multivector_config=max_sim
             )
         sparse = {SPARSE: models.SparseVectorParams()} if layout.has_sparse else None
-        with self._failures():
+        with self._calls():
             self._client.create_collection(
                 self.location.collection,
                 vectors_config=vectors,
@@ -162,7 +183,7 @@ class QdrantStore(VectorStore):
             if width and (there := _size(params.vectors, self.column(name))) != width:
                 has = f"vectors of {there} numbers" if there else "none"
                 raise BadValue(f"{self} has {has} as {self.column(name)!r}, not {width}", param="--adopt")
-        with self._failures():
+        with self._calls():
             self._client.update_collection(
                 self.location.collection, metadata={MARK_KEY: msgspec.to_builtins(mark)}
             )
@@ -201,7 +222,8 @@ class QdrantStore(VectorStore):
             )
             for row, each in enumerate(ids)
         ]
-        self._client.upsert(self.location.collection, points=points, wait=True)
+        with self._turn():
+            self._client.upsert(self.location.collection, points=points, wait=True)
 
     def _is_transient(self, error: Exception) -> bool:
         status = getattr(error, "status_code", None)
@@ -214,7 +236,7 @@ class QdrantStore(VectorStore):
         at: Any = None
         names = None if columns is None else [*columns, ID]
         while True:
-            with self._failures():
+            with self._calls():
                 points, at = self._client.scroll(
                     self.location.collection,
                     limit=batch_rows,
@@ -233,7 +255,7 @@ class QdrantStore(VectorStore):
 
     def stored(self, ids: Sequence[Id], column: str | None = None) -> Mapping[Id, Any]:
         points = {str(point_id(each)): each for each in ids}
-        with self._failures():
+        with self._calls():
             found = self._client.retrieve(
                 self.location.collection,
                 [point_id(each) for each in ids],
@@ -266,7 +288,7 @@ class QdrantStore(VectorStore):
             )
             for row in rows
         ]
-        with self._failures():
+        with self._calls():
             answers = self._client.query_batch_points(self.location.collection, requests=requests)
         return [[self._hit(point) for point in answer.points] for answer in answers]
 
@@ -286,7 +308,7 @@ class QdrantStore(VectorStore):
 
     def check_cut_over(self, successor: VectorStore) -> None:
         super().check_cut_over(successor)
-        with self._failures():
+        with self._calls():
             aliases = self._aliases()
         if self.location.collection not in aliases:
             raise NotPossible(
@@ -303,26 +325,25 @@ class QdrantStore(VectorStore):
         create = models.CreateAliasOperation(
             create_alias=models.CreateAlias(collection_name=successor.location.collection, alias_name=alias)
         )
-        with self._failures():
+        with self._calls():
             self._client.update_collection_aliases([delete, create])
         return QdrantStore(self.location.beside(before))
 
-    def _failures(self) -> Failures:
-        return Failures(self)
+    def _turn(self) -> AbstractContextManager[Any]:
+        """One thread at a time calls an embedded client."""
+        self._connect()
+        return nullcontext() if self.location.is_remote else _folders[self._folder].lock
 
-
-class Failures:
-    """Turns what the client raises into one error with the store's name."""
-
-    def __init__(self, store: QdrantStore) -> None:
-        self._store = store
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if type(error).__name__ in ("ResponseHandlingException", "UnexpectedResponse"):
-            raise StoreFailed(f"{self._store}: {error}") from None
+    @contextmanager
+    def _calls(self) -> Iterator[None]:
+        """What a server refuses is an error with the store's name."""
+        try:
+            with self._turn():
+                yield
+        except Exception as error:
+            if type(error).__name__ in ("ResponseHandlingException", "UnexpectedResponse"):
+                raise StoreFailed(f"{self}: {error}") from None
+            raise
 
 
 def point_id(value: Id) -> int | str:

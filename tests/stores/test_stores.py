@@ -80,11 +80,28 @@ def test_two_models_never_mix_in_a_collection(url: str) -> None:
 
 
 def test_the_stamp_is_in_the_store(url: str) -> None:
-    write(url, table(["a"]), metric="dot")
+    stamp = stamped(similarity="dot")
+    write(url, table(["a"]), stamp=stamp)
     with open_store(url) as store:
         found = store.find()
     assert found is not None and found.mark is not None
-    assert (found.mark.stamp, found.mark.metric, found.num_rows) == (STAMP, Metric.DOT, 1)
+    assert (found.mark.stamp, found.mark.metric, found.num_rows) == (stamp, Metric.DOT, 1)
+
+
+def test_a_distance_that_no_store_has_is_refused(new_url: Callable[[str], str]) -> None:
+    with pytest.raises(NotPossible, match="by manhattan, which vector stores do not; add metric=cosine"):
+        write(new_url("lancedb"), table(["a"]), stamp=stamped(similarity="manhattan"))
+
+
+def test_a_column_whose_type_changes_is_refused_where_columns_have_types(
+    new_url: Callable[[str], str],
+) -> None:
+    first, second = table(["a"], n=pa.array([None])), table(["b"], n=pa.array([7]))
+    url = new_url("lancedb")
+    write(url, first, second)
+    assert read(url)["b"] == {"n": "7"}
+    with pytest.raises(BadValue, match="the column 'n' holds string here, but int64 in earlier rows"):
+        write(new_url("lancedb"), second, table(["c"], n=pa.array(["many"])))
 
 
 def test_a_collection_that_does_not_exist_is_not_found(url: str) -> None:
