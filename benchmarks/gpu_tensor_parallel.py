@@ -119,7 +119,8 @@ def main() -> int:
         status = int(pytest.main([*settings, str(TESTS)]))
     lines = [
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {torch.cuda.nccl.version()}, "
-        f"bfloat16, dummy weights; {ROWS} rows of {LENGTH} tokens pooled, 4 sequences decode {NEW_TOKENS} tokens each",
+        f"bfloat16, dummy weights; {ROWS} rows of {LENGTH} tokens pooled, "
+        f"4 sequences decode {NEW_TOKENS} tokens each",
         "",
         "| model | engine | start, s | tokens pooled a second | tokens decoded a second "
         "| least cosine and equal greedy rows, to plain eager |",
