@@ -284,7 +284,6 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     no_effect("--enable-request-id-headers", server=VLLM, why="x-request-id is always honoured"),
     # --- of which only some values work ---
     only("--pipeline-parallel-size", "-pp", accepts=("1",), server=VLLM, why=_ONE_DEVICE, value="N"),
-    only("--data-parallel-size", "-dp", accepts=("1",), server=VLLM, why=_ONE_DEVICE, value="N"),
     only("--nnodes", accepts=("1",), server=VLLM, why=_ONE_DEVICE, value="N"),
     only("--node-rank", accepts=("0",), server=VLLM, why=_ONE_DEVICE, value="N"),
     only(

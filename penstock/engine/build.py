@@ -41,6 +41,7 @@ def build_core(
         observe=observe,
         share_identical=settings.share_identical,
         generation=generation,
+        background_step_s=settings.background_step_ms / 1000,
     )
     core.max_queue_s = settings.max_queue_seconds
     core.sleeper = loaded.sleeper

@@ -114,7 +114,7 @@ def _load(spec: ModelSpec, settings: Resolved) -> Loaded:
         cached = settings.chunked or settings.generates
         blocks = -(-4 * settings.max_model_len // BLOCK_SIZE) if cached else 0
         widths: dict[Task, int] = {t: spec.width(t) for t in spec.tasks if t is not Task.GENERATE}
-        return Loaded(NullRunner(widths), blocks, _LATE_VECTORS, NullSleeper())
+        return Loaded(NullRunner(widths, settings.null_step_s), blocks, _LATE_VECTORS, NullSleeper())
     if is_parallel(settings):
         from penstock.runner.parallel.load import load_parallel
 
