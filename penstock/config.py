@@ -118,6 +118,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             )
         if self.sleep_after_s is not None and not self.sleep_after_s >= 0:
             raise ValueError(f"sleep_after_s is {self.sleep_after_s}; use 0 or more seconds")
+        if self.sleep_after_s and self.engine.tensor_parallel_size > 1:
+            raise ValueError(
+                f"sleep_after_s is {self.sleep_after_s:g}, but a model with tensor_parallel_size = "
+                f"{self.engine.tensor_parallel_size} cannot sleep; use 0"
+            )
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
