@@ -18,9 +18,11 @@ from penstock.cli.config_file import RAY, Convert, listed_models, read_mapping
 from penstock.cli.flags import (
     GENERATION,
     SERVED_ENGINE,
+    SERVED_MODEL,
     SERVER,
     SERVER_PANEL,
     EngineFields,
+    ModelFields,
     ServerFields,
     api_keys,
 )
@@ -42,9 +44,10 @@ class Runner(enum.StrEnum):
     GENERATE = "generate"
 
 
-@with_options(SERVED_ENGINE, SERVER, FOREIGN, RayOptions)
+@with_options(SERVED_ENGINE, SERVED_MODEL, SERVER, FOREIGN, RayOptions)
 def serve(
     engine: EngineFields,
+    model: ModelFields,
     server: ServerFields,
     foreign: Given,
     ray: RayOptions,
@@ -112,7 +115,7 @@ def serve(
         from penstock.serving.supervisor import Supervisor
 
         wants_generation = generation(engine.get("enable_generation"), runner)
-        shared = {**engine, "enable_generation": wants_generation}
+        shared = {**engine, **model, "enable_generation": wants_generation}
         processes = api_processes(server.get("api_server_count", "auto"), device)
         server_config = from_mapping(ServerConfig, {**server, "api_server_count": processes})
         check_protection(server_config)
@@ -152,10 +155,13 @@ OF_A_MODEL = ("auto_truncate", "default_chunking", "chat_template", "sleep_after
 
 def settings_of_models() -> dict[str, Convert]:
     """What a model in the file of --config may set: the engine's flags, a few of the server's, aliases."""
-    flags = [(SERVED_ENGINE, flag) for flag in SERVED_ENGINE.flags]
+    flags = [(group, flag) for group in (SERVED_ENGINE, SERVED_MODEL) for flag in group.flags]
     flags += [(SERVER, flag) for flag in SERVER.flags if flag.field in OF_A_MODEL]
     settings: dict[str, Convert] = {
-        name[2:]: partial(group.from_file, flag) for group, flag in flags for name in flag.all_names
+        name[2:]: partial(group.from_file, flag)
+        for group, flag in flags
+        for name in flag.all_names
+        if name.startswith("--")
     }
     settings["aliases"] = lambda value: ("aliases", value if isinstance(value, list) else [value])
     settings[RAY] = lambda value: (RAY, value)  # of its replicas, with --ray

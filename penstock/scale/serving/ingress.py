@@ -89,7 +89,7 @@ def served_model(
     described = describe(config.engine)
     spec = with_max_model_len(described, config.engine.max_model_len or described.max_model_len)
     engine = RayEngineHandle(handle, spec.name, fingerprint(spec), wait_for_replica_s)
-    launch = ModelLaunch(0, config, spec, address="", state_file="")
+    launch = ModelLaunch(0, config, spec, engines=())
     return ReplicatedModel(
         text=TextModel(spec, chat_template=config.chat_template or server.chat_template),
         engine=engine,

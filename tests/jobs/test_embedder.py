@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.cli.embedder import read_ahead
 from penstock.errors import BadValue
+from penstock.jobs.embedder import read_ahead
 
 
 def readers() -> int:
