@@ -10,6 +10,7 @@ import typer
 
 from penstock.cli.command import with_options
 from penstock.cli.flags import ENGINE, EngineFields
+from penstock.errors import BadValue
 from penstock.jobs.formats import InputFormat, OnError, OutputFormat, VectorKind
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Side(enum.StrEnum):
     RIGHT = "right"
 
 
-_ROWS, _VECTORS, _RUN = "Rows", "Vectors", "Run"
+_ROWS, _VECTORS, _RUN, _RAY = "Rows", "Vectors", "Run", "Ray"
 _BY_EXTENSION = "by the file's extension"
 
 
@@ -167,8 +168,39 @@ class EmbedOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = 2048
 
 
-@with_options(EmbedOptions, ENGINE)
-def embed(options: EmbedOptions, engine: EngineFields) -> None:
+class RayOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a job runs."""
+
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Run on a Ray cluster, with several engines.", rich_help_panel=_RAY)
+    ] = False
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of the cluster, such as auto or ray://host:10001.",
+            show_default="RAY_ADDRESS, or a cluster on this machine for this run",
+            rich_help_panel=_RAY,
+        ),
+    ] = None
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Number of engines.", show_default="one a GPU, or one a node", rich_help_panel=_RAY
+        ),
+    ] = None
+    gpus_per_worker: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="GPUs of an engine; 0.5 lets two share one.",
+            show_default="1 if the cluster has GPUs",
+            rich_help_panel=_RAY,
+        ),
+    ] = None
+
+
+@with_options(EmbedOptions, RayOptions, ENGINE)
+def embed(options: EmbedOptions, ray: RayOptions, engine: EngineFields) -> None:
     """Embed every text of a file into a file of vectors.
 
     Reads JSONL, CSV, Parquet, Lance and plain text. Reads, computes and writes at the same time, a few
@@ -180,9 +212,18 @@ def embed(options: EmbedOptions, engine: EngineFields) -> None:
       penstock embed articles.jsonl -o vectors.jsonl --column body --keep title
       penstock embed 'articles/*.parquet' -o vectors/ --on-error skip
     """
+    job = _job(options, engine)
+    if ray.ray:
+        from penstock.scale.data import Pool, run_job
+
+        run_job(job, Pool(workers=ray.workers, gpus_per_worker=ray.gpus_per_worker, address=ray.ray_address))
+        return
+    if given := [name for name in ("ray_address", "workers", "gpus_per_worker") if getattr(ray, name)]:
+        flag = "--" + given[0].replace("_", "-")
+        raise BadValue(f"{flag} needs --ray", param=flag)
     from penstock.jobs.job import run
 
-    run(_job(options, engine))
+    run(job)
 
 
 def _job(options: EmbedOptions, engine: EngineFields) -> Job:
