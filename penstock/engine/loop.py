@@ -394,12 +394,13 @@ class EngineCore:
     def _collect_result(self, step: InFlightStep, result: StepResult) -> list[Outcome]:
         plan, generation = step.plan, self.generation
         if step.is_background:
-            self._lane.ran_background(plan.num_tokens, result.device_s, self.clock())
+            self._lane.ran_background(plan.num_tokens, result.device_s, step.launched_s, self.clock())
         else:
             if isinstance(plan, GeneratePlan):
                 self._lane.ran_generation(result.device_s)
             elif plan.slices:  # one request of each step tells enough
-                self._lane.answered_interactive(self.clock() - plan.slices[0].request.arrival_s)
+                arrival_s = plan.slices[0].request.arrival_s
+                self._lane.answered_interactive(arrival_s, step.launched_s, self.clock())
             self._fair_share.succeeded(step.generates, plan.num_tokens, step.estimate_s, result.device_s)
         self._recovery.step_succeeded(step)
         outcomes: list[Outcome] = []
