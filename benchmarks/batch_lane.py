@@ -304,7 +304,7 @@ def kill_and_compare(server: Server, options: argparse.Namespace) -> str:
     return (
         f"{options.lines} lines, killed with SIGKILL at {killed_at[0]} and {killed_at[1]} committed lines: "
         f"status {batch['status']}, {len(content)} lines in the output file, {len(answers)} different ones, "
-        f"{once} answered once, error file {batch['error_file_id']}; largest difference of any component from "
+        f"{once} answered once, error file {batch['error_file_id']}; largest difference of a component from "
         f"a direct answer {worst:.1e}; {seconds:.0f} s in all with two starts of the server."
     )
 
