@@ -19,6 +19,7 @@ from penstock.cli.doctor import doctor
 from penstock.cli.embed import embed
 from penstock.cli.generate import generate
 from penstock.cli.info import info
+from penstock.cli.migrate import migrate
 from penstock.cli.rank import rerank, score
 from penstock.cli.serve import serve
 from penstock.cli.verify import verify
@@ -78,6 +79,7 @@ def _options(
 
 app.command(cls=ServeCommand)(serve)
 app.command(cls=Command)(embed)
+app.command(cls=Command)(migrate)
 app.command(cls=Command)(rerank)
 app.command(cls=Command)(score)
 app.command(cls=Command)(generate)
