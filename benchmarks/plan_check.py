@@ -2,8 +2,8 @@
 
     python benchmarks/plan_check.py [--texts 20000] [--rounds 10] [--seconds 4] [--threads 2] [--save PATH]
 
-The job: in each round, what `penstock plan --measure` does on a sample of the texts, and then a part of the job
-itself. They alternate, because other programs use the machine too.
+The job: in each round, what `penstock plan --measure` does on a sample of the texts, and then a part of the
+job itself. They alternate, because other programs use the machine too.
 """
 
 from __future__ import annotations

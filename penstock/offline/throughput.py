@@ -21,7 +21,7 @@ from penstock.types import Task
 Row = str | Sequence[int]
 MAX_ROWS_PER_CALL = 2048
 _CALLERS = 3  # calls in flight: the engine computes one while the others are tokenised and collected
-_MIN_CALL_S = 0.2  # calls are made longer until they take this long
+_MAX_CALL_S = 1.0  # calls are made longer until they take a third of the time, or this long
 _LOWEST_ID, _HIGHEST_ID = 1000, 20_000  # random token ids, without special tokens where there are so many
 
 
@@ -57,7 +57,7 @@ def measure(engine: Engine, rows: Sequence[Row], lengths: Sequence[int], seconds
     engine runs for as long before the clock starts: new shapes compile kernels and capture graphs.
     """
     run = _task(engine)
-    size = _rows_per_call(run, rows)
+    size = _rows_per_call(run, rows, min(_MAX_CALL_S, seconds / 3))
     starts = count()
     _run_callers(run, rows, size, starts, seconds)
     began = time.perf_counter()
@@ -96,14 +96,14 @@ def _run_callers(
     return done
 
 
-def _rows_per_call(run: Callable[[list[Any]], object], rows: Sequence[Row]) -> int:
+def _rows_per_call(run: Callable[[list[Any]], object], rows: Sequence[Row], long_s: float) -> int:
     """The number of rows that keeps the engine busy for a moment; finding it warms the engine up."""
     size = 8
     while True:
         size = min(size, MAX_ROWS_PER_CALL)
         began = time.perf_counter()
         run(_window(rows, 0, size))
-        if time.perf_counter() - began >= _MIN_CALL_S or size == MAX_ROWS_PER_CALL:
+        if time.perf_counter() - began >= long_s or size == MAX_ROWS_PER_CALL:
             return size
         size *= 2
 
