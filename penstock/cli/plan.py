@@ -237,7 +237,8 @@ def _corpus(options: PlanOptions, spec: ModelSpec, config: EngineConfig) -> tupl
 
 
 def _read_sample(options: PlanOptions) -> list[str]:
-    from penstock.jobs.rows import choose_columns, open_source
+    from penstock.jobs.inputs import open_source
+    from penstock.jobs.rows import choose_columns
 
     assert options.sample is not None
     with open_source(options.sample, options.input_format) as rows:

@@ -86,7 +86,7 @@ def main() -> None:
     status = None if launch.status_file is None else StatusWriter(Path(launch.status_file))
     server = EngineServer(launch.address, launch.shared_memory_mb << 20, status)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
-    control = None if launch.control is None else EngineControl(launch.control, launch.model)
+    control = None if launch.control is None else EngineControl(launch.control, launch.model, launch.index)
     try:
         settings = settle(launch.engine_on_device, launch.spec)
         if launch.kv_share is not None:
@@ -102,7 +102,7 @@ def main() -> None:
                 room.leave()  # engines start at the same time
         from penstock.serving.engine_metrics import EngineMetrics
 
-        metrics = EngineMetrics(launch.spec.name, server.memory)
+        metrics = EngineMetrics(launch.spec.name, server.memory, launch.index)
         core = build_core(
             with_max_model_len(launch.spec, settings.max_model_len), settings, server.wake, metrics.step
         )

@@ -70,15 +70,21 @@ class EngineState(msgspec.Struct, frozen=True):
     num_restarts: int = 0
 
 
+class EngineAddress(msgspec.Struct, frozen=True):
+    """Where API processes find an engine."""
+
+    socket: str
+    state_file: str  # of an `EngineState`
+    status_file: str | None = None  # the page of `wire.status`; None: the engine writes none
+
+
 class ModelLaunch(msgspec.Struct, frozen=True):
     """A model, as API processes learn of it."""
 
     number: int  # that no other model of this server has, also not one that was unloaded
     config: ModelConfig
     spec: ModelSpec
-    address: str
-    state_file: str
-    status_file: str | None = None  # the page of `wire.status`; None: the engine writes none
+    engines: tuple[EngineAddress, ...]  # at least one; they hold the same weights
 
     @property
     def aliases(self) -> tuple[str, ...]:

@@ -12,7 +12,9 @@ from penstock.checkpoint.describe import describe
 from penstock.config import EngineConfig, ModelConfig, ServerConfig
 from penstock.serving.child import Child
 from penstock.serving.control import EngineOrder, OrderDone, RoomMade, RoomWanted
+from penstock.serving.engines import ManagedEngine
 from penstock.serving.models import ManagedModel, ModelSet
+from penstock.serving.placement import Placement
 from penstock.serving.sleepers import ENGINE_GONE, Sleepers
 from penstock.wire.status import EngineSleep, EngineStatus, StatusWriter
 
@@ -44,22 +46,27 @@ class Engines:
             engine = EngineConfig(device="null", served_model_name=name)
             child = Child("nothing", process=Process(100 + position))  # type: ignore[arg-type]
             settings = ModelConfig(engine=engine, sleep_after_s=sleep_after_s)
-            model = ManagedModel(position, settings, describe(engine), child, config, folder)
-            model.started_s, model.link = 0.0, FakeLink()  # type: ignore[assignment]
+            spec = describe(engine)
+            model = ManagedModel(position, settings, spec, config, folder, [(child, Placement())])
+            (managed,) = model.engines
+            managed.started_s, managed.link = 0.0, FakeLink()  # type: ignore[assignment]
             self.models.add(model)
             self.pages[name] = StatusWriter(model.folder / "engine.status")
             self.set(name)
         self.sleepers = Sleepers(self.models, config)
 
-    def __getitem__(self, name: str) -> ManagedModel:
+    def model(self, name: str) -> ManagedModel:
         found = self.models.find(name)
         assert found is not None
         return found
 
+    def __getitem__(self, name: str) -> ManagedEngine:
+        return self.model(name).engines[0]
+
     def set(
         self, name: str, used_s: float = 1.0, state: EngineSleep = EngineSleep.AWAKE, num_bytes: int = 100
     ) -> None:
-        pid = self[name].engine_pid
+        pid = self[name].pid
         self.pages[name].publish(
             EngineStatus(pid=pid, last_request_s=used_s, state=state, device_bytes=num_bytes)
         )
@@ -164,7 +171,7 @@ def test_the_memory_of_an_engine_that_dies_is_free(folder: Path) -> None:
     engines = Engines(folder, ServerConfig(), "ab")
     engines.want_room("a", 100)
     errors: list[str | None] = []
-    engines.sleepers.order(engines["b"], "wake", None, errors.append)
+    engines.sleepers.order(engines.model("b"), "wake", None, errors.append)
     engines.sleepers.engine_exited(engines["b"])
     assert engines.rooms_made("a") == 1 and errors == [ENGINE_GONE]
 
@@ -179,7 +186,7 @@ def test_models_of_another_device_do_not_sleep_for_it(folder: Path) -> None:
 def test_a_model_that_falls_asleep_already_is_waited_for(folder: Path) -> None:
     engines = Engines(folder, ServerConfig(sleep_after_s=10), "ab")
     ends: list[str | None] = []
-    engines.sleepers.order(engines["b"], "sleep", 1, ends.append)
+    engines.sleepers.order(engines.model("b"), "sleep", 1, ends.append)
     engines.want_room("a", 100)
     assert engines.orders("b") == ["sleep"] and engines.rooms_made("a") == 0
     engines.slept("b")
