@@ -111,7 +111,16 @@ KEY_REFUSED = Counter(
     "Requests refused because of their API key, by its name: too many requests or tokens, or a model",
     ["key", "reason"],
 )
-
+BATCHES = Gauge(
+    "penstock_batches", "Batches in the folder, by status", ["status"], multiprocess_mode="livemax"
+)
+BATCH_LINES = Counter("penstock_batch_lines", "Lines of batches that were answered", ["endpoint", "result"])
+BATCH_LINES_WAITING = Gauge(
+    "penstock_batch_lines_waiting",
+    "Lines of the batches that run which are not answered",
+    ["endpoint"],
+    multiprocess_mode="livesum",
+)
 
 PUBLISH_INTERVAL_S = 0.1
 

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
@@ -26,6 +26,9 @@ from penstock.serving.launch import EngineState
 from penstock.tasks.model import TextModel
 from penstock.wire.group import EngineGroup
 from penstock.wire.status import EngineSleep, StatusPage
+
+if TYPE_CHECKING:
+    from penstock.api.batch_service import BatchService
 
 PROMPT_KINDS = ("query", "document")  # that NAME:KIND asks for
 DEFAULT_TAG = "latest"  # that some clients add to every name
@@ -116,6 +119,7 @@ class ServerState:
     models: dict[str, ServedModel]
     aliases: dict[str, str] = field(default_factory=dict)  # other names of models
     follower: ModelFollower | None = None  # takes orders to change the models; None: they cannot be changed
+    batches: BatchService | None = None  # None: the server has no --batch-folder
     in_flight: int = 0
     held: dict[str, int] = field(default_factory=dict)  # of those in flight, requests of each client
     buffered: BufferedBytes = field(init=False)

@@ -281,6 +281,13 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         help="Device to run on. auto takes a GPU where there is one. null computes nothing; it is for tests.",
     ),
     Flag(
+        field="tensor_parallel_size",
+        names=("--tensor-parallel-size", "-tp"),
+        panel=MODEL,
+        min=1,
+        help="Number of GPUs that compute the model together, for a model that one GPU cannot hold.",
+    ),
+    Flag(
         field="dtype",
         panel=MODEL,
         metavar="auto|float32|bfloat16|float16",
@@ -398,6 +405,14 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         help="Maximum number of seconds that a request waits to start. The server answers 429 where it would "
         "wait longer; 0 sets no limit.",
         why_unused_offline="a call in this process waits for as long as it takes",
+    ),
+    Flag(
+        field="background_step_ms",
+        panel=SCHEDULING,
+        min=0.01,
+        help="Milliseconds that a step of a batch may take while other requests come, which wait for it. "
+        "A model whose steps are slow takes a quarter of a step instead, where that is longer.",
+        why_unused_offline="only lines of batches run in the background",
     ),
     Flag(
         field="enable_chunked_prefill",
@@ -859,6 +874,39 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         min=0,
         help="Shared memory in MiB through which large results reach the API processes, allocated on demand; "
         "0 sends them through a socket.",
+    ),
+    Flag(
+        field="batch_folder",
+        panel=SERVER_PANEL,
+        metavar="DIR",
+        convert=_absolute,
+        help="Folder of uploaded files and batches. It turns on /v1/files and /v1/batches.",
+        default_text="none",
+    ),
+    Flag(
+        field="max_batch_file_mb",
+        panel=SERVER_PANEL,
+        min=1,
+        help="Maximum size in MiB of a file that is uploaded for a batch.",
+    ),
+    Flag(
+        field="max_batch_lines",
+        panel=SERVER_PANEL,
+        min=1,
+        help="Maximum number of lines of one batch.",
+    ),
+    Flag(
+        field="batch_quota_gb",
+        panel=SERVER_PANEL,
+        min=0,
+        help="GiB that all files of --batch-folder may take. Uploads and batches beyond it are refused; "
+        "0 sets no limit.",
+    ),
+    Flag(
+        field="batch_retention_days",
+        panel=SERVER_PANEL,
+        min=0,
+        help="Days until files, and batches that have ended, are deleted; 0 keeps them.",
     ),
     Flag(
         field="result_cache_mb",

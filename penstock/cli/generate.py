@@ -182,7 +182,8 @@ def sampling_fields(options: SamplingOptions, n: int | None = None) -> Generatio
 
 
 def _from_file(stack: ExitStack, options: GenerateOptions) -> Iterator[str]:
-    from penstock.jobs.rows import choose_columns, open_source
+    from penstock.jobs.inputs import open_source
+    from penstock.jobs.rows import choose_columns
 
     rows = stack.enter_context(open_source(options.source or "-", options.input_format))
     columns = choose_columns(rows, options.column, None, ())

@@ -118,7 +118,8 @@ def verify(engine: EngineFields, given: VerifyOptions) -> None:
 
 
 def _sample(given: VerifyOptions) -> Sample:
-    from penstock.jobs.rows import choose_columns, open_source
+    from penstock.jobs.inputs import open_source
+    from penstock.jobs.rows import choose_columns
     from penstock.verify.samples import DEFAULT_TEXTS, Sample
 
     if given.source is None:

@@ -1,7 +1,4 @@
-"""Embeds chunks of rows for `penstock embed`, in order.
-
-A thread reads and tokenises the next chunk while the engine computes the two before it.
-"""
+"""Embeds chunks of rows: a thread reads and tokenises the next one while the engine computes two."""
 
 from __future__ import annotations
 
@@ -16,68 +13,149 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.checkpoint.weight_files import model_weight_files
+from penstock.checkpoint.revision import content_revision
 from penstock.errors import BadValue
 from penstock.inputs.processor import InputOptions
-from penstock.inputs.prompts import choose_prompt
-from penstock.jobs.rows import Chunk
-from penstock.jobs.vectors import Vectors
+from penstock.jobs.blocks import VectorColumns
+from penstock.jobs.formats import VectorKind
+from penstock.jobs.rows import BadRow, Chunk, Columns
+from penstock.jobs.stamp import Stamp
 from penstock.offline.loop_thread import LoopThread
 from penstock.offline.open import DescribedModel
 from penstock.tasks.embed import Embed
 from penstock.tasks.model import TextModel
-from penstock.tasks.run import DEFAULT_SCHEDULING, submit
-from penstock.types import PooledOutput, PoolingParams, Request
+from penstock.tasks.multi_task import MultiTask
+from penstock.tasks.rows import TextTask
+from penstock.tasks.run import DEFAULT_SCHEDULING, Prepared, run_prepared
+from penstock.tasks.sparse import Sparse
+from penstock.tasks.token_embed import TokenEmbed
+from penstock.types import OutputDtype, PooledOutput, PoolingParams, Task
 
 MAX_CHUNKS_IN_FLIGHT = 2  # the engine computes the second while the first is saved
+_TASKS = {
+    VectorKind.DENSE: Task.EMBED,
+    VectorKind.SPARSE: Task.SPARSE,
+    VectorKind.MULTI_VECTOR: Task.TOKEN_EMBED,
+}
+_TASK_TYPES: dict[Task, type[TextTask[Any]]] = {
+    Task.EMBED: Embed,
+    Task.SPARSE: Sparse,
+    Task.TOKEN_EMBED: TokenEmbed,
+}
+# Engine settings that change what the model computes by more than rounding.
+_OVERRIDES = ("pooler_config", "hf_overrides", "quantization", "unquantized_layers", "load_format", "seed")
 T = TypeVar("T")
+
+
+class VectorOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Which vectors to compute, and from which part of a text."""
+
+    kinds: tuple[VectorKind, ...] = (VectorKind.DENSE,)
+    dimensions: int | None = None
+    normalize: bool | None = None
+    dtype: OutputDtype = OutputDtype.FLOAT32
+    prompt_name: str | None = None
+    prompt: str | None = None
+    truncate: bool = True
+    truncation_side: str = "right"
+
+    def params(self) -> tuple[PoolingParams, ...]:
+        """The outputs to ask for. Dimensions and number formats do not apply to sparse vectors."""
+        return tuple(
+            PoolingParams(Task.SPARSE)
+            if kind is VectorKind.SPARSE
+            else PoolingParams(_TASKS[kind], self.dimensions, self.normalize, self.dtype)
+            for kind in self.kinds
+        )
+
+    def input_options(self) -> InputOptions:
+        return InputOptions(
+            prompt_name=self.prompt_name,
+            prompt=self.prompt,
+            truncate_prompt_tokens=-1 if self.truncate else None,
+            truncation_side="left" if self.truncation_side == "left" else "right",
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedChunk:
     chunk: Chunk
-    request: Request
-    num_truncated: int
+    prepared: Prepared[Any] | None  # None: no row is left to compute
+    num_truncated: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return 0 if self.prepared is None else self.prepared.request.num_tokens
+
+
+class _BadRows(Exception):
+    """Rows that the model cannot read, each with its index among the texts of its chunk."""
+
+    def __init__(self, rows: list[tuple[int, BadRow]]) -> None:
+        super().__init__(rows)
+        self.rows = rows
 
 
 class Embedder:
-    """The model and how this run uses it. Weights are loaded on entering the context."""
+    """The model and how a run uses it. Weights are loaded on entering the context."""
 
-    def __init__(self, engine: dict[str, Any], params: PoolingParams, options: InputOptions) -> None:
+    def __init__(
+        self, engine: dict[str, Any], options: VectorOptions, *, skips_bad_rows: bool = False
+    ) -> None:
         self._described = DescribedModel.of(None, engine)
         self.spec, self.settings = self._described.spec, self._described.settings
-        self.params = params
-        self._options = options
-        self._prompt = choose_prompt(self.spec, prompt_name=options.prompt_name, prompt=options.prompt)
+        self.options = options
+        self._input_options = options.input_options()
+        self._params = options.params()
+        self.skips_bad_rows = skips_bad_rows
         self._text = TextModel(self.spec)
-        self._text.processor.check(params)
-        self._running: deque[tuple[PreparedChunk, Future[PooledOutput]]] = deque()
+        self._prompt = self._text.processor.prompt(self._input_options)
+        for params in self._params:
+            self._text.processor.check(params)
+        self._task([""]).check(self._text)
+        self._max_tokens = self._text.processor.row_limit(self._params[0], self._input_options).max_tokens
 
-    @property
-    def truncates(self) -> bool:
-        return self._options.truncate_prompt_tokens is not None
+    def columns(self) -> VectorColumns:
+        widths = {kind: self._width(kind) for kind in self.options.kinds}
+        return VectorColumns(widths, self.options.dtype, self._stamp())
 
-    @property
-    def width(self) -> int:
+    def _dimensions(self, kind: VectorKind) -> int:
+        return self.options.dimensions or self.spec.width(_TASKS[kind])
+
+    def _width(self, kind: VectorKind) -> int:
         """Numbers in a stored vector."""
-        dimensions = self.params.dimensions or self.spec.embed_dim
-        return -(-dimensions // 8) if self.params.dtype.is_packed else dimensions
+        if kind is VectorKind.SPARSE:
+            return 0
+        dimensions = self._dimensions(kind)
+        return -(-dimensions // 8) if self.options.dtype.is_packed else dimensions
 
-    @property
-    def about(self) -> dict[str, str]:
-        return {
-            "model": self.spec.name,
-            "dimensions": str(self.params.dimensions or self.spec.embed_dim),
-            "embed_dtype": self.params.dtype.value,
-        }
+    def _stamp(self) -> Stamp:
+        options, config = self.options, msgspec.to_builtins(self._described.config)
+        default = msgspec.to_builtins(type(self._described.config)())
+        changed = {name: config[name] for name in _OVERRIDES if config[name] != default[name]}
+        if self.settings.device == "null":
+            changed["device"] = "null"  # vectors of no model
+        dense = [kind for kind in options.kinds if kind is not VectorKind.SPARSE]
+        return Stamp(
+            model=self.spec.name,
+            revision=content_revision(self.spec),
+            kinds=tuple(kind.value for kind in options.kinds),
+            dimension=self._dimensions(dense[0]) if dense else None,
+            dtype=options.dtype.value,
+            prompt=self._prompt,
+            normalize=self.spec.pooling.normalize if options.normalize is None else options.normalize,
+            truncation=options.truncation_side if options.truncate else "none",
+            max_tokens=self._max_tokens,
+            similarity=self.spec.similarity,
+            overrides=changed,
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         """All settings that decide the vectors, without those that only decide the speed."""
-        params, options, settings = self.params, self._options, self.settings
-        weights = [(file, file.stat()) for file in model_weight_files(self.spec)]
+        options, settings = self.options, self.settings
         return {
-            "model": str(self.spec.path.resolve()),
-            "weights": [[file.name, stat.st_size, stat.st_mtime_ns] for file, stat in weights],
+            "model": self.spec.name,
+            "revision": content_revision(self.spec),
             "device": settings.device.partition(":")[0],
             "dtype": settings.dtype,
             "quantization": settings.quantization,
@@ -87,11 +165,12 @@ class Embedder:
             "max_model_len": settings.max_model_len,
             "pooler_config": msgspec.to_builtins(self._described.config.pooler_config),
             "hf_overrides": self._described.config.hf_overrides,
-            "dimensions": params.dimensions,
-            "normalize": params.normalize,
-            "embed_dtype": params.dtype.value,
+            "vectors": options.kinds,
+            "dimensions": options.dimensions,
+            "normalize": options.normalize,
+            "embed_dtype": options.dtype.value,
             "prompt": self._prompt,
-            "truncate": self.truncates,
+            "truncate": options.truncate,
             "truncation_side": options.truncation_side,
         }
 
@@ -101,51 +180,98 @@ class Embedder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for _prepared, future in self._running:  # none, unless the run was interrupted
-            future.cancel()
         self._local.close()
         self._loop.close()
 
-    def embed(self, chunks: Iterator[Chunk]) -> Iterator[tuple[PreparedChunk, Vectors]]:
+    def embed(
+        self, chunks: Iterator[Chunk], columns: Columns
+    ) -> Iterator[tuple[PreparedChunk, dict[VectorKind, Any]]]:
         """Chunks with their vectors, in order."""
-        for prepared in read_ahead(self._prepare(chunk) for chunk in chunks):
-            run = submit(self._local.engine, prepared.request, DEFAULT_SCHEDULING)
-            self._running.append((prepared, self._loop.submit(run)))
-            if len(self._running) == MAX_CHUNKS_IN_FLIGHT:
-                yield self._next()
-        while self._running:
-            yield self._next()
+        running: deque[tuple[PreparedChunk, Future[PooledOutput] | None]] = deque()
+        try:
+            for prepared in read_ahead(self.prepare(chunk, columns) for chunk in chunks):
+                running.append((prepared, self.submit(prepared)))
+                if len(running) == MAX_CHUNKS_IN_FLIGHT:
+                    yield self._complete(*running.popleft())
+            while running:
+                yield self._complete(*running.popleft())
+        finally:
+            for _, future in running:  # none, unless the run was interrupted
+                if future is not None:
+                    future.cancel()
 
-    def _next(self) -> tuple[PreparedChunk, Vectors]:
-        prepared, future = self._running[0]
-        vectors = future.result().values
-        self._running.popleft()
-        return prepared, vectors
+    def run(self, chunk: Chunk, columns: Columns) -> tuple[PreparedChunk, dict[VectorKind, Any]]:
+        """One chunk with its vectors. Several threads may call it at the same time."""
+        prepared = self.prepare(chunk, columns)
+        return self._complete(prepared, self.submit(prepared))
 
-    def _prepare(self, chunk: Chunk) -> PreparedChunk:
+    def submit(self, prepared: PreparedChunk) -> Future[PooledOutput] | None:
+        if prepared.prepared is None:
+            return None
+        return self._loop.submit(run_prepared(self._local.engine, prepared.prepared, DEFAULT_SCHEDULING))
+
+    def _complete(
+        self, prepared: PreparedChunk, future: Future[PooledOutput] | None
+    ) -> tuple[PreparedChunk, dict[VectorKind, Any]]:
+        kinds = self.options.kinds
+        if future is None or prepared.prepared is None:
+            return prepared, {}
+        result = prepared.prepared.finish(future.result())
+        return prepared, dict(zip(kinds, result if len(kinds) > 1 else [result], strict=True))
+
+    def prepare(self, chunk: Chunk, columns: Columns) -> PreparedChunk:
+        """Tokenise a chunk. Rows that the model cannot read move to its bad rows, or are an error."""
         num_truncated = 0
 
         def check(lengths: list[int]) -> None:
             nonlocal num_truncated
-            num_truncated = self._check_lengths(lengths, chunk.first)
+            num_truncated = self._check_lengths(lengths, chunk, columns)
 
-        task = Embed(inputs=chunk.texts, params=self.params, options=self._options, check_lengths=check)
-        prepared = self._loop.wait(task.prepare(self._text, f"rows-{chunk.first}"))
-        return PreparedChunk(chunk, prepared.request, num_truncated)
+        while chunk.texts:
+            task = self._task(chunk.texts)
+            task.check_lengths = check
+            try:
+                prepared = self._loop.wait(task.prepare(self._text, f"rows-{chunk.first}"))
+            except _BadRows as found:
+                chunk = chunk.without(found.rows)
+                continue
+            return PreparedChunk(chunk, prepared, num_truncated)
+        return PreparedChunk(chunk, None)
 
-    def _check_lengths(self, lengths: list[int], first: int) -> int:
-        """The number of rows beyond the limit. Errors name the row by its number in the file."""
-        limit = self.spec.max_model_len
+    def _task(self, texts: list[str]) -> TextTask[Any]:
+        first, *more = self._params
+        if more:
+            return MultiTask(inputs=texts, params=first, options=self._input_options, more=tuple(more))
+        return _TASK_TYPES[first.task](inputs=texts, params=first, options=self._input_options)
+
+    def _check_lengths(self, lengths: list[int], chunk: Chunk, columns: Columns) -> int:
+        """The number of rows beyond the limit. Errors name the row by its number in the input."""
+        limit = self._max_tokens
+        long = [at for at, length in enumerate(lengths) if length > limit] if max(lengths) > limit else []
+        bad: list[tuple[int, BadRow]] = []
         if 0 in lengths and self.spec.static is None:  # which have a vector for such rows
-            raise BadValue(f"row {first + lengths.index(0)} has no tokens", param="input")
-        long = [at for at, length in enumerate(lengths) if length > limit]
-        if long and not self.truncates:
-            raise BadValue(
-                f"row {first + long[0]} has {lengths[long[0]]} tokens, but the model takes at most {limit}; "
-                "shorten it or leave out --no-truncate",
-                param="--no-truncate",
-            )
+            bad += [
+                (at, self._bad(at, "has no tokens", "input", chunk, columns))
+                for at, length in enumerate(lengths)
+                if length == 0
+            ]
+        if long and not self.options.truncate:
+            bad += [(at, self._too_long(at, lengths[at], chunk, columns)) for at in long]
+        if bad:
+            raise _BadRows(sorted(bad, key=lambda each: each[0]))
         return len(long)
+
+    def _too_long(self, at: int, length: int, chunk: Chunk, columns: Columns) -> BadRow:
+        reason = f"has {length} tokens, but the model takes at most {self._max_tokens}"
+        return self._bad(at, reason, "--no-truncate", chunk, columns)
+
+    def _bad(self, at: int, reason: str, flag: str, chunk: Chunk, columns: Columns) -> BadRow:
+        """A row without a vector; an error unless such rows are skipped."""
+        row = chunk.numbers[at]
+        if self.skips_bad_rows:
+            return BadRow(row, chunk.id_of(at, columns), reason, columns.text)
+        advice = "shorten it, leave out --no-truncate, " if flag == "--no-truncate" else "give it a text, "
+        raise BadValue(f"row {row} {reason}; {advice}or skip it with --on-error skip", param=flag)
 
 
 def read_ahead(items: Iterator[T]) -> Iterator[T]:

@@ -1,16 +1,15 @@
-"""One run of `penstock embed`: source → embedder → parts → output.
+"""One run of `penstock embed`: source → embedder → output.
 
-Memory holds a few chunks at a time, however many rows the file has.
+Memory holds a few chunks at a time, however many rows the input has. `OpenedJob` is what a run in this
+process and a run on Ray share: the plan of blocks, the output, and the report.
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -19,22 +18,34 @@ import msgspec
 import numpy as np
 
 from penstock.errors import BadValue, ClientError
-from penstock.inputs.processor import InputOptions
-from penstock.jobs.embedder import Embedder
-from penstock.jobs.formats import InputFormat, OutputFormat
-from penstock.jobs.parts import Parts, check_output
-from penstock.jobs.rows import STDIN, Chunk, Columns, Source, by_extension, choose_columns, open_source
-from penstock.jobs.vectors import BY_EXTENSION, VectorFormat, Vectors, check_storable, vector_format
-from penstock.types import OutputDtype, PoolingParams, Task
-
-Advance = Callable[[int, float | None], None]
+from penstock.jobs.blocks import Block, VectorColumns
+from penstock.jobs.embedder import Embedder, PreparedChunk, VectorOptions
+from penstock.jobs.formats import InputFormat, OnError, OutputFormat, VectorKind
+from penstock.jobs.inputs import InputFile, describe_files, find_files, open_inputs
+from penstock.jobs.outputs import (
+    BlockWriter,
+    CheckSink,
+    OpenSink,
+    Output,
+    RunFlags,
+    SinkOutput,
+    check_file_or_folder,
+    check_folder,
+    open_output,
+)
+from penstock.jobs.parts import Cut, Span, read_manifest
+from penstock.jobs.progress import report_line, show_progress
+from penstock.jobs.rows import Chunk, Columns, Source, choose_columns
+from penstock.jobs.storage import open_folder
+from penstock.jobs.vectors import check_storable
+from penstock.types import OutputDtype
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What to embed, how and to where. `penstock embed` has a flag for each field."""
+    """What to embed, how and to where. `penstock embed` has a flag for each field. Picklable."""
 
-    source: str  # a file, or - for stdin
-    output: Path
+    inputs: tuple[str, ...]  # files, folders, patterns and URIs; or - for stdin
+    output: str  # a file, a folder, or a URI of a folder; of a sink: where its progress is kept
     engine: dict[str, Any]  # fields of `EngineConfig`
     input_format: InputFormat | None = None
     output_format: OutputFormat | None = None
@@ -42,6 +53,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     id_column: str | None = None
     keep: Sequence[str] = ()
     limit: int | None = None
+    vectors: tuple[VectorKind, ...] = (VectorKind.DENSE,)
     dimensions: int | None = None
     normalize: bool | None = None
     embed_dtype: str = OutputDtype.FLOAT32
@@ -49,112 +61,245 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     truncate: bool = True
     truncation_side: Literal["left", "right"] = "right"
+    on_error: OnError = OnError.FAIL
     resume: bool = False
     overwrite: bool = False
     batch_rows: int = 2048
+
+    @property
+    def reads_stdin(self) -> bool:
+        return self.inputs == ("-",)
+
+    @property
+    def skips_bad_rows(self) -> bool:
+        return self.on_error is OnError.SKIP
+
+    def vector_options(self) -> VectorOptions:
+        return VectorOptions(
+            kinds=tuple(dict.fromkeys(self.vectors)),
+            dimensions=self.dimensions,
+            normalize=self.normalize,
+            dtype=OutputDtype(self.embed_dtype),
+            prompt_name=self.prompt_name,
+            prompt=self.prompt,
+            truncate=self.truncate,
+            truncation_side=self.truncation_side,
+        )
+
+    def embedder(self) -> Embedder:
+        return Embedder(self.engine, self.vector_options(), skips_bad_rows=self.skips_bad_rows)
+
+
+class Sink(msgspec.Struct, frozen=True, kw_only=True):
+    """A vector store as the output. Picklable."""
+
+    label: str  # as the user named it
+    open: OpenSink
+    check: CheckSink
 
 
 @dataclass(slots=True)
 class RunStats:
     """Counts of this run, for the summary line at its end."""
 
-    rows: int = 0
+    rows: int = 0  # with vectors
+    bad: int = 0
     tokens: int = 0
     truncated: int = 0  # rows beyond the model's limit
 
+    def add(self, prepared: PreparedChunk) -> None:
+        self.rows += len(prepared.chunk.texts)
+        self.bad += len(prepared.chunk.bad)
+        self.tokens += prepared.num_tokens
+        self.truncated += prepared.num_truncated
 
-def run(job: Job) -> None:
+    def as_dict(self) -> dict[str, int]:
+        return {"rows": self.rows, "bad": self.bad, "tokens": self.tokens, "truncated": self.truncated}
+
+    def add_counts(self, counts: Mapping[str, int]) -> None:
+        """Add what another process has counted."""
+        self.rows += counts["rows"]
+        self.bad += counts["bad"]
+        self.tokens += counts["tokens"]
+        self.truncated += counts["truncated"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockMaker:
+    """Turns embedded chunks into blocks of the output. Picklable."""
+
+    columns: Columns
+    vectors: VectorColumns
+    id_name: str  # of the id column in the output
+
+    def block(self, chunk: Chunk, vectors: dict[VectorKind, Any]) -> Block:
+        carried = dict(chunk.carried)
+        if self.columns.id is None:
+            ids: Any = np.array(chunk.numbers, dtype=np.int64)
+        else:
+            ids = carried.pop(self.columns.id)
+        bad = chunk.bad
+        if self.columns.id is None:
+            bad = tuple(msgspec.structs.replace(each, id=each.row) for each in bad)
+        filled = vectors or self.vectors.empty()
+        return Block(Span(chunk.first, chunk.count), {self.id_name: ids, **carried}, filled, bad)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenedJob:
+    """A job whose input, model and output have been checked. Weights are not loaded yet."""
+
+    job: Job
+    files: list[InputFile]
+    source: Source
+    columns: Columns
+    embedder: Embedder
+    maker: BlockMaker
+    output: Output
+
+    @property
+    def writer(self) -> BlockWriter:
+        return self.output.writer
+
+    @property
+    def cut(self) -> Cut:
+        """Where blocks are cut: as the run that began this output said."""
+        return self.output.parts.manifest.cut
+
+    def missing_chunks(self) -> Iterator[Chunk]:
+        """The chunks that are not committed yet."""
+        start = self.output.parts.first_missing
+        chunks = read_chunks(self.source, self.columns, self.cut, start, self.job.limit)
+        return without_committed(chunks, self.output.parts.spans)
+
+    def finish(self) -> None:
+        """Complete the output. An input without rows gives an output without rows."""
+        parts = self.output.parts
+        if parts.is_running and not parts.spans:
+            empty = self.source.empty_chunk(self.columns)
+            self.writer.commit(self.maker.block(empty, {}))
+            parts.refresh()
+        self.output.finish()
+
+
+def read_chunks(source: Source, columns: Columns, cut: Cut, start: int, stop: int | None) -> Iterator[Chunk]:
+    """The chunks of an input from the one that holds row `start`, cut at the same places in every run."""
+    for chunk in source.chunks(columns, start=start, stop=stop, size=cut.rows):
+        yield from chunk.split(cut.chars)
+
+
+def without_committed(chunks: Iterator[Chunk], done: set[Span]) -> Iterator[Chunk]:
+    ends = {span.first: span.end for span in done}
+    for chunk in chunks:
+        if ends.get(chunk.first) != chunk.end:
+            yield chunk
+
+
+def run(job: Job, sink: Sink | None = None) -> None:
+    """Run a job in this process, and say on stderr what was done."""
     began_s = time.monotonic()
-    if job.source == STDIN and job.resume:
-        raise BadValue(
-            "stdin cannot be resumed, because it cannot be read again; use a file", param="--resume"
-        )
-    check_output(job.output, resume=job.resume, overwrite=job.overwrite)
-    form = job.output_format or by_extension(job.output, BY_EXTENSION, "--output-format")
-    check_storable(form, _params(job).dtype)
-    with open_source(job.source, job.input_format) as source:
-        columns = choose_columns(source, job.column, job.id_column, job.keep)
-        embedder = Embedder(job.engine, _params(job), _options(job))
-        writer = vector_format(form, embedder.params.dtype, embedder.about)
-        settings = {**_input_settings(job, columns), "output": form, **embedder.fingerprint()}
-        with Parts(job.output, writer.suffix, settings, resume=job.resume, overwrite=job.overwrite) as parts:
-            resumed_at, stats = parts.rows, RunStats()
-            with _keep_parts(parts, resumable=job.source != STDIN):
-                if not parts.joined:
-                    _embed_rows(job, source, columns, embedder, parts, writer, stats)
-                total = parts.rows
-                parts.finish(writer.join)
-    _report(job, embedder, stats, resumed_at, total, time.monotonic() - began_s)
-
-
-def _params(job: Job) -> PoolingParams:
-    return PoolingParams(Task.EMBED, job.dimensions, job.normalize, OutputDtype(job.embed_dtype))
-
-
-def _options(job: Job) -> InputOptions:
-    return InputOptions(
-        prompt_name=job.prompt_name,
-        prompt=job.prompt,
-        truncate_prompt_tokens=-1 if job.truncate else None,
-        truncation_side=job.truncation_side,
-    )
-
-
-def _embed_rows(
-    job: Job,
-    source: Source,
-    columns: Columns,
-    embedder: Embedder,
-    parts: Parts,
-    writer: VectorFormat,
-    stats: RunStats,
-) -> None:
-    """Embed the rows that are not on disk yet. The first chunk is read before the weights are loaded."""
-    chunks = source.chunks(columns, start=parts.rows, stop=job.limit, size=job.batch_rows)
-    first = next(chunks, None)
-    if first is None:
-        if parts.rows == 0:
-            empty = np.zeros((0, embedder.width), embedder.params.dtype.numpy)
-            parts.add(0, partial(_write, writer, source.empty_chunk(columns), columns, empty))
-        return
-    with embedder, _progress(parts.rows) as advance:
-        for prepared, vectors in embedder.embed(chain([first], chunks)):
-            chunk = prepared.chunk
-            parts.add(len(chunk.texts), partial(_write, writer, chunk, columns, vectors))
-            stats.rows += len(chunk.texts)
-            stats.tokens += prepared.request.num_tokens
-            stats.truncated += prepared.num_truncated
-            advance(len(chunk.texts), chunk.read)
-
-
-def _write(writer: VectorFormat, chunk: Chunk, columns: Columns, vectors: Vectors, file: Path) -> None:
-    carried = chunk.carried
-    if columns.id is None:
-        carried = {"id": np.arange(chunk.first, chunk.first + len(chunk.texts), dtype=np.int64), **carried}
-    writer.write(file, carried, vectors)
+    with open_job(job, sink) as opened:
+        stats, before = RunStats(), opened.output.parts.rows
+        with keep_parts(opened):
+            if opened.output.parts.is_running:
+                _embed_rows(opened, stats)
+            total = opened.output.parts.rows
+            opened.finish()
+        report(opened, stats, before, total, time.monotonic() - began_s)
 
 
 @contextmanager
-def _keep_parts(parts: Parts, *, resumable: bool) -> Iterator[None]:
+def open_job(job: Job, sink: Sink | None = None) -> Iterator[OpenedJob]:
+    """Check everything that can be wrong, cheapest first, and begin the output."""
+    if job.reads_stdin and job.resume:
+        raise BadValue(
+            "stdin cannot be resumed, because it cannot be read again; use a file", param="--resume"
+        )
+    form = _check_output(job, sink)
+    files = find_files(job.inputs, job.input_format)
+    with ExitStack() as stack:
+        source = stack.enter_context(open_inputs(files, job.input_format))
+        source.skips_bad_rows = job.skips_bad_rows
+        columns = choose_columns(source, job.column, job.id_column, job.keep)
+        if sink is not None and columns.id is not None and "id" in columns.keep:
+            raise BadValue("a store keeps the ids in 'id'; leave out --keep id", param="--keep")
+        embedder = job.embedder()
+        vectors = embedder.columns()
+        settings = {**_input_settings(job, files, columns), "output": form, **embedder.fingerprint()}
+        flags = RunFlags(
+            settings=settings, cut=Cut(rows=job.batch_rows), resume=job.resume, overwrite=job.overwrite
+        )
+        if sink is not None:
+            vectors = _named_as_in_stores(vectors)
+            _check_sink(sink, BlockMaker(columns, vectors, "id"), source.empty_chunk(columns), job)
+            output: Output = SinkOutput(sink.label, sink.open, Path(job.output), vectors, flags)
+        else:
+            assert form is not None
+            output = open_output(job.output, form, vectors, flags)
+        stack.enter_context(output)
+        id_name = columns.id if columns.id is not None and sink is None else "id"
+        yield OpenedJob(job, files, source, columns, embedder, BlockMaker(columns, vectors, id_name), output)
+
+
+def _check_sink(sink: Sink, maker: BlockMaker, empty: Chunk, job: Job) -> None:
+    """Refuse what the store would refuse later, and row numbers as ids where rows have these ids already."""
+    schema = maker.vectors.table(maker.block(empty, {})).schema
+    num_rows = sink.check(schema, maker.vectors.stamp)
+    is_continued = job.resume and read_manifest(open_folder(job.output)) is not None
+    if num_rows and maker.columns.id is None and not (is_continued or job.overwrite):
+        raise BadValue(
+            f"{sink.label} has {num_rows:,} rows, and row numbers as ids would replace some of them; give "
+            "--id-column, or --overwrite to replace them",
+            param="--id-column",
+        )
+
+
+def _named_as_in_stores(vectors: VectorColumns) -> VectorColumns:
+    return VectorColumns(vectors.widths, vectors.dtype, vectors.stamp, dense_name="vector")
+
+
+def _check_output(job: Job, sink: Sink | None) -> OutputFormat | None:
+    if sink is not None:
+        check_folder(job.output, job.resume, job.overwrite)
+        return None
+    form = check_file_or_folder(job.output, job.output_format, resume=job.resume, overwrite=job.overwrite)
+    check_storable(form, OutputDtype(job.embed_dtype))
+    return form
+
+
+def _embed_rows(opened: OpenedJob, stats: RunStats) -> None:
+    """Embed the rows that are not on disk yet. The first chunk is read before the weights are loaded."""
+    chunks = opened.missing_chunks()
+    first = next(chunks, None)
+    if first is None:
+        return
+    parts, maker = opened.output.parts, opened.maker
+    with opened.embedder as embedder, show_progress(parts.rows) as advance:
+        for prepared, vectors in embedder.embed(chain([first], chunks), opened.columns):
+            block = maker.block(prepared.chunk, vectors)
+            opened.writer.commit(block)
+            parts.spans.add(block.span)
+            stats.add(prepared)
+            advance(block.span.count, prepared.chunk.read)
+
+
+@contextmanager
+def keep_parts(opened: OpenedJob) -> Iterator[None]:
     """When a run fails: say which rows are saved, or remove a folder that cannot be resumed."""
+    parts = opened.output.parts
     try:
         yield
     except BaseException as error:
-        if not resumable or parts.rows == 0:
+        if opened.job.reads_stdin or (parts.rows == 0 and parts.is_running):
             parts.discard()
         elif not isinstance(error, ClientError):  # the same flags can still succeed
-            _report_line(f"{parts.rows:,} rows are safe in {parts.folder}; continue with --resume")
+            report_line(f"{parts.rows:,} rows are safe in {parts.folder.location}; continue with --resume")
         raise
 
 
-def _input_settings(job: Job, columns: Columns) -> dict[str, Any]:
-    about: dict[str, Any] = {"input": job.source}
-    if job.source != STDIN:
-        file = Path(job.source).resolve()
-        stat = file.stat()
-        about = {"input": str(file), "input_size": stat.st_size, "input_mtime_ns": stat.st_mtime_ns}
+def _input_settings(job: Job, files: list[InputFile], columns: Columns) -> dict[str, Any]:
     return {
-        **about,
+        **(describe_files(files) if files else {"input": "-"}),
         "format": job.input_format,
         "column": columns.text,
         "id_column": columns.id,
@@ -163,45 +308,20 @@ def _input_settings(job: Job, columns: Columns) -> dict[str, Any]:
     }
 
 
-def _report(
-    job: Job, embedder: Embedder, stats: RunStats, resumed_at: int, total: int, seconds: float
-) -> None:
+def report(opened: OpenedJob, stats: RunStats, before: int, total: int, seconds: float) -> None:
+    """One line on stderr: what this run did."""
+    label, parts = opened.output.label, opened.output.parts
     if total == 0:
-        _report_line(f"{job.source} has no rows; {job.output} is empty")
+        report_line(f"{' '.join(opened.job.inputs)} has no rows; {label} is empty")
         return
     rate = stats.rows / seconds if seconds else 0.0
-    parts = [f"{stats.rows:,} rows, {stats.tokens:,} tokens in {seconds:.1f} s ({rate:,.0f} rows/s)"]
-    if resumed_at:
-        parts.append(f"{resumed_at:,} rows were embedded before")
+    said = [f"{stats.rows:,} rows, {stats.tokens:,} tokens in {seconds:.1f} s ({rate:,.0f} rows/s)"]
+    if before:
+        said.append(f"{before:,} rows were embedded before")
     if stats.truncated:
-        parts.append(f"{stats.truncated:,} rows were truncated to {embedder.spec.max_model_len} tokens")
-    _report_line("; ".join(parts) + f" → {job.output}")
-
-
-def _report_line(line: str) -> None:
-    sys.stderr.write(line + "\n")
-
-
-@contextmanager
-def _progress(rows: int) -> Iterator[Advance]:
-    """A progress bar on a terminal; elsewhere nothing."""
-    if not sys.stderr.isatty():
-        yield lambda count, read: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (
-        BarColumn(),
-        TextColumn("{task.fields[rows]:,} rows"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None, rows=rows)
-
-        def advance(count: int, read: float | None) -> None:
-            done = bar.tasks[0].fields["rows"] + count
-            bar.update(task, rows=done, total=None if read is None else 1.0, completed=read or 0.0)
-
-        yield advance
+        limit = opened.embedder.spec.max_model_len
+        said.append(f"{stats.truncated:,} rows were truncated to {limit} tokens")
+    bad = parts.manifest.bad_rows or stats.bad
+    if bad:
+        said.append(f"{bad:,} bad rows are listed in {opened.output.errors_file}")
+    report_line("; ".join(said) + f" → {label}")

@@ -44,6 +44,10 @@ class DescribedModel:
                 "enable_chunked_processing is for servers; here, embed with chunking: mean",
                 param="pooler_config",
             )
+        return cls.of_config(config)
+
+    @classmethod
+    def of_config(cls, config: EngineConfig) -> DescribedModel:
         described = describe(config)
         settings = settle(config, described)
         return cls(config, with_max_model_len(described, settings.max_model_len), settings)
