@@ -108,8 +108,8 @@ def _on_gpus(config: ModelConfig, hardware: Hardware, used: Counter[str]) -> lis
     if device.startswith("cuda:"):
         if size != 1:
             raise ConfigError(
-                f"device {device} names one GPU, and data_parallel_size is {size}; use device cuda, and choose "
-                "among the GPUs with CUDA_VISIBLE_DEVICES",
+                f"device {device} names one GPU, and data_parallel_size is {size}; use device cuda, and "
+                "choose among the GPUs with CUDA_VISIBLE_DEVICES",
                 param="device",
             )
         return [Placement(devices=_following(device, ranks))]
