@@ -55,13 +55,20 @@ class GroupedClient(EngineHandle, Protocol):
 class _Member:
     """One engine, and what this process has in flight there."""
 
-    __slots__ = ("client", "index", "num_tokens", "status")
+    __slots__ = ("client", "index", "num_background_tokens", "num_tokens", "status")
 
     def __init__(self, index: int, client: GroupedClient) -> None:
         self.index = index
         self.client = client
         self.status = client.status
-        self.num_tokens = 0
+        self.num_tokens = 0  # of interactive requests
+        self.num_background_tokens = 0
+
+    def count(self, num_tokens: int, is_background: bool) -> None:
+        if is_background:
+            self.num_background_tokens += num_tokens
+        else:
+            self.num_tokens += num_tokens
 
 
 class EngineGroup(EngineHandle):
@@ -112,7 +119,7 @@ class EngineGroup(EngineHandle):
     @property
     def tokens_in_flight(self) -> list[int]:
         """What this process has submitted to each engine and has no answer to."""
-        return [member.num_tokens for member in self._members]
+        return [member.num_tokens + member.num_background_tokens for member in self._members]
 
     def stats(self) -> EngineStats:
         return EngineStats(sum(member.client.stats().num_requests for member in self._members))
@@ -150,9 +157,9 @@ class EngineGroup(EngineHandle):
 
     # Choice.
 
-    def _loads(self, tried: _Member | None = None) -> list[float]:
+    def _loads(self, tried: _Member | None = None, *, is_background: bool = False) -> list[float]:
         """Tokens before a new request at each engine: of this process, and what waits there of all processes.
-        Called for every request."""
+        Background work yields, so it is only before other background work. Called for every request."""
         revision, asleep_tokens = self._revision, ASLEEP_STEPS * self._step_tokens
         loads = []
         for member in self._members:
@@ -163,18 +170,26 @@ class EngineGroup(EngineHandle):
                 loads.append(float(member.num_tokens))
             else:
                 loads.append(member.num_tokens + status.waiting_tokens(asleep_tokens))
+        if is_background:
+            pairs = zip(loads, self._members, strict=True)
+            return [load + member.num_background_tokens for load, member in pairs]
         return loads
 
     def _choose(
-        self, affinity: Affinity | None = None, tried: _Member | None = None, error: Exception | None = None
+        self,
+        affinity: Affinity | None = None,
+        tried: _Member | None = None,
+        error: Exception | None = None,
+        *,
+        is_background: bool = False,
     ) -> _Member:
         """The engine of a request; another than the one that was `tried`, or its error."""
         slack, choose = self._step_tokens, self._balancer.choose
         if self._is_closed:
             raise error or EngineUnavailable(CLOSED)
-        index = choose(self._loads(tried), affinity, slack_tokens=slack)
+        index = choose(self._loads(tried, is_background=is_background), affinity, slack_tokens=slack)
         if index is None and self._usable():  # another revision may hold from now on
-            index = choose(self._loads(tried), affinity, slack_tokens=slack)
+            index = choose(self._loads(tried, is_background=is_background), affinity, slack_tokens=slack)
         if index is None:
             raise error or EngineUnavailable(self.unavailable_reason)
         return self._members[index]
@@ -208,26 +223,35 @@ class EngineGroup(EngineHandle):
         )
 
     async def _run_whole(self, request: Request, member: _Member | None = None) -> PooledOutput:
-        member = self._choose(self._affinity(request)) if member is None else member
-        return await self._run_twice(lambda each: each.client.run(request), request.num_tokens, member)
+        is_background = request.is_background
+        if member is None:
+            member = self._choose(self._affinity(request), is_background=is_background)
+        return await self._run_twice(
+            lambda each: each.client.run(request), request.num_tokens, member, is_background=is_background
+        )
 
     async def _run_twice(
-        self, run: Callable[[_Member], Awaitable[PooledOutput]], num_tokens: int, member: _Member
+        self,
+        run: Callable[[_Member], Awaitable[PooledOutput]],
+        num_tokens: int,
+        member: _Member,
+        *,
+        is_background: bool = False,
     ) -> PooledOutput:
         """Run on an engine, and on another one if it is lost meanwhile."""
-        member.num_tokens += num_tokens
+        member.count(num_tokens, is_background)
         try:
             return await run(member)
         except EngineUnavailable as error:
-            another = self._choose(tried=member, error=error)
+            another = self._choose(tried=member, error=error, is_background=is_background)
         finally:
-            member.num_tokens -= num_tokens
+            member.count(-num_tokens, is_background)
         self.on_retry()
-        another.num_tokens += num_tokens
+        another.count(num_tokens, is_background)
         try:
             return await run(another)
         finally:
-            another.num_tokens -= num_tokens
+            another.count(-num_tokens, is_background)
 
     # Requests that are split.
 
@@ -236,7 +260,7 @@ class EngineGroup(EngineHandle):
         as rows if there are pairs. Empty: it runs whole."""
         queries = request.num_queries
         query_tokens = int(request.lengths[:queries].sum())
-        loads = self._loads()
+        loads = self._loads(is_background=request.is_background)
         num_usable = len(loads) - loads.count(UNAVAILABLE)
         if num_usable < 2 or query_tokens * num_usable > MAX_QUERY_SHARE * request.num_tokens:
             return []
@@ -274,7 +298,7 @@ class EngineGroup(EngineHandle):
 
     def stream(self, request: Request, listener: StreamListener) -> Unsubscribe:
         stream = _GroupStream(self, request, listener)
-        stream.begin(self._choose(self._affinity(request)))
+        stream.begin(self._choose(self._affinity(request), is_background=request.is_background))
         return stream.end
 
 
@@ -296,12 +320,12 @@ class _GroupStream(StreamListener):
     def begin(self, member: _Member) -> None:
         self._stop = member.client.stream(self._request, self)
         self._member = member
-        member.num_tokens += self._num_tokens
+        member.count(self._num_tokens, self._request.is_background)
 
     def end(self) -> None:
         """Stop listening. May be called more than once."""
         if self._member is not None:
-            self._member.num_tokens -= self._num_tokens
+            self._member.count(-self._num_tokens, self._request.is_background)
             self._member = None
         self._stop()
 
@@ -320,7 +344,8 @@ class _GroupStream(StreamListener):
         tried, self._is_retry = self._member, True
         self.end()
         try:
-            self.begin(self._group._choose(tried=tried, error=error))
+            is_background = self._request.is_background
+            self.begin(self._group._choose(tried=tried, error=error, is_background=is_background))
         except PenstockError as final:
             self._listener.on_error(final)
         else:
