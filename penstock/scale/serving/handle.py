@@ -11,11 +11,10 @@ import contextlib
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from prometheus_client import Counter
 from ray.exceptions import (
     NodeDiedError,
     ObjectLostError,
@@ -37,9 +36,6 @@ from penstock.types import Comparison, Failure, GeneratedTokens, PooledOutput, R
 log = logging.getLogger("penstock.scale")
 T = TypeVar("T")
 MAX_ATTEMPTS = 2  # of a request whose replica dies
-RETRIED = Counter(
-    "penstock_retried", "Requests that ran again because the engine replica that had them stopped", ["model"]
-)
 LOST_ERRORS = (
     *(RayActorError, NodeDiedError, WorkerCrashedError, OutOfMemoryError, ObjectLostError),
     ReplicaUnavailableError,
@@ -70,6 +66,7 @@ class RayEngineHandle(EngineHandle):
         self._closing = False
         self.has_served = False  # a replica has been there
         self.num_retried = 0
+        self.on_retry: Callable[[], None] = lambda: None
 
     @property
     def ready(self) -> bool:
@@ -238,7 +235,7 @@ class RayEngineHandle(EngineHandle):
 
     def _count_retry(self) -> None:
         self.num_retried += 1
-        RETRIED.labels(self._model).inc()
+        self.on_retry()
         log.warning("%s: an engine replica stopped; a request that it had runs again", self._model)
 
     def _run_task(self, work: Any) -> asyncio.Task[None]:
