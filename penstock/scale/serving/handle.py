@@ -32,6 +32,7 @@ from penstock.handle import EngineHandle, EngineStats, StreamListener, Unsubscri
 from penstock.scale.serving.replica_table import replicas_of
 from penstock.scale.serving.transport import Frames, pack_work, unpack_results
 from penstock.types import Comparison, Failure, GeneratedTokens, PooledOutput, Request
+from penstock.wire.group import affinity_of
 
 log = logging.getLogger("penstock.scale")
 T = TypeVar("T")
@@ -64,6 +65,7 @@ class RayEngineHandle(EngineHandle):
         self._names = map(f"{secrets.token_hex(8)}-{{}}".format, itertools.count())  # of attempts
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
+        self.uses_affinity = True
         self.has_served = False  # a replica has been there
         self.num_retried = 0
         self.on_retry: Callable[[], None] = lambda: None
@@ -92,7 +94,7 @@ class RayEngineHandle(EngineHandle):
 
     @property
     def engine_settings(self) -> dict[str, Any]:
-        return next((dict(each.get("settings", {})) for each in self._replicas.serving), {})
+        return next((each.get("settings", {}) for each in self._replicas.serving), {})
 
     def start(self) -> None:
         """Have Ray's router learn of the replicas."""
@@ -124,7 +126,7 @@ class RayEngineHandle(EngineHandle):
     async def _await_output(self, work: Request | Comparison, num_tokens: int) -> PooledOutput:
         with self._counted(work.id):
             for attempt in range(1, MAX_ATTEMPTS + 1):
-                name = next(self._names)
+                name = self._name(work)
                 response = self._remote("run", pack_work(work, name), name, num_tokens)
                 try:
                     frames = await self._routed(response, name, _translated(response))
@@ -183,7 +185,7 @@ class RayEngineHandle(EngineHandle):
                 self._count_retry()
 
     async def _tokens(self, request: Request) -> AsyncIterator[GeneratedTokens | Failure]:
-        name = next(self._names)
+        name = self._name(request)
         response = self._remote("stream", pack_work(request, name), name, request.num_tokens, stream=True)
         pieces = aiter(response)
         is_first = True
@@ -199,6 +201,16 @@ class RayEngineHandle(EngineHandle):
                         yield outcome
         finally:
             response.cancel()
+
+    def _name(self, work: Request | Comparison) -> str:
+        """A name for one attempt, by which the router knows what replicas may have kept for it."""
+        name = next(self._names)
+        if isinstance(work, Request) and self.uses_affinity and (work.pairs is not None or work.reuse_prefix):
+            settings = self.engine_settings
+            self._replicas.slack_tokens = int(settings.get("max_num_batched_tokens", 0))
+            if (affinity := affinity_of(work, settings)) is not None:
+                self._replicas.affinities[name] = affinity
+        return name
 
     def _remote(
         self, method: str, frames: Frames, name: str, num_tokens: int, *, stream: bool = False
@@ -219,6 +231,7 @@ class RayEngineHandle(EngineHandle):
             return await task
         finally:
             self._replicas.routed.discard(name)
+            self._replicas.affinities.pop(name, None)
             if not task.done():
                 response.cancel()
                 task.cancel()

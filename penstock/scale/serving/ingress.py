@@ -90,6 +90,7 @@ def served_model(
     described = describe(config.engine)
     spec = with_max_model_len(described, config.engine.max_model_len or described.max_model_len)
     engine = RayEngineHandle(handle, spec.name, fingerprint(spec), wait_for_replica_s)
+    engine.uses_affinity = server.engine_affinity
     engine.on_retry = RETRIED.labels(spec.name).inc
     launch = ModelLaunch(0, config, spec, engines=())
     return ReplicatedModel(
