@@ -276,6 +276,7 @@ class Request:
     num_truncated: int = 0  # rows that were cut to fit; not sent to the engine
     client: str = ""  # who sent it: clients share the device by their weights
     weight: float = 1.0  # above 0
+    is_background: bool = False  # runs only in what other requests leave of the device
     starts: Ints = field(init=False)  # [rows], start offset of each row in token_ids
 
     def __post_init__(self) -> None:

@@ -68,6 +68,7 @@ def http() -> str:
         method = route.all_methods[0]
         part.append(f"#### `{method} {route.path}`\n\n{first_line(route.handler)}\n")
         bodies = [] if route.body is None else [route.body, *(each.body for each in route.variants)]
+        bodies += [each for each in (route.form, route.query) if each is not None]
         for body in bodies:
             if body in shown:
                 part.append(f"The body is the same `{body.__name__}` as above.\n")

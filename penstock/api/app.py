@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from penstock.api.batch_service import BatchService
 from penstock.api.call import Call, Reply
 from penstock.api.dialects import (
     admin,
@@ -110,12 +111,16 @@ class App(Starlette):
         super().__init__(**options)
         by_path: dict[str, list[Endpoint]] = {}
         for endpoint in endpoints:
-            if endpoint.prefix is None:
-                by_path.setdefault(endpoint.path, []).append(endpoint)
-        self._paths: dict[str, ASGIApp] = {
-            path: same[0] if len(same) == 1 else PathEndpoint(same) for path, same in by_path.items()
-        }
-        self._prefixes = [(each.prefix, each) for each in endpoints if each.prefix is not None]
+            by_path.setdefault(endpoint.path, []).append(endpoint)
+        self._paths: dict[str, ASGIApp] = {}
+        self._prefixes: list[tuple[str, str, ASGIApp]] = []  # longer suffixes before shorter ones
+        for path, same in by_path.items():
+            found = same[0] if len(same) == 1 else PathEndpoint(same)
+            if (prefix := same[0].prefix) is None:
+                self._paths[path] = found
+            else:
+                self._prefixes.append((prefix, same[0].suffix, found))
+        self._prefixes.sort(key=lambda each: -len(each[1]))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = None
@@ -127,8 +132,9 @@ class App(Starlette):
         """The endpoint of a path with trailing slashes, or with a parameter."""
         if path.endswith("/") and (endpoint := self._paths.get(path.rstrip("/"))) is not None:
             return endpoint
-        for prefix, endpoint in self._prefixes:
-            if path.startswith(prefix) and len(path.rstrip("/")) > len(prefix):
+        path = path.rstrip("/")
+        for prefix, suffix, endpoint in self._prefixes:
+            if path.startswith(prefix) and path.endswith(suffix) and len(path) > len(prefix) + len(suffix):
                 return endpoint
         return None
 
@@ -153,6 +159,8 @@ def build_app(state: ServerState, metrics: ApiMetrics | None = None) -> ASGIApp:
     invoked = InvocationEndpoint(state, metrics, INVOCATIONS, endpoints)
     moved = dict.fromkeys(route.path for route in ROUTES if route.path not in {each.path for each in plain})
     elsewhere = [_refusal(state, metrics, path, _MOVED) for path in moved if path != INVOCATIONS.path]
+    if state.config.batch_folder is not None:
+        state.batches = BatchService(state, metrics, openai.batch_endpoints(endpoints))
     app = App([*endpoints, *elsewhere, invoked], lifespan=partial(_lifespan, state))
     return _served(state, app, _refusal(state, metrics, "other", "no such route; /docs lists all routes"))
 
@@ -217,7 +225,11 @@ async def _lifespan(state: ServerState, app: Any) -> AsyncIterator[None]:
     for model in state.models.values():
         model.engine.start()
     watch = asyncio.create_task(watch_files(state.watched))
+    if state.batches is not None:
+        await state.batches.start()
     yield
+    if state.batches is not None:
+        await state.batches.close()
     if state.follower is not None:
         await state.follower.close()
     watch.cancel()

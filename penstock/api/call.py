@@ -75,6 +75,7 @@ class Call:
     query_string: bytes = b""  # of a route without a body
     key: ApiKey | None = None  # that the client has sent; None: the route or the server needs none
     client: str = ""  # who sent it, as `client_of` tells
+    is_background: bool = False  # a line of a batch, which waits for as long as it takes
 
     def __init__(self, state: ServerState, metrics: ApiMetrics, began_s: float) -> None:
         self.state = state

@@ -1,8 +1,9 @@
 """One HTTP connection: uvicorn's protocol with bounds on what a client can make the server hold or wait for.
 
 A request's body is collected here and reaches the application whole, so that half a body holds no task's
-attention and no place among the requests in flight. A limit that is met in the middle of a request is raised
-by `receive`, where the endpoint turns it into an answer in its dialect's shape.
+attention and no place among the requests in flight. Only an upload reaches it in pieces. A limit that is met
+in the middle of a request is raised by `receive`, where the endpoint turns it into an answer in its dialect's
+shape.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from penstock.api.call import JSON
 from penstock.api.connection_table import ConnectionTable
 from penstock.api.error_styles import OPENAI_ERRORS
 from penstock.api.metrics import REQUESTS
+from penstock.api.uploads import STREAM_BODY
 from penstock.errors import (
     BadValue,
     BodyTooLarge,
@@ -38,6 +40,8 @@ from penstock.errors import (
 MAX_PIPELINED = 64  # requests of one connection that wait for the answer of another
 ALWAYS_READ_BYTES = 1 << 16  # a body of this size is read even if the server holds as many bytes as it may
 MAX_DISCARDED_BYTES = 1 << 30  # that a client may still send after its answer, in time
+MAX_WAITING_BYTES = 1 << 19  # of an upload, before no more is read from its client
+UPLOAD_PATH = "/files"  # what paths that take uploads end with
 LINGER_S = 2.0  # for a client to read why its connection ends
 _FRAMING = (b"content-length", b"transfer-encoding")  # headers that tell where a body ends
 _STATUS_PREFIX = b"HTTP/1.1 "  # every answer begins with it
@@ -70,6 +74,13 @@ class Exchange(RequestResponseCycle):
         self.body: bytes | bytearray = b""  # type: ignore[assignment]
         self._num_held = 0  # of the bytes that the process may hold
         self._is_delivered = False
+        self._max_body_bytes = connection.limits.max_body_bytes
+        self._is_streamed = False
+
+    def stream_body(self, max_bytes: int) -> None:
+        """Deliver the body in pieces as it arrives. It may have so many bytes, of which few wait here."""
+        self._max_body_bytes = max_bytes
+        self._is_streamed = True
 
     def add_body(self, piece: bytes) -> None:
         """Collect a piece of the body, or fail the request if the body is too large."""
@@ -80,8 +91,8 @@ class Exchange(RequestResponseCycle):
         table = self.connection.table
         table.buffered.held += len(piece)
         self._num_held += len(piece)
-        if size > table.limits.max_body_bytes:
-            self.fail(BodyTooLarge(f"the body exceeds the limit of {table.limits.max_body_bytes} bytes"))
+        if size > self._max_body_bytes:
+            self.fail(BodyTooLarge(f"the body exceeds the limit of {self._max_body_bytes} bytes"))
         elif table.buffered.held > table.buffered.limit and size > ALWAYS_READ_BYTES:
             table.count("buffered_bytes")
             self.fail(table.buffered.full())
@@ -92,6 +103,18 @@ class Exchange(RequestResponseCycle):
         else:
             self.body = bytearray(self.body)
             self.body += piece
+        if self._is_streamed:
+            self.message_event.set()
+            if len(self.body) > MAX_WAITING_BYTES:
+                self.connection.flow.pause_reading()
+
+    def _take_piece(self) -> ASGIReceiveEvent:
+        """What has come of an upload; the client may send more."""
+        piece = bytes(self.body)
+        self.release()
+        self._is_delivered = not self.more_body
+        self.connection.flow.resume_reading()
+        return {"type": "http.request", "body": piece, "more_body": self.more_body}
 
     def fail(self, error: PenstockError, *, close: bool = False) -> None:
         """Raise the error to the application. `close` ends the connection after the answer."""
@@ -128,13 +151,16 @@ class Exchange(RequestResponseCycle):
             self.transport.write(b"0")
 
     async def receive(self) -> ASGIReceiveEvent:
-        """The whole body; after that, the disconnect. Raises what has failed the request."""
+        """The whole body, or a piece of an upload; after that, the disconnect. Raises what has failed the
+        request."""
         if self.waiting_for_100_continue and not self.transport.is_closing():
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self.waiting_for_100_continue = False
         while not self.disconnected and not self.response_complete:
             if self.failure is not None:
                 raise self.failure
+            if self._is_streamed and self.body:
+                return self._take_piece()
             if not self.more_body and not self._is_delivered:
                 self._is_delivered = True
                 body, self.body = self.body, b""
@@ -355,6 +381,8 @@ class Connection(HttpToolsProtocol):
             expect_100_continue=self.expect_100_continue and version != "1.0",
             keep_alive=version != "1.0" and not is_last and self.parser.should_keep_alive(),
         )
+        if self.scope["path"].endswith(UPLOAD_PATH):
+            cast(dict[str, Any], self.scope)[STREAM_BODY] = exchange.stream_body
         if previous is None or previous.response_complete:
             self._start(exchange, app)
             return

@@ -24,6 +24,7 @@ from penstock.api.metrics import CONNECTION_LIMITS, ApiMetrics
 from penstock.api.result_cache import cache_control_of
 from penstock.api.routes import RouteSpec, Variant
 from penstock.api.state import ServerState
+from penstock.api.uploads import BodyStream
 from penstock.errors import (
     BadValue,
     BodyTooLarge,
@@ -38,6 +39,7 @@ from penstock.errors import (
 log = logging.getLogger("penstock.api")
 Answered = TypeVar("Answered")
 MAX_REQUEST_ID = 256  # characters
+RETRIED_STATUSES = (429, 503)  # of errors that pass by themselves
 _THIS_MACHINE = ("127.0.0.1", "::1")  # addresses that tell nothing about who sends
 _MAX_DIGITS = 18  # of a declared size; longer ones are too large in any case
 
@@ -58,7 +60,7 @@ class Endpoint:
         self.use = use_of(route.path)
         self.counts_as_request = route.counts_as_request
         self.methods = self.allowed = route.all_methods
-        self.prefix = route.prefix
+        self.prefix, self.suffix = route.prefix, route.suffix
 
     @cached_property
     def decoder(self) -> RouteDecoder | None:
@@ -75,7 +77,9 @@ class Endpoint:
             self.observer.begin(call, scope, self.route)
         call.use = self.use
         if self.prefix is not None:
-            call.path_value = scope["path"].removeprefix(self.prefix).rstrip("/")
+            call.path_value = (
+                scope["path"].rstrip("/").removeprefix(self.prefix).removesuffix(self.suffix).rstrip("/")
+            )
         try:
             if scope["method"] not in self.methods:
                 reply = self._other_method(scope["method"])
@@ -85,8 +89,7 @@ class Endpoint:
                 if self.counts_as_request:
                     reply = await self._admitted(call, scope, receive, send)
                 else:
-                    call.query_string = scope["query_string"]
-                    reply = await self.handler(call)
+                    reply = await self._plain(call, scope, receive, send)
             if isinstance(reply, Reply):
                 reply.headers += call.headers()
         except PenstockError as error:
@@ -180,6 +183,35 @@ class Endpoint:
             state.release(client)
             if limits is not None:
                 limits.leave()
+
+    async def _plain(self, call: Call, scope: Scope, receive: Receive, send: Send) -> Reply | Streamed:
+        """The reply of a route without a JSON body. It does not count as a request in flight."""
+        call.query_string = scope["query_string"]
+        reply: Reply | Streamed
+        if self.route.form is None:
+            reply = await self.handler(call)
+        else:
+            reply = await self.handler(call, BodyStream(scope, receive))
+        if isinstance(reply, Streamed):
+            reply.headers += call.headers()
+            await self._stream(call, reply, receive, send)
+        return reply
+
+    async def answer(self, call: Call, raw: bytes) -> Reply | Streamed:
+        """The reply to a body that came by another way than HTTP. A server that is full or whose engine is
+        down raises: the caller tries again."""
+        assert self.decoder is not None
+        call.use, call.body_bytes = self.use, len(raw)
+        try:
+            reply: Reply | Streamed = await self._work(call, self.decoder, raw)
+        except PenstockError as error:
+            if error.status in RETRIED_STATUSES:
+                raise
+            return self._error(error, call)
+        except Exception:
+            log.exception("%s failed", self.path, extra={"fields": call.log_fields()})
+            return self._error(PenstockError("internal error; the server's log has the details"), call)
+        return reply
 
     def _work(self, call: Call, decoder: RouteDecoder, raw: bytes | bytearray) -> Awaitable[Any]:
         """What the body asks for, not begun yet."""

@@ -201,6 +201,8 @@ async def begin(call: Call, body: TextFields, task: Generate, *, kind: str) -> G
 
 async def _prepare(call: Call, model: ServedModel, task: Generate, scheduling: Scheduling) -> GenerationJob:
     """Tokenise the prompts, unless the queue has no room for them."""
+    if call.is_background:
+        return await task.prepare(model.text, call.state.next_id(), scheduling)
     admission, kind, num_tokens = model.admission, type(task).__name__, None
     admitted = admission.admit(kind, call.body_bytes, generates=True, light_weight=call.light_weight)
     try:

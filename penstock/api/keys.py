@@ -124,6 +124,10 @@ class KeyRing:
     def find(self, given: bytes) -> ApiKey | None:
         return self._keys.get(self._hidden(digest_of(given)))
 
+    def named(self, name: str) -> ApiKey | None:
+        """The key of this name, if it is still valid."""
+        return next((key for key in self._keys.values() if key.name == name), None)
+
     def check(self, scope: Scope, *, needs_admin: bool = False) -> ApiKey:
         """The key that a request was sent with, or the error that refuses it."""
         if needs_admin and not self._has_admin:

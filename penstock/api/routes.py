@@ -43,7 +43,7 @@ class Variant:
 class RouteSpec:
     """One row of the table of routes."""
 
-    path: str  # a last part such as {model} takes the rest of the path
+    path: str  # a part such as {model} takes the rest of the path, up to what follows it
     body: type[msgspec.Struct] | None  # None: GET
     handler: Handler
     dialect: str
@@ -60,6 +60,8 @@ class RouteSpec:
     media: tuple[str, ...] = ()
     is_listed: bool = True  # in the OpenAPI document; False: a file of a page, or a route that only refuses
     path_example: str | None = None  # of the path's parameter; one called `model` needs none
+    form: type[msgspec.Struct] | None = None  # an upload: the fields of its form; the handler reads the body
+    query: type[msgspec.Struct] | None = None  # parameters of the URL, for the OpenAPI schema
 
     @property
     def is_public(self) -> bool:
@@ -84,6 +86,11 @@ class RouteSpec:
     def prefix(self) -> str | None:
         """The path before its parameter; None if it has none."""
         return self.path.partition("{")[0] if "{" in self.path else None
+
+    @property
+    def suffix(self) -> str:
+        """The path behind its parameter."""
+        return self.path.partition("}")[2]
 
 
 VariantTable = tuple[tuple[str, Variant], ...]  # (path, variant)

@@ -53,7 +53,7 @@ async def run(
     check_num_rows(call, num_rows, rows_name)
     scheduling = scheduling_of(call, body)
     began = time.monotonic()
-    if model.admission.takes(call.body_bytes, num_rows):
+    if call.is_background or model.admission.takes(call.body_bytes, num_rows):
         prepared = await task.prepare(model.text, call.state.next_id())
     else:
         prepared = await _prepare(call, model, task)
@@ -110,9 +110,10 @@ def scheduling_of(call: Call, body: Scheduled) -> Scheduling:
     return Scheduling(
         priority=body.priority,
         arrival_s=call.began_s,
-        timeout_s=timeout_s,
+        timeout_s=None if call.is_background else timeout_s,
         client=call.client,
         weight=1.0 if call.key is None else call.key.weight,
+        is_background=call.is_background,
     )
 
 

@@ -211,6 +211,7 @@ class _Schemas:
     def __init__(self, routes: Sequence[RouteSpec], *, strict_fields: bool) -> None:
         kinds = [kind for route in routes for kind in kinds_of(route)]
         bodies = [kind.body for kind in kinds if kind.body is not None]
+        bodies += [each for route in routes for each in (route.form, route.query) if each is not None]
         answers = [each for kind in kinds for each in (kind.answer, kind.errors.answer) if each is not None]
         structs = _structs(bodies)
         every = [*bodies, *answers, *structs]
@@ -252,6 +253,8 @@ class _Schemas:
                 schema = _accepted_only(schema, note)
             if name not in required:
                 schema = _nullable(schema)
+            if schema.get("contentEncoding") == "base64":  # bytes: a file in a form
+                schema = {"type": "string", "contentMediaType": _OCTETS}
             if words := _description(struct.__name__, name, note):
                 schema["description"] = words
             component["properties"][name] = schema
@@ -331,12 +334,17 @@ def _operation(route: RouteSpec, schemas: _Schemas, model: str | None) -> Json:
         "description": _about(route, more),
     }
     if (prefix := route.prefix) is not None:
-        name = route.path.removeprefix(prefix).strip("{}")
+        name = route.path.removeprefix(prefix).removesuffix(route.suffix).strip("{}")
         operation["parameters"] = [
             _parameter(name, route.path_example or (model if name == "model" else None))
         ]
+    if route.query is not None:
+        operation["parameters"] = [*operation.get("parameters", ()), *_query_parameters(route.query, schemas)]
     if route.body is not None:
         operation["requestBody"] = _request_body(kinds, schemas)
+    elif route.form is not None:
+        content = {"multipart/form-data": {"schema": schemas.one(route.form)}}
+        operation["requestBody"] = {"required": True, "content": content}
     operation["responses"] = {"200": _answer(kinds, schemas), **_error_answers(route, schemas)}
     return operation
 
@@ -354,6 +362,13 @@ def _or(names: Sequence[str]) -> str:
     return " or ".join(f"`{name}`" for name in names) or "other fields"
 
 
+_PARAMETERS = {  # of paths
+    "model": "One of the names in `/v1/models`.",
+    "file_id": "The id of a file, as `/v1/files` lists them.",
+    "batch_id": "The id of a batch, as `/v1/batches` lists them.",
+}
+
+
 def _parameter(name: str, example: str | None) -> Json:
     parameter: Json = {
         "name": name,
@@ -362,9 +377,24 @@ def _parameter(name: str, example: str | None) -> Json:
         "description": "The rest of the path; it may contain slashes.",
         "schema": {"type": "string", "minLength": 1},
     }
-    if name == "model":
-        parameter["description"] = "One of the names in `/v1/models`."
+    if name in _PARAMETERS:
+        parameter["description"] = _PARAMETERS[name]
     return parameter if example is None else {**parameter, "example": example}
+
+
+def _query_parameters(query: type[msgspec.Struct], schemas: _Schemas) -> list[Json]:
+    """The parameters of a URL, as the fields of a type declare them."""
+    properties = schemas.component(query)["properties"].items()
+    return [
+        {
+            "name": name,
+            "in": "query",
+            "required": False,
+            "description": schema.get("description", ""),
+            "schema": {key: value for key, value in schema.items() if key != "description"},
+        }
+        for name, schema in properties
+    ]
 
 
 def _request_body(kinds: Sequence[Kind], schemas: _Schemas) -> Json:
@@ -439,6 +469,8 @@ def _error_answers(route: RouteSpec, schemas: _Schemas) -> Json:
 
 
 def _errors(route: RouteSpec) -> Iterable[tuple[PenstockError, str]]:
+    if route.form is not None or route.query is not None:
+        return _ERRORS
     if route.admin:
         return (
             *(_ERRORS if route.body is not None else (_UNAUTHORIZED, _NOT_FOUND, _UNAVAILABLE)),

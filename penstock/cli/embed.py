@@ -14,7 +14,7 @@ from penstock.errors import BadValue
 from penstock.jobs.formats import InputFormat, OnError, OutputFormat, VectorKind
 
 if TYPE_CHECKING:
-    from penstock.jobs.job import Job
+    from penstock.jobs.job import Job, Sink
 
 
 class EmbedDtype(enum.StrEnum):
@@ -47,14 +47,31 @@ class EmbedOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ]
     output: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--output",
             "-o",
             help="File to write, such as vectors.parquet, vectors.jsonl or vectors.lance; "
-            "or a folder or URI that ends with /, for one file a block.",
+            "or a folder or URI that ends with /, for one file a block. With --to: the folder that keeps the "
+            "progress.",
         ),
-    ]
+    ] = None
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STORE",
+            help="Vector store to write into: lancedb:PATH/TABLE, qdrant:URL/COLLECTION, "
+            "pgvector:postgresql://…?table=TABLE or opensearch:URL/INDEX.",
+        ),
+    ] = None
+    adopt: Annotated[
+        bool,
+        typer.Option(
+            "--adopt",
+            help="Write into a collection without a stamp. You vouch that its vectors are of this model and "
+            "these settings.",
+        ),
+    ] = False
     input_format: Annotated[
         InputFormat | None,
         typer.Option("--format", help="Format of INPUT.", show_default=_BY_EXTENSION, rich_help_panel=_ROWS),
@@ -211,26 +228,54 @@ def embed(options: EmbedOptions, ray: RayOptions, engine: EngineFields) -> None:
       penstock embed articles.parquet -o vectors.parquet
       penstock embed articles.jsonl -o vectors.jsonl --column body --keep title
       penstock embed 'articles/*.parquet' -o vectors/ --on-error skip
+      penstock embed articles.jsonl --to qdrant:http://localhost:6333/articles --id-column url --keep title
     """
     job = _job(options, engine)
+    sink = _sink(options)
     if ray.ray:
         from penstock.scale.data import Pool, run_job
 
-        run_job(job, Pool(workers=ray.workers, gpus_per_worker=ray.gpus_per_worker, address=ray.ray_address))
+        pool = Pool(workers=ray.workers, gpus_per_worker=ray.gpus_per_worker, address=ray.ray_address)
+        run_job(job, pool, sink=sink)
         return
     if given := [name for name in ("ray_address", "workers", "gpus_per_worker") if getattr(ray, name)]:
         flag = "--" + given[0].replace("_", "-")
         raise BadValue(f"{flag} needs --ray", param=flag)
     from penstock.jobs.job import run
 
-    run(job)
+    run(job, sink)
+
+
+def _sink(options: EmbedOptions) -> Sink | None:
+    """The store that --to names."""
+    if options.to is None:
+        return None
+    from penstock.stores.sink import store_sink
+
+    return store_sink(options.to, adopt=options.adopt)
 
 
 def _job(options: EmbedOptions, engine: EngineFields) -> Job:
     from penstock.jobs.job import Job
 
     fields = msgspec.structs.asdict(options)
+    fields["output"] = _output(fields.pop("to"), fields.pop("adopt"), options)
     fields["inputs"] = tuple(options.inputs)
     fields["vectors"] = tuple(options.vectors) or (VectorKind.DENSE,)
     fields["truncation_side"] = options.truncation_side.value
     return Job(engine=engine, **fields)
+
+
+def _output(to: str | None, adopt: bool, options: EmbedOptions) -> str:
+    """The output, or for a store the folder that keeps the progress."""
+    if to is None:
+        if adopt:
+            raise BadValue("--adopt is for vector stores; give --to", param="--adopt")
+        if options.output is None:
+            raise BadValue("give --output for a file, or --to for a vector store", param="--output")
+        return options.output
+    if options.output_format is not None:
+        raise BadValue("--output-format is for files, not for --to", param="--output-format")
+    from penstock.stores.sink import progress_folder
+
+    return options.output or progress_folder(to)

@@ -104,6 +104,7 @@ def _load(config: EngineConfig, spec: ModelSpec, parameters: int | None) -> dict
     plain_size = _BYTES[settings.dtype] * parameters if parameters and not settings.quantization else None
     return {
         "device": settings.device,
+        "tensor_parallel_size": settings.tensor_parallel_size,
         "dtype": settings.dtype,
         "quantization": settings.quantization,
         "max_model_len": settings.max_model_len,
@@ -219,8 +220,10 @@ def _load_line(load: dict[str, Any] | None) -> str:
         return "nothing: torch is not installed"
     kind = f"{load['dtype']}, {load['quantization']}" if load["quantization"] else load["dtype"]
     size = f", {megabytes(load['weight_bytes'])} of weights" if load["weight_bytes"] else ""
+    ranks = load["tensor_parallel_size"]
+    device = load["device"] if ranks == 1 else f"{ranks} ranks of {load['device']}"
     return (
-        f"on {load['device']} as {kind}{size}; up to {load['max_model_len']:,} tokens a row, "
+        f"on {device} as {kind}{size}; up to {load['max_model_len']:,} tokens a row, "
         f"{load['max_num_batched_tokens']:,} tokens and {load['max_num_seqs']:,} rows a step"
     )
 

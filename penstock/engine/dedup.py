@@ -82,6 +82,8 @@ class Deduplicator:
     def _may_follow(self, request: Request, leader: Request) -> bool:
         """Whether a request may wait for rows of another: not where these are less urgent, or wait behind
         many others of another client."""
+        if leader.is_background is not request.is_background:
+            return request.is_background
         if leader.priority > request.priority:
             return False
         return leader.client == request.client or self._runs_soon(leader)

@@ -21,6 +21,7 @@ class InFlightStep:
     is_suspect: bool  # it reruns rows of a failed step, so nothing is launched behind it
     estimate_s: float  # the device time that it is expected to take
     left_backlog: bool = False  # more rows waited when it was launched
+    is_background: bool = False  # it has nothing but background rows
     lost: RowSet = field(default_factory=set)  # rows that depend on a failed step and start over
 
     @property

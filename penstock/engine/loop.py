@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.backlog import ADMITTED_SHARE, Backlog, check_wait
 from penstock.engine.comparisons import Comparisons
@@ -33,6 +34,7 @@ from penstock.errors import (
 )
 from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import Runner, Sleeper
+from penstock.scheduler.background import BackgroundLane
 from penstock.scheduler.generation import GenerationScheduler
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.queue import HEAD_START_S, UNBOUNDED
@@ -75,8 +77,14 @@ class StepStats:
     device_s: float
 
 
-NextStep = tuple[StepPlan, list[ScheduledRows]]
+class NextStep(NamedTuple):
+    plan: StepPlan
+    scheduled: list[ScheduledRows]
+    is_background: bool = False
+
+
 SHARED_STEP_S = 0.05  # a step of large requests takes about this long while small ones wait for it
+BACKGROUND_STEP_S = 0.002  # a background step, while interactive requests come
 
 
 class EngineCore:
@@ -93,6 +101,7 @@ class EngineCore:
         observe: Callable[[StepStats], None] = lambda stats: None,
         share_identical: bool = True,
         generation: GenerationScheduler | None = None,
+        background_step_s: float = BACKGROUND_STEP_S,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -107,11 +116,14 @@ class EngineCore:
         self.grammars: Grammars | None = None  # compiles grammars before their requests join `generation`
         self.max_queue_s = 0.0  # until a request starts; 0: no limit
         self.sleeper: Sleeper | None = None  # None: this engine cannot sleep
+        self.why_not_sleep = "this engine cannot sleep"  # where it has no sleeper
         self.held = HeldWork()  # while the engine sleeps
         self.dedup = Deduplicator(scheduler.runs_soon) if share_identical else None
         self.pending = PendingRequests(scheduler, self.dedup)
         self._recovery = StepRecovery(scheduler, self.pending, generation)
         self._fair_share = FairShare()
+        self._lane = BackgroundLane(scheduler.budget.max_tokens, background_step_s)
+        self._background_generated = False  # the last background step
         self._throughput = Throughput()  # of pooling
         self._prompt_throughput = Throughput()  # of prompts that begin to generate
         self._num_fast_tokens = UNBOUNDED  # behind as many waiting tokens, no request waits too long
@@ -160,8 +172,12 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Take on a request; `BadValue`, `NotPossible` or `QueueFull` if it cannot be."""
         self._check_id(request.id)
+        if not request.is_background:
+            self._lane.saw_interactive(self.clock())
         if request.sampling is not None:
             self._add_generation(request, request.sampling)
+        elif request.is_background:
+            self.pending.add(request)
         else:
             if self.scheduler.queue.num_tokens > self._num_fast_tokens:
                 check_wait(self._wait_s(request), self.max_queue_s)
@@ -227,9 +243,12 @@ class EngineCore:
             raise NotPossible("this engine does not generate")
         if request.adapters is not None:  # generation plans carry none: running would be silently wrong
             raise NotPossible("generation does not apply adapters; use a pooling task", param="adapter")
-        check_wait(self._prompt_wait_s(self.generation, request), self.max_queue_s)
+        start_by_s = None
+        if not request.is_background:
+            check_wait(self._prompt_wait_s(self.generation, request), self.max_queue_s)
+            start_by_s = self._start_by_s()
         if sampling.grammar is None:
-            self.generation.add(request, start_by_s=self._start_by_s())
+            self.generation.add(request, start_by_s=start_by_s)
         elif self.grammars is None:
             raise NotPossible("this engine does not constrain its output")
         else:
@@ -261,12 +280,15 @@ class EngineCore:
         return compiling or (self.generation is not None and request_id in self.generation)
 
     def next_deadline_s(self) -> float | None:
-        """The earliest deadline of all requests."""
+        """The earliest deadline of all requests, or when background rows that wait may run."""
         waiting = self.scheduler.queue.next_deadline_s()
         generating = None if self.generation is None else self.generation.next_deadline_s()
         compiling = None if self.grammars is None else self.grammars.next_deadline_s()
         comparing = self._comparisons.next_deadline_s() if self._comparisons else None
-        deadlines = (waiting, generating, compiling, comparing)
+        background = None
+        if self._has_background_work and not self._in_flight:
+            background = self._lane.next_chance_s()
+        deadlines = (waiting, generating, compiling, comparing, background)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def step(self) -> list[Outcome]:
@@ -349,7 +371,8 @@ class EngineCore:
             try:
                 if isinstance(constraints, PenstockError):
                     raise constraints
-                self.generation.add(request, constraints, self._start_by_s())
+                start_by_s = None if request.is_background else self._start_by_s()
+                self.generation.add(request, constraints, start_by_s)
             except PenstockError as error:
                 outcomes.append(Failure(request.id, error))
         return outcomes
@@ -362,7 +385,8 @@ class EngineCore:
         while self._in_flight and self._in_flight[0].future.done():
             step = self._in_flight.popleft()
             if (error := step.future.exception()) is not None:
-                self._fair_share.failed(step.generates, step.estimate_s)
+                if not step.is_background:
+                    self._fair_share.failed(step.generates, step.estimate_s)
                 outcomes += self._recovery.step_failed(step, self._in_flight, error)
             else:
                 outcomes += self._collect_result(step, step.future.result())
@@ -370,11 +394,20 @@ class EngineCore:
 
     def _collect_result(self, step: InFlightStep, result: StepResult) -> list[Outcome]:
         plan, generation = step.plan, self.generation
-        self._fair_share.succeeded(step.generates, plan.num_tokens, step.estimate_s, result.device_s)
+        if step.is_background:
+            self._lane.ran_background(plan.num_tokens, result.device_s, step.launched_s, self.clock())
+        else:
+            if isinstance(plan, GeneratePlan):
+                self._lane.ran_generation(result.device_s)
+            elif plan.slices:  # one request of each step tells enough
+                arrival_s = plan.slices[0].request.arrival_s
+                self._lane.answered_interactive(arrival_s, step.launched_s, self.clock())
+            self._fair_share.succeeded(step.generates, plan.num_tokens, step.estimate_s, result.device_s)
         self._recovery.step_succeeded(step)
         outcomes: list[Outcome] = []
         if isinstance(plan, PoolPlan) and isinstance(result, PooledResult):
-            if step.left_backlog or self._throughput.had_backlog:  # otherwise there is nothing to learn
+            # Otherwise there is nothing to learn about the rate of interactive work.
+            if not step.is_background and (step.left_backlog or self._throughput.had_backlog):
                 self._measure_throughput(step)
             outcomes += self.pending.deliver(step, plan, result)
         elif isinstance(plan, GeneratePlan) and isinstance(result, SampledResult) and generation is not None:
@@ -430,11 +463,14 @@ class EngineCore:
             is_suspect = self._recovery.has_suspects
             if (next_step := self._next_step()) is None:
                 return
-            plan, scheduled = next_step
+            plan, scheduled, is_background = next_step
             generates, now = isinstance(plan, GeneratePlan), self.clock()
-            estimate_s = self._fair_share.launched(
-                generates, plan.num_tokens, other_has_work=self._has_work(not generates)
-            )
+            estimate_s = 0.0
+            if not is_background:
+                self._lane.saw_interactive(now)
+                estimate_s = self._fair_share.launched(
+                    generates, plan.num_tokens, other_has_work=self._has_work(not generates)
+                )
             self.mark_launch(now)
             try:
                 future = self.runner.launch(plan)
@@ -443,9 +479,10 @@ class EngineCore:
                 future.set_exception(error)
             self.mark_launch(0.0)
             is_alone, left_backlog = not self._in_flight, self.scheduler.queue.num_rows > 0
-            self._in_flight.append(
-                InFlightStep(plan, scheduled, future, now, is_alone, is_suspect, estimate_s, left_backlog)
+            step = InFlightStep(
+                plan, scheduled, future, now, is_alone, is_suspect, estimate_s, left_backlog, is_background
             )
+            self._in_flight.append(step)
             future.add_done_callback(lambda _: self.wake())
 
     def _may_launch(self) -> bool:
@@ -459,6 +496,49 @@ class EngineCore:
         return not last.future.done() or last.future.exception() is None
 
     def _next_step(self) -> NextStep | None:
+        """An interactive step; if nothing interactive can run, a background one. They never mix, so an
+        interactive row never waits for background rows beside it."""
+        if not self._has_background_work:
+            return self._interactive_step()
+        step = self._background_step() if self._lane.is_starving else None
+        step = step or self._interactive_step()
+        if step is None and not self._in_flight:  # an interactive request waits for one step at most
+            step = self._background_step()
+        if step is not None:
+            self._lane.launched(is_background=step.is_background)
+        return step
+
+    @property
+    def _has_background_work(self) -> bool:
+        generation = self.generation
+        return len(self.scheduler.background) > 0 or (generation is not None and generation.has_background)
+
+    def _background_step(self) -> NextStep | None:
+        """A background step. Pooling and generation take turns, if both wait."""
+        if self._recovery.has_suspects:
+            return None
+        kinds = (self._background_pooling, self._background_generation)
+        for kind in kinds if self._background_generated else kinds[::-1]:
+            if (step := kind(self._lane.max_tokens(self.clock()))) is not None:
+                self._background_generated = kind == self._background_generation
+                return step
+        return None
+
+    def _background_pooling(self, max_tokens: int) -> NextStep | None:
+        scheduled = self.scheduler.schedule_background(max_tokens)
+        if not scheduled and self._lane.may_run_long(self.clock()):
+            scheduled = self.scheduler.schedule_background(max_tokens, first_fits=True)
+        return self._planned(scheduled, is_background=True) if scheduled else None
+
+    def _background_generation(self, max_tokens: int) -> NextStep | None:
+        if self.generation is None:
+            return None
+        plan = self.generation.schedule_background(
+            self.clock(), max_tokens, admit=not self.scheduler.isolated
+        )
+        return None if plan is None else NextStep(plan, [], is_background=True)
+
+    def _interactive_step(self) -> NextStep | None:
         """A pooling or a generation step. They never mix: a model may attend in both directions in one and
         not in the other, and each kind keeps its fastest attention."""
         generation = self.generation
@@ -470,11 +550,13 @@ class EngineCore:
 
     def _pooling_step(self) -> NextStep | None:
         scheduled = self._recovery.next_retry() or self.scheduler.schedule()
-        if not scheduled:
-            return None
+        return self._planned(scheduled) if scheduled else None
+
+    def _planned(self, scheduled: list[ScheduledRows], *, is_background: bool = False) -> NextStep:
         self.pending.mark_launched(scheduled, self.clock())
         chunking = self.scheduler.chunking
-        return build_plan(scheduled, chunking.pool.block_size if chunking else 0), scheduled
+        plan = build_plan(scheduled, chunking.pool.block_size if chunking else 0)
+        return NextStep(plan, scheduled, is_background)
 
     def _generation_step(self, generation: GenerationScheduler) -> NextStep | None:
         # While isolated rows wait for blocks, no new sequence may take the blocks that others free.
@@ -486,11 +568,11 @@ class EngineCore:
             self._prompt_throughput.record(
                 started, began_s=now, now_s=now, has_backlog=bool(generation.queued_tokens)
             )
-        return None if plan is None else (plan, [])
+        return None if plan is None else NextStep(plan, [])
 
     def _has_work(self, generates: bool) -> bool:
         if generates:
-            return self.generation is not None and self.generation.busy
+            return self.generation is not None and self.generation.has_interactive
         return bool(len(self.scheduler.queue))
 
 

@@ -149,7 +149,7 @@ class PendingRequests:
         other, rows = follower.progress, follower.rows
         self._num_relays += 1
         job = select_rows(other.request, rows, f"{other.request.id}~{self._num_relays}")
-        self._scheduler.queue.add(job, other.start_by_s)
+        self._scheduler.requeue(job, other.start_by_s)
         relay = Progress.of(job)
         relay.is_relay = True
         relay.followers.append(Follower(other, rows, np.arange(len(rows), dtype=np.int32)))

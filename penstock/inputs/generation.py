@@ -133,6 +133,7 @@ class JobOptions:
     deadline_s: float | None = None
     client: str = ""
     weight: float = 1.0
+    is_background: bool = False
 
 
 DEFAULT_JOB_OPTIONS = JobOptions()
@@ -155,6 +156,7 @@ class GenerationJob:
     deadline_s: float | None = None
     client: str = ""
     weight: float = 1.0
+    is_background: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -195,6 +197,7 @@ class GenerationJob:
             deadline_s=self.deadline_s,
             client=self.client,
             weight=self.weight,
+            is_background=self.is_background,
             reuse_prefix=sampling.prompt_logprobs is None,  # the cache holds no logits of the prompt
             cache_salt=self.cache_salt,
             sampling=sampling,
@@ -276,6 +279,7 @@ class GenerationInputs:
             deadline_s=options.deadline_s,
             client=options.client,
             weight=options.weight,
+            is_background=options.is_background,
         )
 
     def sampling(

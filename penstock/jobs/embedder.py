@@ -107,7 +107,7 @@ class Embedder:
         self.options = options
         self._input_options = options.input_options()
         self._params = options.params()
-        self._skips_bad_rows = skips_bad_rows
+        self.skips_bad_rows = skips_bad_rows
         self._text = TextModel(self.spec)
         self._prompt = self._text.processor.prompt(self._input_options)
         for params in self._params:
@@ -147,6 +147,7 @@ class Embedder:
             normalize=self.spec.pooling.normalize if options.normalize is None else options.normalize,
             truncation=options.truncation_side if options.truncate else "none",
             max_tokens=self._max_tokens,
+            similarity=self.spec.similarity,
             overrides=changed,
         )
 
@@ -266,7 +267,7 @@ class Embedder:
     def _bad(self, at: int, reason: str, flag: str, chunk: Chunk, columns: Columns) -> BadRow:
         """A row without a vector; an error unless such rows are skipped."""
         row = chunk.numbers[at]
-        if self._skips_bad_rows:
+        if self.skips_bad_rows:
             return BadRow(row, chunk.id_of(at, columns), reason, columns.text)
         advice = "shorten it, leave out --no-truncate, " if flag == "--no-truncate" else "give it a text, "
         raise BadValue(f"row {row} {reason}; {advice}or skip it with --on-error skip", param=flag)

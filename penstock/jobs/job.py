@@ -24,6 +24,7 @@ from penstock.jobs.formats import InputFormat, OnError, OutputFormat, VectorKind
 from penstock.jobs.inputs import InputFile, describe_files, find_files, open_inputs
 from penstock.jobs.outputs import (
     BlockWriter,
+    CheckSink,
     OpenSink,
     Output,
     RunFlags,
@@ -32,10 +33,11 @@ from penstock.jobs.outputs import (
     check_folder,
     open_output,
 )
-from penstock.jobs.parts import Cut, Span
+from penstock.jobs.parts import Cut, Span, read_manifest
 from penstock.jobs.plan import first_missing, read_chunks, without_committed
 from penstock.jobs.progress import report_line, show_progress
 from penstock.jobs.rows import Chunk, Columns, Source, choose_columns
+from penstock.jobs.storage import open_folder
 from penstock.jobs.vectors import check_storable
 from penstock.types import OutputDtype
 
@@ -94,6 +96,7 @@ class Sink(msgspec.Struct, frozen=True, kw_only=True):
 
     label: str  # as the user named it
     open: OpenSink
+    check: CheckSink
 
 
 @dataclass(slots=True)
@@ -216,6 +219,7 @@ def open_job(job: Job, sink: Sink | None = None) -> Iterator[OpenedJob]:
         )
         if sink is not None:
             vectors = _named_as_in_stores(vectors)
+            _check_sink(sink, BlockMaker(columns, vectors, "id"), source.empty_chunk(columns), job)
             output: Output = SinkOutput(sink.label, sink.open, Path(job.output), vectors, flags)
         else:
             assert form is not None
@@ -223,6 +227,19 @@ def open_job(job: Job, sink: Sink | None = None) -> Iterator[OpenedJob]:
         stack.enter_context(output)
         id_name = columns.id if columns.id is not None and sink is None else "id"
         yield OpenedJob(job, files, source, columns, embedder, BlockMaker(columns, vectors, id_name), output)
+
+
+def _check_sink(sink: Sink, maker: BlockMaker, empty: Chunk, job: Job) -> None:
+    """Refuse what the store would refuse later, and row numbers as ids where rows have these ids already."""
+    schema = maker.vectors.table(maker.block(empty, {})).schema
+    num_rows = sink.check(schema, maker.vectors.stamp)
+    is_continued = job.resume and read_manifest(open_folder(job.output)) is not None
+    if num_rows and maker.columns.id is None and not (is_continued or job.overwrite):
+        raise BadValue(
+            f"{sink.label} has {num_rows:,} rows, and row numbers as ids would replace some of them; give "
+            "--id-column, or --overwrite to replace them",
+            param="--id-column",
+        )
 
 
 def _named_as_in_stores(vectors: VectorColumns) -> VectorColumns:

@@ -56,6 +56,7 @@ class TableSink(Protocol):
 
 
 OpenSink = Callable[[], TableSink]  # picklable: every worker opens a sink of its own
+CheckSink = Callable[[Any, Stamp], int]  # as `TableSink.open`, but changes nothing; how many rows are there
 
 
 class BlockWriter(Protocol):

@@ -28,6 +28,7 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True):
     normalize: bool | None = None  # None: as the model says
     truncation: str = "right"  # which end of a long text was cut, or "none": long texts were refused
     max_tokens: int | None = None  # longer texts were cut or refused
+    similarity: str = "cosine"  # how the model's vectors are compared
     overrides: dict[str, Any] = {}  # settings that change the model: pooler_config, quantization, …
     version: str = __version__  # of Penstock; makes no difference
 

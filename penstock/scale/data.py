@@ -173,7 +173,7 @@ def _embed_rows(opened: OpenedJob, size: PoolSize, stats: RunStats) -> None:
     if dataset is None:
         return
     share = 0.0
-    logging.getLogger("ray.data").setLevel(logging.ERROR)  # the progress is ours
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # the progress is ours, and the errors
     with show_progress(rows) as advance, _own_errors():
         for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
             for done in batch.to_pylist():

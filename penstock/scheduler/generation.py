@@ -3,6 +3,9 @@
 A sequence waits, gets a slot and the KV cache blocks of its prompt, prefills in chunks, and decodes one token
 per step. When no block is free the newest sequence is preempted: it keeps its slot, loses its blocks, and
 starts over later with all its tokens as prompt. `SlotTable` holds the numbers that change every step.
+
+Background sequences never share a step with others. While others run they pause: they keep their slots, and
+their blocks until somebody else needs them.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from penstock.types import (
 
 __all__ = ["Constraint", "GenerationLimits", "GenerationScheduler"]
 
+_BEHIND_ALL = 1e12  # seconds in the rank of a background sequence: it is preempted before any other
 _LATEST_WEIGHT = 0.05  # of the latest sequence in the mean length of outputs
 _NOT_FINITE = "the model gave logits that are not finite"
 _ALL_FORBIDDEN = (
@@ -58,6 +62,15 @@ class _Allocation(NamedTuple):
     num_cached: int
 
 
+class _Turn(NamedTuple):
+    """Whose turn the next step is, and what it may take."""
+
+    may_run: MayRun | None  # None: all may
+    admits: bool  # sequences that wait may take slots and blocks
+    max_tokens: int
+    is_background: bool = False  # which of the two lines sequences are admitted from
+
+
 class GenerationScheduler:
     """add → schedule → collect, for requests with `SamplerParams`."""
 
@@ -65,7 +78,8 @@ class GenerationScheduler:
         self.pool = pool
         self.limits = limits
         self.num_preemptions = 0
-        self.queued_tokens = 0
+        self.queued_tokens = 0  # without those of background requests
+        self.queued_background_tokens = 0
         self.num_started_tokens = 0  # of prompts that no longer wait
         self._now_s = 0.0
         self._slots = SlotTable(limits.max_rows, limits.max_length, pool.blocks_for(limits.max_length))
@@ -74,6 +88,8 @@ class GenerationScheduler:
         self._preempted: list[SequenceState] = []  # with a slot but no blocks, by rank
         self._waiting = FairQueue[SequenceState]()  # with neither
         self._waiting.head_start_tokens = STEPS_IN_HEAD_START * limits.max_tokens
+        self._background = FairQueue[SequenceState]()  # background sequences with neither
+        self._background_ids: set[str] = set()  # of unfinished background requests
         self._mean_output = 0.0  # tokens of finished sequences
         self._unfinished: dict[str, list[SequenceState]] = {}  # of each request
         self._failures: dict[str, PenstockError] = {}  # requests that cannot continue, until `take_failures`
@@ -91,6 +107,16 @@ class GenerationScheduler:
         return bool(self._unfinished)
 
     @property
+    def has_background(self) -> bool:
+        """Whether background requests are unfinished."""
+        return bool(self._background_ids)
+
+    @property
+    def has_interactive(self) -> bool:
+        """Whether other than background requests are unfinished."""
+        return len(self._unfinished) > len(self._background_ids)
+
+    @property
     def running(self) -> int:
         return len(self._running)
 
@@ -104,6 +130,8 @@ class GenerationScheduler:
             raise NotPossible("a request without sampling parameters cannot generate")
         self.limits.check(request, request.sampling)
         waiting, limit = self.queued_tokens, self.limits.max_queued_tokens
+        if request.is_background:
+            waiting = self.queued_background_tokens
         if waiting and waiting + request.num_tokens > limit:
             held = self.queued_tokens_of(request.client)
             limit = max_queued_of(limit, waiting, held, self._waiting.num_clients)
@@ -129,6 +157,9 @@ class GenerationScheduler:
         before its next one is planned. `overdue` gives it up if nothing of it runs at `start_by_s`."""
         sampling, number = self.check(request), next(self._count)
         start = request.arrival_s + request.priority * HEAD_START_S
+        if request.is_background:
+            start += _BEHIND_ALL
+            self._background_ids.add(request.id)
         size = self.pool.block_size
         sequences = [
             SequenceState(request, sampling, row, (start, number, row), PrefixKeys(request, row, size))
@@ -138,18 +169,26 @@ class GenerationScheduler:
             sequence.constraint = constraint
         self._unfinished[request.id] = sequences
         self._may_have_deadlines |= request.deadline_s is not None
+        line = self._background if request.is_background else self._waiting
         for sequence in sequences:
             num_tokens = len(sequence.prompt)
-            sequence.client = self._waiting.add(sequence.rank, sequence, num_tokens)
+            sequence.client = line.add(sequence.rank, sequence, num_tokens)
             sequence.client.num_tokens += num_tokens
-        self.queued_tokens += request.num_tokens
+        self._count_queued(request, request.num_tokens)
         if start_by_s is not None:
             self._start_by.add(start_by_s, sequences)
+
+    def _count_queued(self, request: Request, num_tokens: int) -> None:
+        if request.is_background:
+            self.queued_background_tokens += num_tokens
+        else:
+            self.queued_tokens += num_tokens
 
     def cancel(self, request_id: str) -> None:
         """Drop a request: its blocks and slots are free for the next step."""
         for sequence in self._unfinished.pop(request_id, ()):
             self._drop(sequence)
+        self._background_ids.discard(request_id)
         self._suspects.discard(request_id)
 
     def clear(self) -> list[str]:
@@ -207,10 +246,13 @@ class GenerationScheduler:
         preempted = [sequence.slot for sequence in self._preempted]
         self._slots.check_integrity(self._running, preempted, self.pool.block_size)
         waiting = list(self._waiting.walk())
-        assert all(not sequence.blocks for sequence in waiting)
+        background = list(self._background.walk())
+        assert all(not sequence.blocks for sequence in waiting + background)
         num_unfinished = sum(map(len, self._unfinished.values()))
-        assert num_unfinished == len(self._running) + len(preempted) + len(self._waiting)
+        assert num_unfinished == len(self._running) + len(preempted) + len(waiting) + len(background)
         assert self.queued_tokens == sum(len(sequence.prompt) for sequence in waiting)
+        assert self.queued_background_tokens == sum(len(sequence.prompt) for sequence in background)
+        assert self._background_ids <= self._unfinished.keys()
         self.pool.check()
         if not self._unfinished:
             assert self.pool.available == self.pool.num_blocks, "blocks are held though no sequence is left"
@@ -223,19 +265,38 @@ class GenerationScheduler:
         self._now_s = now_s
         if not self._running and not self._preempted and not len(self._waiting):
             return None
+        max_tokens = self.limits.max_tokens
         if not self._suspects:
-            return self._next_step(None, admit)
-        plan = self._next_step(self._suspects.only_first(), admit=True)
+            if not self._background_ids:
+                return self._next_step(_Turn(None, admit, max_tokens))
+            if not self.has_interactive:
+                return None
+            return self._next_step(_Turn(self._is_interactive, admit, max_tokens))
+        plan = self._next_step(_Turn(self._suspects.only_first(), True, max_tokens))
         # The suspect may need blocks of running sequences. These continue, but nobody is admitted before it.
-        return plan or self._next_step(self._suspects.none(), admit=False)
+        return plan or self._next_step(_Turn(self._suspects.none(), False, max_tokens))
 
-    def _next_step(self, may_run: MayRun | None, admit: bool) -> GeneratePlan | None:
-        """A step of the requests that may run; None: all may."""
+    def schedule_background(
+        self, now_s: float, max_tokens: int, *, admit: bool = True
+    ) -> GeneratePlan | None:
+        """Plan a step of background sequences alone; None if none can run."""
+        if not self._background_ids or self._suspects:
+            return None
+        self._now_s = now_s
+        max_tokens = max(1, min(max_tokens, self.limits.max_tokens))
+        turn = _Turn(self._background_ids.__contains__, admit, max_tokens, is_background=True)
+        return self._next_step(turn)
+
+    def _is_interactive(self, request_id: str) -> bool:
+        return request_id not in self._background_ids
+
+    def _next_step(self, turn: _Turn) -> GeneratePlan | None:
+        """A step of the requests whose turn it is."""
         if self.limits.separate_prefill:
-            return self._prefill_or_decode(may_run, admit)
-        decode = self._grow(self._decoding(may_run))
-        max_tokens, max_rows = self.limits.max_tokens - len(decode), self.limits.max_rows - len(decode)
-        prefill = list(self._prefill(may_run, admit, max_tokens, max_rows))
+            return self._prefill_or_decode(turn)
+        decode = self._grow(self._decoding(turn))
+        max_tokens, max_rows = turn.max_tokens - len(decode), self.limits.max_rows - len(decode)
+        prefill = list(self._prefill(turn, max_tokens, max_rows))
         if not prefill:
             return self._plan(decode, np.ones(len(decode), dtype=np.int32)) if len(decode) else None
         slots, counts = np.array(prefill, dtype=np.int32).T
@@ -243,16 +304,16 @@ class GenerationScheduler:
             np.concatenate([decode, slots]), np.concatenate([np.ones(len(decode), dtype=np.int32), counts])
         )
 
-    def _prefill_or_decode(self, may_run: MayRun | None, admit: bool) -> GeneratePlan | None:
+    def _prefill_or_decode(self, turn: _Turn) -> GeneratePlan | None:
         """A step of one kind: prefill, unless the last step was one and sequences decode."""
         for is_prefill in (not self._last_was_prefill, self._last_was_prefill, False):
             if is_prefill:
-                found = self._prefill(may_run, admit, self.limits.max_tokens, self.limits.max_rows)
+                found = self._prefill(turn, turn.max_tokens, self.limits.max_rows)
                 # A sequence whose prefix is cached but for one token decodes with the others.
                 several = [(slot, count) for slot, count in found if self._num_to_run(slot) > 1]
                 slots, counts = np.array(several, dtype=np.int32).reshape(-1, 2).T
             else:
-                slots = self._grow(self._decoding(may_run))
+                slots = self._grow(self._decoding(turn))
                 counts = np.ones(len(slots), dtype=np.int32)
             if len(slots):
                 self._last_was_prefill = is_prefill
@@ -294,9 +355,9 @@ class GenerationScheduler:
     def _num_to_run(self, slot: int) -> int:
         return int(self._slots.num_tokens[slot] - self._slots.num_computed[slot])
 
-    def _decoding(self, may_run: MayRun | None) -> Ints:
+    def _decoding(self, turn: _Turn) -> Ints:
         """Slots of the sequences that run one token, oldest first, as many as fit into a step."""
-        table, chosen = self._slots, self._running
+        table, chosen, may_run = self._slots, self._running, turn.may_run
         if may_run is not None:
             chosen = [slot for slot in chosen if may_run(table[slot].request.id)]
         running = np.array(chosen, dtype=np.int32)
@@ -305,7 +366,7 @@ class GenerationScheduler:
         if table.is_constrained.any():
             ready &= ~table.is_constrained[running] | (table.num_known[running] == length)
         decoding: Ints = running if ready.all() else running[ready]
-        return decoding[: min(self.limits.max_tokens, self.limits.max_rows)]
+        return decoding[: min(turn.max_tokens, self.limits.max_rows)]
 
     def _grow(self, decoding: Ints) -> Ints:
         """Give a block to each decoding sequence that needs one; preempts the newest while none is free."""
@@ -327,22 +388,20 @@ class GenerationScheduler:
         still_running = set(self._running)
         return np.array([slot for slot in decoding.tolist() if slot in still_running], dtype=np.int32)
 
-    def _prefill(
-        self, may_run: MayRun | None, admit: bool, max_tokens: int, max_rows: int
-    ) -> Iterator[tuple[int, int]]:
+    def _prefill(self, turn: _Turn, max_tokens: int, max_rows: int) -> Iterator[tuple[int, int]]:
         """Slots that prefill, with the number of tokens of each."""
         if max_tokens <= 0 or max_rows <= 0:
             return
-        for slot in self._prefilling(may_run, admit):
+        for slot in self._prefilling(turn):
             count = min(self._num_to_run(slot), self.limits.max_chunk_tokens, max_tokens)
             yield slot, count
             max_tokens, max_rows = max_tokens - count, max_rows - 1
             if max_tokens <= 0 or max_rows <= 0:
                 return
 
-    def _prefilling(self, may_run: MayRun | None, admit: bool) -> Iterable[int]:
+    def _prefilling(self, turn: _Turn) -> Iterable[int]:
         """Slots with more than one token to run: running, then preempted, then new sequences."""
-        table = self._slots
+        table, may_run = self._slots, turn.may_run
         running = np.array(self._running, dtype=np.int32)
         for slot in running[table.num_tokens[running] - table.num_computed[running] > 1].tolist():
             if may_run is None or may_run(table[slot].request.id):
@@ -354,11 +413,18 @@ class GenerationScheduler:
             if not self._resume(sequence):
                 return
             yield slot
-        while admit and table.has_free:
-            new = next((s for s in self._waiting.walk() if may_run is None or may_run(s.request.id)), None)
+        line = self._background if turn.is_background else self._waiting
+        while turn.admits and table.has_free and not (turn.is_background and self._leaves_few_slots()):
+            new = next((s for s in line.walk() if may_run is None or may_run(s.request.id)), None)
             if new is None or not self._admit(new):
                 return
             yield new.slot
+
+    def _leaves_few_slots(self) -> bool:
+        """Whether background sequences hold half of all slots; the others are for those of other requests."""
+        held = sum(self._slots[slot].request.is_background for slot in self._running)
+        held += sum(sequence.request.is_background for sequence in self._preempted)
+        return 2 * held >= self.limits.max_rows
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Give a waiting sequence its slot and the blocks of its prompt; False if none are free."""
@@ -366,7 +432,8 @@ class GenerationScheduler:
             return False
         output = min(self._mean_output, sequence.sampling.max_tokens)
         self._leave_queue(sequence, runs=len(sequence.prompt) + output)
-        self.num_started_tokens += len(sequence.prompt)
+        if not sequence.request.is_background:
+            self.num_started_tokens += len(sequence.prompt)
         sequence.queued_s = max(0.0, self._now_s - sequence.request.arrival_s)
         self._slots.assign(sequence)
         self._prompt_logprobs.join(sequence)
@@ -392,6 +459,8 @@ class GenerationScheduler:
         needed = pool.blocks_for(len(token_ids)) - len(cached)
         # Spare blocks keep the new sequence from being preempted at once.
         spare = min(len(self._running), pool.num_blocks // 64)
+        while needed + spare > pool.available and self._preempt_background(sequence):
+            pass
         rest = pool.allocate(needed) if needed + spare <= pool.available else None
         if rest is None:
             pool.release(cached)
@@ -527,6 +596,17 @@ class GenerationScheduler:
         self.pool.release(self._slots.end_visit(sequence))
         _insert(self._preempted, sequence)
 
+    def _preempt_background(self, sequence: SequenceState) -> bool:
+        """Take the blocks of the newest background sequence for one that is not; False if there is none."""
+        if sequence.request.is_background or not self._background_ids or not self._running:
+            return False
+        newest = self._slots[self._running[-1]]
+        if not newest.request.is_background:
+            return False
+        self._preempt(newest)
+        self.num_preemptions += 1
+        return True
+
     def _finish(self, sequence: SequenceState) -> None:
         num_generated = int(self._slots.num_known[sequence.slot]) - len(sequence.prompt)
         self._mean_output += _LATEST_WEIGHT * (num_generated - self._mean_output)
@@ -534,6 +614,7 @@ class GenerationScheduler:
         sequences.remove(sequence)
         if not sequences:
             del self._unfinished[sequence.request.id]
+            self._background_ids.discard(sequence.request.id)
         self._drop(sequence)
 
     def _drop(self, sequence: SequenceState) -> None:
@@ -552,12 +633,13 @@ class GenerationScheduler:
     def _leave_queue(self, sequence: SequenceState, runs: float = 0.0) -> None:
         """Take a sequence from the queue, and charge its client for the tokens that it will run."""
         num_tokens, client = len(sequence.prompt), sequence.client
-        self.queued_tokens -= num_tokens
+        line = self._background if sequence.request.is_background else self._waiting
+        self._count_queued(sequence.request, -num_tokens)
         assert client is not None
         client.num_tokens -= num_tokens
         if runs:
-            self._waiting.charge(client, runs)
-        self._waiting.remove(client, sequence.rank)
+            line.charge(client, runs)
+        line.remove(client, sequence.rank)
 
 
 def _nothing_follows(sequence: SequenceState) -> PenstockError:

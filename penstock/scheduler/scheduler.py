@@ -69,6 +69,7 @@ class _StepRoom:
     output_bytes: int  # of token vectors
     token_bytes: int = 0  # output of each token of the request that is being scheduled
     has_output: bool = False  # whether token vectors leave the step already
+    first_fits: bool = True  # a first row runs whatever its length
 
     @property
     def is_full(self) -> bool:
@@ -114,6 +115,7 @@ class Scheduler:
         self.vector_cache = vector_cache  # for requests with pairs
         self.queue = WaitingQueue(budget.max_tokens, budget.max_rows) if budget.is_shared else WaitingQueue()
         self.queue.set_head_start(STEPS_IN_HEAD_START * budget.max_tokens)
+        self.background = WaitingQueue()  # requests that run only in what those of `queue` leave
         self.max_shared_tokens = budget.max_tokens  # of a step of large requests that small ones wait for
         self._small_lead = 0.0  # tokens that small requests have run more than large ones while both waited
         self._num_flood_steps = 0  # steps of small requests that stay short, as a client waits beside a flood
@@ -126,6 +128,9 @@ class Scheduler:
     def add(self, request: Request, start_by_s: float | None = None) -> None:
         """Join the waiting queue; `QueueFull` if it is too long. An empty queue takes any request.
         `overdue` gives it up if nothing of it has run at `start_by_s`."""
+        if request.is_background:
+            self._add_background(request)
+            return
         waiting, limit = self.queue.num_tokens, self.budget.max_queued_tokens
         if waiting and waiting + request.num_tokens > limit:
             self._check_share(request, waiting, limit)
@@ -134,6 +139,22 @@ class Scheduler:
         if request.pairs is not None:
             self._check_queries(request)
         self.queue.add(request, start_by_s)
+
+    def _add_background(self, request: Request) -> None:
+        """Join the background queue, which counts for nobody else. It has no time by which it must start."""
+        waiting, limit = self.background.num_tokens, self.budget.max_queued_tokens
+        if waiting and waiting + request.num_tokens > limit:
+            raise QueueFull(f"{waiting} tokens of batches are waiting and at most {limit} may")
+        if request.pairs is not None:
+            self._check_queries(request)
+        self.background.add(request)
+
+    def requeue(self, request: Request, start_by_s: float | None = None) -> None:
+        """Queue a request that was admitted before, so no limit applies."""
+        self._queue_of(request).add(request, start_by_s)
+
+    def _queue_of(self, request: Request) -> WaitingQueue:
+        return self.background if request.is_background else self.queue
 
     def _is_beside_flood(self, request: Request, waiting: int) -> bool:
         """Whether a client with nothing else to run adds a little to what others have filled several steps
@@ -151,7 +172,7 @@ class Scheduler:
 
     def runs_soon(self, request: Request) -> bool:
         """Whether no more than a step of a request's client waits, so that its rows run before long."""
-        return self.queue.num_tokens_of(request.client) <= self.budget.max_tokens
+        return self._queue_of(request).num_tokens_of(request.client) <= self.budget.max_tokens
 
     def finish(self, request: Request, *, succeeded: bool) -> None:
         """Free what a request holds once nothing of it is left to run."""
@@ -159,9 +180,10 @@ class Scheduler:
             self.vector_cache.release(request.id, succeeded=succeeded)
 
     def cancel(self, request_id: str) -> bool:
-        isolated, queued = self._take_isolated(request_id), self.queue.remove(request_id)
+        isolated = self._take_isolated(request_id)
+        queued = self.queue.remove(request_id) or self.background.remove(request_id)
         if isolated is not None:
-            self.queue.account(isolated, isolated.num_tokens_left, isolated.num_rows_left)
+            self._account(isolated, isolated.num_tokens_left, isolated.num_rows_left)
             self._free_blocks(isolated.open)
         if queued is not None:
             self._free_blocks(queued.open)
@@ -169,7 +191,7 @@ class Scheduler:
 
     def expire(self, now_s: float) -> list[Request]:
         """Remove and return the requests whose deadline has passed."""
-        expired = self.queue.remove_expired(now_s)
+        expired = self.queue.remove_expired(now_s) + self.background.remove_expired(now_s)
         for queued in expired:
             self._free_blocks(queued.open)
         return [queued.request for queued in expired]
@@ -192,22 +214,21 @@ class Scheduler:
 
     def _requeue(self, entry: ScheduledRows, isolated: QueuedRequest | None) -> QueuedRequest:
         """Add rows to those of their request that are isolated already, so that queries still run first."""
-        request, queued = entry.request, self.queue.find(entry.request.id)
+        request, queue = entry.request, self._queue_of(entry.request)
+        queued = queue.find(request.id)
         if isolated is None:
-            rank = self.queue.next_rank(request)
+            rank = queue.next_rank(request)
             outside: ClientQueue[QueuedRequest] = ClientQueue(request.client)
             isolated = QueuedRequest(request, _NO_ROWS, _NO_ROWS, rank, outside, cached=entry.cached)
         for owner in (isolated, queued):
             closed = [] if owner is None else owner.close_rows(entry.rows)
             if owner is not None and closed:
                 self._free_blocks(closed)
-                self.queue.account(owner, sum(row.length - row.num_done for row in closed), len(closed))
+                queue.account(owner, sum(row.length - row.num_done for row in closed), len(closed))
         if queued is not None and not queued.num_rows_left:
-            self.queue.remove(request.id)
+            queue.remove(request.id)
         num_documents = 0 if entry.cached_documents is None else len(entry.cached_documents)
-        self.queue.account(
-            isolated, -int(request.lengths[entry.rows].sum()), -len(entry.rows) - num_documents
-        )
+        queue.account(isolated, -int(request.lengths[entry.rows].sum()), -len(entry.rows) - num_documents)
         isolated.requeue(entry.rows, entry.cached_documents)
         return isolated
 
@@ -224,13 +245,13 @@ class Scheduler:
         groups = [[queued for queued in group if queued.num_rows_left] for group in self.isolated]
         self.isolated = deque(group for group in groups if group)
 
-    def _preempt_queued_rows(self) -> bool:
-        """Take the blocks of open rows in the queue for isolated rows; the open rows start over later."""
+    def _preempt_queued_rows(self, queue: WaitingQueue) -> bool:
+        """Take the blocks of open rows in a queue for more urgent ones; the open rows start over later."""
         found = False
-        for queued in self.queue:
+        for queued in queue:
             for row in queued.close_rows():
                 self._free_blocks([row])
-                self.queue.account(queued, -row.num_done, 0)
+                queue.account(queued, -row.num_done, 0)
                 queued.requeue(np.array([row.row], dtype=np.int32))
                 found = True
         return found
@@ -260,15 +281,38 @@ class Scheduler:
             scheduled = self._fill_small()
         else:
             scheduled = self._fill_mixed() if self.queue.is_mixed else self._fill_large()
+        self._free_finished()
+        if scheduled or self.chunking is None or not len(self.background):
+            return scheduled
+        # Background rows may hold the blocks that those of the queue wait for.
+        return self.schedule() if self._preempt_queued_rows(self.background) else scheduled
+
+    def schedule_background(self, max_tokens: int, *, first_fits: bool = False) -> list[ScheduledRows]:
+        """Fill a step with background rows alone: those of other requests never wait for the rows beside
+        them. With `first_fits` a first row runs whatever its length."""
+        if not len(self.background) or self.isolated:
+            return []
+        scheduled: list[ScheduledRows] = []
+        room = self._step_room()
+        room.tokens, room.first_fits = min(room.tokens, max_tokens), first_fits
+        num_visited = self._fill(self.background.of_kind(large=False), room, scheduled)
+        if scheduled:
+            self.background.settle(num_visited)
+        else:
+            self._fill_started(scheduled, self.background)
+        self._free_finished()
+        return scheduled
+
+    def _free_finished(self) -> None:
         self._free_blocks(self._finished)
         self._finished = []
-        return scheduled
 
     def _fill_isolated(self) -> list[ScheduledRows]:
         scheduled: list[ScheduledRows] = []
         self._fill(iter(self.isolated[0]), self._step_room(), scheduled)
-        if not scheduled and self._preempt_queued_rows():
-            self._fill(iter(self.isolated[0]), self._step_room(), scheduled)
+        for queue in (self.background, self.queue):
+            if not scheduled and self._preempt_queued_rows(queue):
+                self._fill(iter(self.isolated[0]), self._step_room(), scheduled)
         self._remove_finished_isolated()
         return scheduled
 
@@ -284,7 +328,7 @@ class Scheduler:
             self.queue.settle(num_visited)
             self._num_short_steps = self.SHORT_STEPS
         else:
-            self._fill_started(scheduled)
+            self._fill_started(scheduled, self.queue)
         self._small_lead = 0.0
         return scheduled
 
@@ -299,7 +343,7 @@ class Scheduler:
         if scheduled:
             self.queue.settle(num_visited, large=True)
         else:
-            self._fill_started(scheduled)
+            self._fill_started(scheduled, self.queue)
         self._small_lead = 0.0
         return scheduled
 
@@ -330,18 +374,18 @@ class Scheduler:
         lead = self._small_lead + 2 * (small * (1 - share) - large * share)
         self._small_lead = max(-self.budget.max_tokens, min(lead, self.budget.max_tokens))
         if not scheduled:
-            self._fill_started(scheduled)
+            self._fill_started(scheduled, self.queue)
         return scheduled
 
-    def _fill_started(self, scheduled: list[ScheduledRows]) -> None:
+    def _fill_started(self, scheduled: list[ScheduledRows], queue: WaitingQueue) -> None:
         """Continue requests that hold blocks or vectors. All that were visited wait for what these hold."""
-        if len(self.queue) <= self.LOOK_AHEAD:
+        if len(queue) <= self.LOOK_AHEAD:
             return  # all were visited
-        started = [queued for queued in self.queue if queued.open or queued.cached is not None]
+        started = [queued for queued in queue if queued.open or queued.cached is not None]
         self._fill(iter(started), self._step_room(), scheduled)
         for queued in started:
             if not queued.num_rows_left:
-                self.queue.remove(queued.request.id)
+                queue.remove(queued.request.id)
 
     def _share(self, room: _StepRoom, *, large: bool) -> tuple[int, int]:
         """The tokens and rows of a step that are left for a kind of requests: its share at most."""
@@ -375,7 +419,9 @@ class Scheduler:
             entry = None
             if queued.cached is not None or queued.request.pairs is None or self._hold_vectors(queued):
                 is_wide = scheduled and chunking is None and 2 * queued.next_length > room.tokens
-                if is_wide and not self.queue.is_far_behind(queued, self.budget.max_tokens):
+                if is_wide and not self._queue_of(queued.request).is_far_behind(
+                    queued, self.budget.max_tokens
+                ):
                     wide.append(queued)  # most requests of a long queue end here, in every step
                     num_passed_over += 1
                     if num_passed_over > self.LOOK_AHEAD:
@@ -386,7 +432,7 @@ class Scheduler:
                 if chunking is not None:
                     entry = self._schedule_chunks(queued, room, chunking)
                 else:
-                    entry = self._schedule_whole_rows(queued, room, alone=not scheduled)
+                    entry = self._schedule_whole_rows(queued, room, alone=not scheduled and room.first_fits)
             if entry is not None:
                 queued.has_started = True
                 scheduled.append(entry)
@@ -440,13 +486,13 @@ class Scheduler:
         if self.vector_cache is None or (cached := self.vector_cache.hold(queued.request)) is None:
             return False  # it runs when others have finished
         tokens, rows = queued.use_cached_vectors(cached)
-        self.queue.account(queued, tokens, rows)
+        self._account(queued, tokens, rows)
         return True
 
     def _take_cached_documents(self, queued: QueuedRequest) -> Ints | None:
         documents = queued.take_cached_documents()
         if documents is not None:
-            self.queue.account(queued, 0, len(documents))
+            self._account(queued, 0, len(documents))
         return documents
 
     def _check_queries(self, request: Request) -> None:
@@ -518,7 +564,7 @@ class Scheduler:
             return None
         queued.take(length, 1)
         num_cached = len(blocks) * pool.block_size
-        self.queue.account(queued, num_cached, 0)
+        self._account(queued, num_cached, 0)
         opened = OpenRow(row, length, num_cached, blocks + rest, prefix_keys)
         queued.open.append(opened)
         return opened
@@ -541,7 +587,10 @@ class Scheduler:
 
     def _use(self, queued: QueuedRequest, room: _StepRoom, tokens: int, rows: int, *, finished: int) -> None:
         room.use(tokens, rows)
-        self.queue.account_run(queued, tokens, finished)
+        self._queue_of(queued.request).account_run(queued, tokens, finished)
+
+    def _account(self, queued: QueuedRequest, tokens: int, rows: int) -> None:
+        self._queue_of(queued.request).account(queued, tokens, rows)
 
     def _free_blocks(self, rows: list[OpenRow]) -> None:
         if self.chunking is not None:

@@ -108,6 +108,7 @@ class Generate:
             deadline_s=None if scheduling.timeout_s is None else arrival_s + scheduling.timeout_s,
             client=scheduling.client,
             weight=scheduling.weight,
+            is_background=scheduling.is_background,
         )
         return inputs.job(request_id, rows, self.fields, options)
 

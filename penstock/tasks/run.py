@@ -64,6 +64,7 @@ class Scheduling:
     timeout_s: float | None = None  # counted from the arrival
     client: str = ""  # clients share the device by their weights
     weight: float = 1.0
+    is_background: bool = False  # it runs only in what other requests leave of the device
 
 
 DEFAULT_SCHEDULING = Scheduling()
@@ -73,6 +74,7 @@ async def submit(engine: EngineHandle, request: Request, scheduling: Scheduling)
     """Run a request; `DeadlineExceeded` once its timeout has passed."""
     request.priority = scheduling.priority
     request.client, request.weight = scheduling.client, scheduling.weight
+    request.is_background = scheduling.is_background
     request.arrival_s = time.monotonic() if scheduling.arrival_s is None else scheduling.arrival_s
     if scheduling.timeout_s is None:
         return await engine.run(request)

@@ -99,6 +99,7 @@ class RequestHeader(msgspec.Struct, array_like=True):
     extra_params: tuple[PoolingParams, ...]
     sampling: SamplerParams | None = None
     client: tuple[str, float] | None = None  # name and weight; None: the one without a name
+    is_background: bool = False
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
@@ -225,6 +226,7 @@ def pack_requests(requests: Sequence[Request]) -> list[Any]:
                 request.extra_params,
                 request.sampling,
                 (request.client, request.weight) if request.client else None,
+                request.is_background,
             )
         )
     ints = np.concatenate(arrays)
@@ -254,6 +256,7 @@ def unpack_requests(headers: Iterable[RequestHeader], frame: Any) -> list[Reques
             reuse_prefix=header.reuse_prefix,
             cache_salt=header.cache_salt,
             sampling=header.sampling,
+            is_background=header.is_background,
         )
         if header.client is not None:
             request.client, request.weight = header.client

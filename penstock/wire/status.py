@@ -10,8 +10,9 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +62,7 @@ _FIELDS = EngineStatus._fields
 _IS_INT = tuple(isinstance(value, int) for value in EngineStatus())
 _SIZE = 8 * len(_FIELDS)
 _AFTER_PID = struct.Struct(f"{len(_FIELDS) - 1}d")
+_STATE = _FIELDS.index("state")
 _QUEUED = tuple(_FIELDS.index(name) for name in ("queued_tokens", "queued_prompt_tokens"))
 
 
@@ -82,7 +84,17 @@ class StatusWriter:
         self._doubles[2] = began_s
 
 
-class StatusReader:
+class StatusPage(Protocol):
+    """What is known of an engine, or of several as if they were one."""
+
+    def read(self) -> EngineStatus: ...
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether a request that arrives now would wait for others."""
+
+
+class StatusReader(StatusPage):
     """The side of supervisor and API processes. The engine may be started again meanwhile."""
 
     def __init__(self, path: Path) -> None:
@@ -100,6 +112,65 @@ class StatusReader:
         """Whether anything waits; much cheaper than `read`."""
         values = self._values
         return bool(values[_QUEUED[0]] or values[_QUEUED[1]])
+
+    @property
+    def waiting_tokens(self) -> float:
+        """Tokens that wait, of all kinds; as cheap."""
+        values = self._values
+        return float(values[_QUEUED[0]] + values[_QUEUED[1]])
+
+    @property
+    def is_awake(self) -> bool:
+        return bool(self._values[_STATE] == EngineSleep.AWAKE)
+
+
+class GroupStatus(StatusPage):
+    """The pages of several engines of one model, read as one."""
+
+    def __init__(self, readers: Sequence[StatusReader], are_ready: Callable[[], Sequence[bool]]) -> None:
+        """`are_ready` tells of each engine whether it gets requests."""
+        self._readers = readers
+        self._are_ready = are_ready
+
+    def _used(self) -> list[StatusReader]:
+        used = [reader for reader, is_ready in zip(self._readers, self._are_ready(), strict=True) if is_ready]
+        return used or list(self._readers)
+
+    @property
+    def has_backlog(self) -> bool:
+        return all(reader.has_backlog for reader in self._used())
+
+    def read(self) -> EngineStatus:
+        """What waits for all engines, and how fast all of them run it."""
+        pages = [reader.read() for reader in self._used()]
+        summed = {name: sum(getattr(page, name) for page in pages) for name in _SUMMED}
+        rates = {name: _total_rate([getattr(page, name) for page in pages]) for name in _RATES}
+        states = {page.sleep_state for page in pages}
+        return EngineStatus(
+            pid=pages[0].pid,
+            heartbeat_s=max(page.heartbeat_s for page in pages),
+            state=next(state for state in _MOST_AWAKE_FIRST if state in states),
+            last_request_s=max(page.last_request_s for page in pages),
+            **summed,
+            **rates,
+        )
+
+
+_SUMMED = ("queued_tokens", "queued_rows", "queued_large_tokens", "queued_prompt_tokens", "device_bytes")
+_SUMMED += ("small_weight", "large_weight", "prompt_weight")
+_RATES = ("tokens_per_s", "prompt_tokens_per_s")
+_MOST_AWAKE_FIRST = (
+    EngineSleep.AWAKE,
+    EngineSleep.WAKING,
+    EngineSleep.FALLING_ASLEEP,
+    EngineSleep.ASLEEP,
+)
+
+
+def _total_rate(rates: Sequence[float]) -> float:
+    """The rate of all engines; one that has not measured its own counts like the others."""
+    known = [rate for rate in rates if rate]
+    return sum(known) / len(known) * len(rates) if known else 0.0
 
 
 def create_status_page(path: Path) -> None:

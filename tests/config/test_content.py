@@ -18,7 +18,7 @@ BLOCK = 4
 # Fields of a request that are no content of its rows: they say what to compute of them, when, and for whom.
 NOT_CONTENT = {
     *("id", "params", "extra_params", "pairs", "priority", "arrival_s", "deadline_s"),
-    *("reuse_prefix", "lengths", "starts", "num_truncated", "client", "weight"),
+    *("reuse_prefix", "lengths", "starts", "num_truncated", "client", "weight", "is_background"),
 }
 # Fields that `row_keys`, `scope` or `PrefixKeys` read by name.
 READ_BY_NAME = {"token_ids", "cache_salt", "sampling"}

@@ -70,9 +70,10 @@ def test_rows_are_those_of_a_plain_run(tmp_path: Path, cluster: JobCluster) -> N
     texts = [None if i == 30 else f"text {i}" for i in range(100)]
     for name, rows in (("a", texts[:60]), ("b", texts[60:])):
         pq.write_table(
-            pa.table({"text": rows, "n": [f"n{i}" for i in range(len(rows))]}), tmp_path / f"{name}.parquet"
+            pa.table({"text": rows, "n": [f"n{i}" for i in range(len(rows))]}),
+            tmp_path / f"in-{name}.parquet",
         )
-    args = (tmp_path / "*.parquet", "--keep", "n", "--batch-rows", 7, "--on-error", "skip", *NULL)
+    args = (tmp_path / "in-*.parquet", "--keep", "n", "--batch-rows", 7, "--on-error", "skip", *NULL)
     assert invoke("embed", *args, "-o", tmp_path / "plain.parquet").exit_code == 0
     shown = finish(cluster.embed(*args, "-o", tmp_path / "ray.parquet", stderr=subprocess.PIPE))
     plain, ray = (pq.read_table(tmp_path / f"{name}.parquet") for name in ("plain", "ray"))
