@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from penstock.errors import BadValue, PenstockError
+from penstock.errors import BadValue, ModelLoadError, PenstockError
 from penstock.jobs.embedder import Embedder, VectorOptions
 from penstock.jobs.progress import report_line
 from penstock.stores.base import VectorStore
@@ -155,7 +155,13 @@ class _Judged:
         if stamp is not None:
             fields |= {name: value for name, value in stamp.overrides.items() if name != "device"}
         fields["model"] = model
-        return embed_queries(queries, fields, stamp, self._migration.old_query_prompt, "--old-model")
+        try:
+            return embed_queries(queries, fields, stamp, self._migration.old_query_prompt, "--old-model")
+        except ModelLoadError as error:
+            raise BadValue(
+                f"the model of {self._old} cannot be opened: {error.message}; name it with --old-model",
+                param="--old-model",
+            ) from None
 
     def compare(self) -> Comparison | None:
         if self._queries is None:
