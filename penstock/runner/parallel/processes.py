@@ -40,6 +40,7 @@ class RankLaunch(msgspec.Struct, frozen=True):
 
     rank: int
     device: str
+    uses_nccl: bool
     spec: ModelSpec
     settings: Resolved
     memory: int  # descriptor of the plans' memory
@@ -85,9 +86,10 @@ def receive_message(connection: socket.socket) -> bytes | None:
 class Ranks:
     """The other ranks, as rank 0 sees them."""
 
-    def __init__(self, spec: ModelSpec, settings: Resolved, devices: list[str]) -> None:
+    def __init__(self, spec: ModelSpec, settings: Resolved, devices: list[str], *, uses_nccl: bool) -> None:
         """Start a process for each rank from 1 on. `devices` has one for every rank."""
         self.failure: DeviceFailed | None = None
+        self._uses_nccl = uses_nccl
         self._on_failed: list[Callable[[DeviceFailed], None]] = []
         self._lock = Lock()
         self._is_closing = False
@@ -111,7 +113,16 @@ class Ranks:
         self._sockets.append(ours)
         level, format = _logging()
         launch = RankLaunch(
-            rank, device, spec, settings, memory, theirs.fileno(), self.meeting, level, format
+            rank=rank,
+            device=device,
+            uses_nccl=self._uses_nccl,
+            spec=spec,
+            settings=settings,
+            memory=memory,
+            connection=theirs.fileno(),
+            meeting=self.meeting,
+            log_level=level,
+            log_format=format,
         )
         with theirs:
             process = subprocess.Popen(

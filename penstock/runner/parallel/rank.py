@@ -97,7 +97,7 @@ class RankRunner:
 def serve(launch: RankLaunch, connection: socket.socket) -> None:
     settings = msgspec.structs.replace(launch.settings, device=launch.device)
     device, dtype = prepare_device(settings), getattr(torch, settings.dtype)
-    group = RankGroup(launch.rank, settings.tensor_parallel_size, device)
+    group = RankGroup(launch.rank, settings.tensor_parallel_size, device, uses_nccl=launch.uses_nccl)
     model = read_model(launch.spec, settings, device, Shard(group))
     send_message(connection, Built(own_blocks(model, settings, device)))
     if (content := receive_message(connection)) is None:

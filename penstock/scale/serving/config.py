@@ -101,7 +101,7 @@ REFUSED = {
             *("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_keyfile_password_file"),
             *("ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
         ),
-        "the proxies of Ray Serve speak TLS if http_options of the Serve config has ssl_certfile and ssl_keyfile",
+        "the proxies of Ray Serve speak TLS; http_options of the Serve config has their files",
     ),
     "api_server_count": "`ingress_replicas` in the section `ray` says how many processes speak HTTP",
     **dict.fromkeys(
@@ -144,7 +144,7 @@ def app_config(
     flags: Mapping[str, str] | None = None,
 ) -> AppConfig:
     """The application of these settings: fields of `ServerConfig`; for each model, those of `ModelConfig` and
-    `EngineConfig`, and its own `ray`; and the section `ray` for all models. `flags` names the server's fields."""
+    `EngineConfig`, and its own `ray`; and the section `ray` for all models. `flags` are names of fields."""
     for field, why in REFUSED.items():
         if field in server:
             name = (flags or {}).get(field, field)
