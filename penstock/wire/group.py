@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -69,6 +69,19 @@ class _Member:
             self.num_background_tokens += num_tokens
         else:
             self.num_tokens += num_tokens
+
+
+def affinity_of(request: Request, settings: Mapping[str, Any]) -> Affinity | None:
+    """What an engine with these settings may have kept that a request needs."""
+    if request.pairs is not None:
+        if not settings.get("share_identical"):
+            return None
+        return Affinity([query_key(request)], int(request.lengths[: request.num_queries].sum()))
+    kept = "prefix_caching" if request.sampling is None else "generate_prefixes"
+    if not request.reuse_prefix or not settings.get(kept):
+        return None
+    keys = prefix_keys(request, PREFIX_BLOCK, MAX_PREFIX_BLOCKS)
+    return Affinity(keys, PREFIX_BLOCK) if keys else None
 
 
 class EngineGroup(EngineHandle):
@@ -195,19 +208,7 @@ class EngineGroup(EngineHandle):
         return self._members[index]
 
     def _affinity(self, request: Request) -> Affinity | None:
-        """What an engine may have kept that this request needs."""
-        settings = self._settings
-        if not self.uses_affinity:
-            return None
-        if request.pairs is not None:
-            if not settings.get("share_identical"):
-                return None
-            return Affinity([query_key(request)], int(request.lengths[: request.num_queries].sum()))
-        kept = "prefix_caching" if request.sampling is None else "generate_prefixes"
-        if not request.reuse_prefix or not settings.get(kept):
-            return None
-        keys = prefix_keys(request, PREFIX_BLOCK, MAX_PREFIX_BLOCKS)
-        return Affinity(keys, PREFIX_BLOCK) if keys else None
+        return affinity_of(request, self._settings) if self.uses_affinity else None
 
     # Requests.
 
