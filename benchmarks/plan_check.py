@@ -2,8 +2,8 @@
 
     python benchmarks/plan_check.py [--texts 20000] [--rounds 10] [--seconds 4] [--threads 2] [--save PATH]
 
-The job: in each round, what `penstock plan --measure` does on a sample of the texts, and then a part of the job
-itself. They alternate, because other programs use the machine too.
+The job: in each round, what `penstock plan --measure` does on a sample of the texts, and then a part of the
+job itself. They alternate, because other programs use the machine too.
 """
 
 from __future__ import annotations
@@ -72,18 +72,33 @@ def check_job(options: argparse.Namespace) -> list[str]:
 
 def check_recorded(gpu: str) -> list[str]:
     fit = fit_of(gpu)
-    lines = ["| prediction of | median error | 90 % of errors | largest |", "|---|---|---|---|"]
-    for name, error in (
+    kinds = (
+        ("a machine, by the mean of all machines on the same rows", fit.between_machines),
         ("the fit's own measurements", fit.fitted),
-        ("a measurement that was left out", fit.unseen_point),
+        ("a row length of a model that was left out", fit.unseen_row),
         ("a model that was left out", fit.unseen_model),
-    ):
-        lines.append(f"| {name} | {error.median:.1%} | {error.common:.1%} | {error.largest:.1%} |")
-    lines += ["", "| model that was left out | median error | largest |", "|---|---|---|"]
-    for model, errors in fit.errors_by_model().items():
-        of_model = ModelError.of(errors)
-        lines.append(f"| {model} | {of_model.median:.1%} | {of_model.largest:.1%} |")
+    )
+    lines = ["| prediction of | median error | 90 % of errors | largest |", "|---|---|---|---|"]
+    for name, errors in kinds:
+        lines.append(f"| {name} | {_shown(ModelError.of([error for _, error in errors]))} |")
+        for where, depends in (("decided by the GPU", False), ("decided in part by the host", True)):
+            some = [
+                e for point, e in errors if fit.model.depends_on_host(point.shape, point.length) == depends
+            ]
+            lines.append(f"| – rows {where} | {_shown(ModelError.of(some))} |")
+    lines += [
+        "",
+        "| model that was left out | median error | 90 % of errors | largest |",
+        "|---|---|---|---|",
+    ]
+    for model in dict.fromkeys(point.model for point, _ in fit.unseen_model):
+        own = [error for point, error in fit.unseen_model if point.model == model]
+        lines.append(f"| {model} | {_shown(ModelError.of(own))} |")
     return lines
+
+
+def _shown(error: ModelError) -> str:
+    return f"{error.median:.1%} | {error.common:.1%} | {error.largest:.1%}"
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from penstock.errors import BadValue
 from penstock.jobs.formats import InputFormat, OnError, OutputFormat, VectorKind
 
 if TYPE_CHECKING:
-    from penstock.jobs.job import Job
+    from penstock.jobs.job import Job, Sink
 
 
 class EmbedDtype(enum.StrEnum):
@@ -34,7 +34,7 @@ class Side(enum.StrEnum):
     RIGHT = "right"
 
 
-_ROWS, _VECTORS, _RUN = "Rows", "Vectors", "Run"
+_ROWS, _VECTORS, _RUN, _RAY = "Rows", "Vectors", "Run", "Ray"
 _BY_EXTENSION = "by the file's extension"
 
 
@@ -185,8 +185,39 @@ class EmbedOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = 2048
 
 
-@with_options(EmbedOptions, ENGINE)
-def embed(options: EmbedOptions, engine: EngineFields) -> None:
+class RayOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a job runs."""
+
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Run on a Ray cluster, with several engines.", rich_help_panel=_RAY)
+    ] = False
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of the cluster, such as auto or ray://host:10001.",
+            show_default="RAY_ADDRESS, or a cluster on this machine for this run",
+            rich_help_panel=_RAY,
+        ),
+    ] = None
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Number of engines.", show_default="one a GPU, or one a node", rich_help_panel=_RAY
+        ),
+    ] = None
+    gpus_per_worker: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="GPUs of an engine; 0.5 lets two share one.",
+            show_default="1 if the cluster has GPUs",
+            rich_help_panel=_RAY,
+        ),
+    ] = None
+
+
+@with_options(EmbedOptions, RayOptions, ENGINE)
+def embed(options: EmbedOptions, ray: RayOptions, engine: EngineFields) -> None:
     """Embed every text of a file into a file of vectors.
 
     Reads JSONL, CSV, Parquet, Lance and plain text. Reads, computes and writes at the same time, a few
@@ -199,15 +230,29 @@ def embed(options: EmbedOptions, engine: EngineFields) -> None:
       penstock embed 'articles/*.parquet' -o vectors/ --on-error skip
       penstock embed articles.jsonl --to qdrant:http://localhost:6333/articles --id-column url --keep title
     """
+    job = _job(options, engine)
+    sink = _sink(options)
+    if ray.ray:
+        from penstock.scale.data import Pool, run_job
+
+        pool = Pool(workers=ray.workers, gpus_per_worker=ray.gpus_per_worker, address=ray.ray_address)
+        run_job(job, pool, sink=sink)
+        return
+    if given := [name for name in ("ray_address", "workers", "gpus_per_worker") if getattr(ray, name)]:
+        flag = "--" + given[0].replace("_", "-")
+        raise BadValue(f"{flag} needs --ray", param=flag)
     from penstock.jobs.job import run
 
-    job = _job(options, engine)
+    run(job, sink)
+
+
+def _sink(options: EmbedOptions) -> Sink | None:
+    """The store that --to names."""
     if options.to is None:
-        run(job)
-        return
+        return None
     from penstock.stores.sink import store_sink
 
-    run(job, store_sink(options.to, adopt=options.adopt))
+    return store_sink(options.to, adopt=options.adopt)
 
 
 def _job(options: EmbedOptions, engine: EngineFields) -> Job:

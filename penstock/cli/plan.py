@@ -267,7 +267,9 @@ def _outputs(options: PlanOptions, spec: ModelSpec, corpus: Corpus) -> Outputs:
     from penstock.planning.plan import SPARSE_TERMS, Outputs
     from penstock.types import Task
 
-    dense = spec.embed_dim if Task.EMBED in spec.tasks and spec.late is None else None
+    is_splade = spec.sparse is not None and spec.sparse.kind == "splade"
+    embeds = Task.EMBED in spec.tasks and spec.late is None and spec.score is None and not is_splade
+    dense = spec.embed_dim if embeds else None
     token_vector = spec.token_dim if spec.late is not None or spec.multi_vector is not None else None
     width = dense or token_vector
     if options.dimensions is not None:

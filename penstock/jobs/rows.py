@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from penstock.errors import BadValue
 
@@ -107,7 +108,9 @@ class Chunk:
 
 
 def _taken(values: Any, indices: list[int]) -> Any:
-    return [values[index] for index in indices] if isinstance(values, list) else values.take(indices)
+    if isinstance(values, list):
+        return [values[index] for index in indices]
+    return values.take(np.array(indices, np.int64))  # Arrow knows no type for an empty list
 
 
 class Source(ABC):
@@ -123,8 +126,8 @@ class Source(ABC):
         self.skips_bad_rows = False
 
     @property
-    def num_rows(self) -> int | None:
-        """Rows of the whole input, if that is known without reading it. Then any range is quick to read."""
+    def file_rows(self) -> tuple[int, ...] | None:
+        """Rows of each file, if they are known without reading it. Then any range is quick to read."""
         return None
 
     @abstractmethod

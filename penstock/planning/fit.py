@@ -22,6 +22,7 @@ Floats = NDArray[np.float64]
 TERMS = ("products", "expert_products", "attention", "bytes_moved", "row", "token")
 _SCALED_BY_FLOPS, _SCALED_BY_BANDWIDTH = slice(0, 3), slice(3, 4)
 _COMMON_SHARE = 0.9  # of the errors that the stated one covers
+_HOST_SHARE = 0.2  # of the time of a row, above which the host decides much of it
 
 
 def work(shape: ModelShape, length: float) -> Floats:
@@ -55,6 +56,11 @@ class CostModel:
     def seconds_per_token(self, shape: ModelShape, length: float) -> float:
         return float(self.seconds @ work(shape, length))
 
+    def depends_on_host(self, shape: ModelShape, length: float) -> bool:
+        """Whether terms of the host take much of the time: these differ from machine to machine."""
+        times = self.seconds * work(shape, length)
+        return float(times[_SCALED_BY_BANDWIDTH.stop :].sum()) > _HOST_SHARE * float(times.sum())
+
     def scaled(self, known: Gpu, wanted: Gpu) -> CostModel:
         """The same model on another GPU, by the published figures of both. Host terms stay."""
         seconds = self.seconds.copy()
@@ -83,6 +89,9 @@ class ModelError:
         return cls(float(np.median(sizes)), float(np.quantile(sizes, _COMMON_SHARE)), float(sizes.max()))
 
 
+Errors = list[tuple[Point, float]]
+
+
 @dataclass(frozen=True)
 class Fit:
     """The cost model of one GPU with its errors."""
@@ -94,52 +103,75 @@ class Fit:
         return CostModel.fit(self.points)
 
     @cached_property
-    def fitted(self) -> ModelError:
+    def fitted(self) -> Errors:
         """Errors of the fit on its own measurements."""
-        return ModelError.of([_error(self.model, point) for point in self.points])
+        return [(point, _error(self.model, point)) for point in self.points]
 
     @cached_property
-    def unseen_point(self) -> ModelError:
-        """Errors where a single measurement was left out."""
-        return ModelError.of(
-            [
-                _error(CostModel.fit([other for other in self.points if other is not point]), point)
-                for point in self.points
-            ]
-        )
+    def between_machines(self) -> Errors:
+        """How far single machines were from the mean of all on the same rows."""
+        several = [same for same in self._by_row.values() if len(same) > 1]
+        return [(point, point.tokens_per_s / _mean_rate(same) - 1.0) for same in several for point in same]
 
     @cached_property
-    def unseen_model(self) -> ModelError:
-        """Errors where all measurements of a model were left out: what a new model has to expect."""
-        return ModelError.of([error for errors in self.errors_by_model().values() for error in errors])
+    def unseen_row(self) -> Errors:
+        """Errors where one row length of a model was left out, on all machines."""
+        errors: Errors = []
+        for same in self._by_row.values():
+            model = CostModel.fit([point for point in self.points if point not in same])
+            errors += [(point, _error(model, point)) for point in same]
+        return errors
 
-    def errors_by_model(self) -> dict[str, list[float]]:
-        """The errors of each model's measurements where the others alone were fitted. A model that alone has
-        experts is not among them: the others say nothing about experts."""
-        errors = {}
+    @cached_property
+    def unseen_model(self) -> Errors:
+        """Errors where all measurements of a model were left out: what a new model has to expect. A model
+        that alone has experts is not among them: the others say nothing about experts."""
+        errors: Errors = []
         for name in dict.fromkeys(point.model for point in self.points):
             own = [point for point in self.points if point.model == name]
             others = [point for point in self.points if point.model != name]
             has_experts = bool(own[0].shape.expert_flops)
             if others and (not has_experts or any(point.shape.expert_flops for point in others)):
                 model = CostModel.fit(others)
-                errors[name] = [_error(model, point) for point in own]
+                errors += [(point, _error(model, point)) for point in own]
         return errors
+
+    def expected(self, errors: Errors, shape: ModelShape, length: float) -> ModelError:
+        """The errors of measurements that depend on the host as much as this row does."""
+        depends = self.model.depends_on_host(shape, length)
+        alike = [
+            error
+            for point, error in errors
+            if self.model.depends_on_host(point.shape, point.length) == depends
+        ]
+        return ModelError.of(alike or [error for _, error in errors])
 
     def correction(self, shape: ModelShape, length: float) -> float | None:
         """Measured over predicted seconds of a model that was measured itself, at this row length; None for
         others, and beyond the measured lengths."""
-        own = sorted(
-            (point for point in self.points if point.shape.same_work == shape.same_work),
-            key=lambda point: point.length,
-        )
-        if not own or not own[0].length <= length <= own[-1].length:
+        own = {
+            points[0].length: self.model.seconds_per_token(shape, points[0].length) * _mean_rate(points)
+            for points in self._by_row.values()
+            if points[0].shape.same_work == shape.same_work
+        }
+        if not own or not min(own) <= length <= max(own):
             return None
-        ratios = [
-            1.0 / point.tokens_per_s / self.model.seconds_per_token(point.shape, point.length)
-            for point in own
-        ]
-        return float(np.interp(np.log(length), np.log([point.length for point in own]), ratios))
+        lengths = sorted(own)
+        ratios = [1.0 / own[each] for each in lengths]
+        return float(np.interp(np.log(length), np.log(lengths), ratios))
+
+    @cached_property
+    def _by_row(self) -> dict[tuple[str, int], list[Point]]:
+        """The measurements of each model at each row length."""
+        found: dict[tuple[str, int], list[Point]] = {}
+        for point in self.points:
+            found.setdefault((point.model, point.length), []).append(point)
+        return found
+
+
+def _mean_rate(points: Sequence[Point]) -> float:
+    """The geometric mean."""
+    return float(np.exp(np.mean(np.log([point.tokens_per_s for point in points]))))
 
 
 def _error(model: CostModel, point: Point) -> float:

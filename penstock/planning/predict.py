@@ -62,8 +62,8 @@ def given_rate(tokens_per_s: float) -> Rate:
 
 
 def predicted_rate(gpu: str, shape: ModelShape, lengths: Sequence[float], *, texts: bool = True) -> Rate:
-    """The rate of a model of this shape. `lengths` are the shortest and longest rows that matter. `texts`:
-    the host tokenises them too."""
+    """The rate of a model of this shape. `lengths` are row lengths that matter: the shortest, a typical one,
+    the longest. `texts`: the host tokenises them too."""
     rates = recorded_rates()
     if gpu not in rates.gpu:
         raise BadValue(
@@ -90,8 +90,10 @@ def _recorded(
 ) -> Rate:
     fit = fit_of(measured.gpu)
     basis, notes = _basis(fit, shape, lengths)
-    error = fit.unseen_point.common if basis == MEASURED else fit.unseen_model.common
-    low, high = (1 / BEYOND_FACTOR, BEYOND_FACTOR) if basis == BEYOND else _range(error)
+    errors = fit.between_machines if basis == MEASURED else fit.unseen_model
+    low, high = _range(fit.expected(errors, shape, _typical(lengths)).common)
+    if basis == BEYOND:
+        low, high = 1 / BEYOND_FACTOR, BEYOND_FACTOR
     return Rate(
         basis, low, high, model=fit.model, shape=shape, fit=fit, max_tokens_per_s=host, notes=tuple(notes)
     )
@@ -111,10 +113,10 @@ def _scaled(
     fit = fit_of(measured.gpu)
     model = fit.model.scaled(known, wanted)
     ratios = (known.tflops / wanted.tflops, known.bandwidth / wanted.bandwidth)
-    length = lengths[-1]
+    length = _typical(lengths)
     seconds = model.seconds_per_token(shape, length)
     bounds = [fit.model.scaled_whole(ratio).seconds_per_token(shape, length) / seconds for ratio in ratios]
-    low, high = _range(fit.unseen_model.common)
+    low, high = _range(fit.expected(fit.unseen_model, shape, length).common)
     basis, notes = _basis(fit, shape, lengths)
     if basis == BEYOND:
         low, high = 1 / BEYOND_FACTOR, BEYOND_FACTOR
@@ -133,6 +135,10 @@ def _scaled(
         max_tokens_per_s=host,
         notes=tuple(notes),
     )
+
+
+def _typical(lengths: Sequence[float]) -> float:
+    return sorted(lengths)[len(lengths) // 2]
 
 
 def _range(error: float) -> tuple[float, float]:

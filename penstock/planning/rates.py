@@ -42,7 +42,7 @@ class HostRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Point(NamedTuple):
-    """One measurement."""
+    """One measurement on one machine."""
 
     model: str
     shape: ModelShape
@@ -53,7 +53,7 @@ class Point(NamedTuple):
 class MeasuredModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     shape: ModelShape
-    tokens_per_s: dict[int, float]  # by row length
+    tokens_per_s: dict[int, list[float]]  # by row length, one for each machine
 
 
 class Measurements(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,8 +71,9 @@ class Measurements(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _points(self) -> Iterator[Point]:
         for model in self.model:
-            for length, rate in model.tokens_per_s.items():
-                yield Point(model.name, model.shape, length, rate)
+            for length, rates in model.tokens_per_s.items():
+                for rate in rates:
+                    yield Point(model.name, model.shape, length, rate)
 
 
 class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -199,7 +199,7 @@ class VectorStore(ABC):
 
     @abstractmethod
     def stored(self, ids: Sequence[Id], column: str | None = None) -> Mapping[Id, Any]:
-        """Which of the ids the collection has, with the value of one column."""
+        """Which of the ids the collection has, with the value of one column, or None."""
 
     @abstractmethod
     def search(self, queries: pa.Table, k: int) -> list[list[Hit]]:

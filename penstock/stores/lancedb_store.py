@@ -140,7 +140,7 @@ class LanceStore(VectorStore):
         names = [key] if column is None else [key, column]
         wanted = ", ".join(_literal(each) for each in ids)
         found = self._table.to_lance().to_table(columns=names, filter=f"`{key}` IN ({wanted})")
-        values = found.column(key).to_pylist() if column is None else found.column(column).to_pylist()
+        values = [None] * found.num_rows if column is None else found.column(column).to_pylist()
         return dict(zip(found.column(key).to_pylist(), values, strict=True))
 
     def search(self, queries: pa.Table, k: int) -> list[list[Hit]]:
