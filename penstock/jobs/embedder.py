@@ -113,6 +113,7 @@ class Embedder:
         for params in self._params:
             self._text.processor.check(params)
         self._task([""]).check(self._text)
+        self._running: deque[tuple[PreparedChunk, Future[PooledOutput] | None]] = deque()
         self._max_tokens = self._text.processor.row_limit(self._params[0], self._input_options).max_tokens
 
     def columns(self) -> VectorColumns:
@@ -180,6 +181,9 @@ class Embedder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for _prepared, future in self._running:  # none, unless the run was interrupted
+            if future is not None:
+                future.cancel()
         self._local.close()
         self._loop.close()
 
@@ -187,18 +191,13 @@ class Embedder:
         self, chunks: Iterator[Chunk], columns: Columns
     ) -> Iterator[tuple[PreparedChunk, dict[VectorKind, Any]]]:
         """Chunks with their vectors, in order."""
-        running: deque[tuple[PreparedChunk, Future[PooledOutput] | None]] = deque()
-        try:
-            for prepared in read_ahead(self.prepare(chunk, columns) for chunk in chunks):
-                running.append((prepared, self.submit(prepared)))
-                if len(running) == MAX_CHUNKS_IN_FLIGHT:
-                    yield self._complete(*running.popleft())
-            while running:
+        running = self._running
+        for prepared in read_ahead(self.prepare(chunk, columns) for chunk in chunks):
+            running.append((prepared, self.submit(prepared)))
+            if len(running) == MAX_CHUNKS_IN_FLIGHT:
                 yield self._complete(*running.popleft())
-        finally:
-            for _, future in running:  # none, unless the run was interrupted
-                if future is not None:
-                    future.cancel()
+        while running:
+            yield self._complete(*running.popleft())
 
     def run(self, chunk: Chunk, columns: Columns) -> tuple[PreparedChunk, dict[VectorKind, Any]]:
         """One chunk with its vectors. Several threads may call it at the same time."""

@@ -34,6 +34,7 @@ from penstock.jobs.outputs import (
     open_output,
 )
 from penstock.jobs.parts import Cut, Span, read_manifest
+from penstock.jobs.plan import first_missing, read_chunks, without_committed
 from penstock.jobs.progress import report_line, show_progress
 from penstock.jobs.rows import Chunk, Columns, Source, choose_columns
 from penstock.jobs.storage import open_folder
@@ -168,7 +169,7 @@ class OpenedJob:
 
     def missing_chunks(self) -> Iterator[Chunk]:
         """The chunks that are not committed yet."""
-        start = self.output.parts.first_missing
+        start = first_missing(self.output.parts.spans)
         chunks = read_chunks(self.source, self.columns, self.cut, start, self.job.limit)
         return without_committed(chunks, self.output.parts.spans)
 
@@ -180,19 +181,6 @@ class OpenedJob:
             self.writer.commit(self.maker.block(empty, {}))
             parts.refresh()
         self.output.finish()
-
-
-def read_chunks(source: Source, columns: Columns, cut: Cut, start: int, stop: int | None) -> Iterator[Chunk]:
-    """The chunks of an input from the one that holds row `start`, cut at the same places in every run."""
-    for chunk in source.chunks(columns, start=start, stop=stop, size=cut.rows):
-        yield from chunk.split(cut.chars)
-
-
-def without_committed(chunks: Iterator[Chunk], done: set[Span]) -> Iterator[Chunk]:
-    ends = {span.first: span.end for span in done}
-    for chunk in chunks:
-        if ends.get(chunk.first) != chunk.end:
-            yield chunk
 
 
 def run(job: Job, sink: Sink | None = None) -> None:

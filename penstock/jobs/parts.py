@@ -134,16 +134,6 @@ class Parts:
         return sum(span.count for span in self.spans)
 
     @property
-    def first_missing(self) -> int:
-        """The first row that is not committed."""
-        row = 0
-        for span in sorted(self.spans):
-            if span.first != row:
-                break
-            row = span.end
-        return row
-
-    @property
     def is_running(self) -> bool:
         return self.manifest.state == "running"
 

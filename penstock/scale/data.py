@@ -32,6 +32,7 @@ from penstock.jobs.job import (
 )
 from penstock.jobs.outputs import BlockWriter
 from penstock.jobs.parts import Span
+from penstock.jobs.plan import missing_ranges
 from penstock.jobs.progress import show_progress
 from penstock.jobs.rows import Chunk, Columns
 from penstock.types import OutputDtype
@@ -172,6 +173,7 @@ def _embed_rows(opened: OpenedJob, size: PoolSize, stats: RunStats) -> None:
     if dataset is None:
         return
     share = 0.0
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # the progress is ours, and the errors
     with show_progress(rows) as advance, _own_errors():
         for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
             for done in batch.to_pylist():
@@ -184,9 +186,10 @@ def _dataset(opened: OpenedJob, size: PoolSize) -> Dataset | None:
     """The job as a dataset of the counts of its blocks; None if no row is missing."""
     import ray.data
 
-    from penstock.scale.chunks import ChunkSource, Reading, missing_ranges
+    from penstock.scale.chunks import ChunkSource, Reading
 
-    ranges = missing_ranges(opened)
+    parts = opened.output.parts
+    ranges = missing_ranges(opened.source.file_rows, opened.cut, opened.job.limit, parts.spans)
     if not ranges:
         return None
     job = _with_threads(opened.job, size)
@@ -196,7 +199,7 @@ def _dataset(opened: OpenedJob, size: PoolSize) -> Dataset | None:
         opened.columns,
         opened.cut,
         job.skips_bad_rows,
-        frozenset(opened.output.parts.spans),
+        frozenset(parts.spans),
     )
     with _data_context():
         chunks = ray.data.read_datasource(
@@ -214,9 +217,13 @@ def _dataset(opened: OpenedJob, size: PoolSize) -> Dataset | None:
             compute=_actor_pool(size.workers),
             num_cpus=size.cpus,
             num_gpus=size.gpus or None,
-            max_restarts=-1,
-            max_task_retries=_MAX_RETRIES,
+            ray_remote_args_fn=_retries,
         )
+
+
+def _retries() -> dict[str, Any]:
+    """A chunk that kills every worker that gets it ends the run, not a worker after another."""
+    return {"max_task_retries": _MAX_RETRIES}
 
 
 def _with_threads(job: Job, size: PoolSize) -> Job:
@@ -258,12 +265,11 @@ def _cluster(pool: Pool) -> Iterator[PoolSize]:
         import ray
     except ImportError:
         raise BadValue("--ray needs the package ray; install penstock[scale]", param="--ray") from None
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
     is_ours = not ray.is_initialized()
     if is_ours:
         _connect(pool.address)
     try:
-        yield _settled(pool, ray.cluster_resources(), sum(node["Alive"] for node in ray.nodes()))
+        yield settle_pool(pool, ray.cluster_resources(), sum(node["Alive"] for node in ray.nodes()))
     finally:
         if is_ours:
             ray.shutdown()
@@ -279,7 +285,8 @@ def _connect(address: str | None) -> None:
         raise BadValue(f"no Ray cluster answers: {error}", param="--ray-address") from None
 
 
-def _settled(pool: Pool, resources: dict[str, float], nodes: int) -> PoolSize:
+def settle_pool(pool: Pool, resources: dict[str, float], nodes: int) -> PoolSize:
+    """How many engines run, and what each of them gets."""
     gpus, cpus = resources.get("GPU", 0.0), resources.get("CPU", 1.0)
     each = pool.gpus_per_worker if pool.gpus_per_worker is not None else float(gpus > 0)
     workers = pool.workers or (int(gpus / each) if each else nodes)
