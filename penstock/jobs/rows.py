@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from penstock.errors import BadValue
 
@@ -107,7 +108,9 @@ class Chunk:
 
 
 def _taken(values: Any, indices: list[int]) -> Any:
-    return [values[index] for index in indices] if isinstance(values, list) else values.take(indices)
+    if isinstance(values, list):
+        return [values[index] for index in indices]
+    return values.take(np.array(indices, np.int64))  # Arrow knows no type for an empty list
 
 
 class Source(ABC):

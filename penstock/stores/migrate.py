@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from penstock.errors import BadValue, PenstockError
+from penstock.errors import BadValue, ModelLoadError, PenstockError
 from penstock.jobs.embedder import Embedder, VectorOptions
 from penstock.jobs.progress import report_line
+from penstock.jobs.stamp import Stamp
 from penstock.stores.base import VectorStore
 from penstock.stores.quality import Comparison, Judgements, compare, read_judgements, table
 from penstock.stores.queries import Queries, QueryPrompt, embed_queries, read_queries, search
@@ -78,8 +79,6 @@ def _check(migration: Migration) -> None:
     """Refuse flags that contradict each other."""
     if migration.switch_only:
         return
-    if "model" not in migration.engine:
-        raise BadValue("name the new model with --model", param="--model")
     if migration.queries is None:
         needs = {
             "--judgements": migration.judgements,
@@ -137,15 +136,14 @@ class _Judged:
         self._queries = read_queries(migration.queries, migration.query_column)
         if migration.judgements is not None:
             self._judgements = read_judgements(migration.judgements)
-        self._old_vectors = self._of_old_model(self._queries)
+        self._old_vectors = self._of_old_model(self._queries, work.vectors.stamp)
         self._new_vectors = embed_queries(
             self._queries, migration.engine, work.vectors.stamp, migration.query_prompt, "--model"
         )
 
-    def _of_old_model(self, queries: Queries) -> pa.Table:
+    def _of_old_model(self, queries: Queries, new_stamp: Stamp) -> pa.Table:
         stamp = self._old.mark.stamp if self._old.mark else None
-        model = self._migration.old_model or (stamp.model if stamp else None)
-        if model is None:
+        if stamp is None and self._migration.old_model is None:
             raise BadValue(
                 f"{self._old} does not say which model made its vectors; name it with --old-model",
                 param="--old-model",
@@ -154,8 +152,19 @@ class _Judged:
         fields = {name: given[name] for name in _SHARED_FIELDS if name in given}
         if stamp is not None:
             fields |= {name: value for name, value in stamp.overrides.items() if name != "device"}
-        fields["model"] = model
-        return embed_queries(queries, fields, stamp, self._migration.old_query_prompt, "--old-model")
+        if self._migration.old_model is not None:
+            fields["model"] = self._migration.old_model
+        elif stamp is not None and stamp.revision and stamp.revision == new_stamp.revision:
+            fields |= {"model": given["model"]} if "model" in given else {}  # the same files
+        elif stamp is not None:
+            fields["model"] = stamp.model
+        try:
+            return embed_queries(queries, fields, stamp, self._migration.old_query_prompt, "--old-model")
+        except ModelLoadError as error:
+            raise BadValue(
+                f"the model of {self._old} cannot be opened: {error.message}; name it with --old-model",
+                param="--old-model",
+            ) from None
 
     def compare(self) -> Comparison | None:
         if self._queries is None:

@@ -6,8 +6,9 @@ A block of rows is copied into a temporary table and merged by id, in one transa
 
 from __future__ import annotations
 
+import datetime as dt
 import re
-import time
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ class PgvectorStore(VectorStore):
         self._pgvector = need("pgvector", self.extra)
         self._register = need("pgvector.psycopg", self.extra).register_vector
         self._open_connection: Any = None
+        self._lock = threading.RLock()
         self._columns: list[SqlColumn] = []
 
     # Connections and names
@@ -104,10 +106,10 @@ class PgvectorStore(VectorStore):
 
     @contextmanager
     def _transaction(self) -> Iterator[Any]:
-        """A cursor in a transaction. Errors carry the store's name."""
+        """A cursor in a transaction, for one thread at a time. Errors carry the store's name."""
         errors = self._psycopg.errors
         try:
-            with self._connection.transaction(), self._connection.cursor() as cursor:
+            with self._lock, self._connection.transaction(), self._connection.cursor() as cursor:
                 yield cursor
         except self._psycopg.OperationalError:
             raise  # may pass
@@ -447,7 +449,7 @@ class PgvectorStore(VectorStore):
         """Swap names in one transaction. Others see the one table or the other, never none."""
         self.check_cut_over(successor)
         schema, dot, name = self.location.collection.rpartition(".")
-        kept = f"{name[:40]}_replaced_{time.strftime('%Y%m%d%H%M%S', time.gmtime())}"
+        kept = f"{name[:30]}_replaced_{dt.datetime.now(dt.UTC):%Y%m%d_%H%M%S_%f}"  # at most 63 bytes
         replaced = PgvectorStore(self.location.beside(f"{schema}{dot}{kept}"))
         new = self._sql.Identifier(*successor.location.collection.split(".", 1))
         with self._transaction() as cursor:

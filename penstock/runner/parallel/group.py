@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.errors import EngineError
 
+CONNECT_TIMEOUT_S = 60.0  # until all ranks have come
 STEP_TIMEOUT_S = 600.0  # of one sum; a rank may compile kernels before it joins
 _LOOPBACK = "127.0.0.1"  # all ranks are on one machine
 
@@ -36,6 +37,7 @@ class RankGroup:
     def connect(self, file: str) -> None:
         """Meet the other ranks by way of a file; returns when all of them have come."""
         self._store = dist.FileStore(file, self.size)
+        self._store.set_timeout(timedelta(seconds=CONNECT_TIMEOUT_S))
         self._backend = self._nccl() if self.uses_nccl else self._gloo()
         met = torch.ones(1, device=self.device)
         self.all_reduce(met)
@@ -71,7 +73,8 @@ class RankGroup:
         x.copy_(near)
 
     def close(self) -> None:
-        """Leave the other ranks. Where a rank is gone, sums that wait for it end."""
+        """Leave the other ranks. Where a rank is gone, sums that wait for it end. The file by which ranks met
+        has to be there until then: NCCL looks at it every second, and waits for it if it is gone."""
         backend, self._backend, self._store = self._backend, None, None
         if backend is not None:
             with contextlib.suppress(Exception):
