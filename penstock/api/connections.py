@@ -77,7 +77,7 @@ class Exchange(RequestResponseCycle):
         self._is_streamed = False
 
     def stream_body(self) -> None:
-        """Deliver the body in pieces as it arrives. Few of its bytes wait here; the reader limits them all."""
+        """Deliver the body in pieces as it arrives. Few of its bytes wait here; the reader has a limit."""
         self._is_streamed = True
 
     def add_body(self, piece: bytes) -> None:
