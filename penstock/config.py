@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.errors import ConfigError
 
+MAX_TENSOR_PARALLEL_SIZE = 64  # ranks of one engine, all on one machine
 DTYPES = ("float32", "bfloat16", "float16")
 T = TypeVar("T")
 
@@ -52,6 +53,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     download_dir: str | None = None  # of hub models; None: the standard cache
     served_model_name: str | tuple[str, ...] | None = None  # the first is the model's, the others are aliases
     device: str = "auto"  # auto | cpu | cuda | cuda:N | null
+    tensor_parallel_size: int = 1  # devices that compute the model together, each with a share of its layers
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
     quantization: Literal["int8", "fp8"] | None = None  # int8 for CPUs, fp8 for CUDA
     unquantized_layers: tuple[int, ...] = ()  # layers, by number, that quantisation skips
@@ -81,6 +83,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     document_cache_gb: float = 0.0  # cached vectors of documents that may be scored again
     step_output_mb: float = 16.0  # maximum token vectors that one step returns; 0: no limit
     enforce_eager: bool = False
+    null_step_ms: float = 0.0  # how long a step of the null device takes
     profile: str | None = None  # folder for profiler traces of steps
     profile_steps: int = 20  # steps in one trace
     seed: int = 0
@@ -92,6 +95,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return (names,) if isinstance(names, str) else tuple(dict.fromkeys(names or ()))
 
 
+MAX_DATA_PARALLEL_SIZE = 256  # engines of one model on one machine
 ALIAS_SETS = ("tei", "vllm")  # servers whose names of metrics /metrics can show too
 
 
@@ -104,10 +108,21 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     default_chunking: Literal["none", "mean"] | None = None
     chat_template: str | None = None
     sleep_after_s: float | None = None  # idle for so long, its engine goes to sleep; 0: never
+    data_parallel_size: int | str = 1  # engines; auto: one per GPU, or per NUMA node of a CPU
 
     def __post_init__(self) -> None:
+        size = self.data_parallel_size
+        if size != "auto" and not (isinstance(size, int) and 1 <= size <= MAX_DATA_PARALLEL_SIZE):
+            raise ValueError(
+                f"data_parallel_size is {size!r}; use auto or a number from 1 to {MAX_DATA_PARALLEL_SIZE}"
+            )
         if self.sleep_after_s is not None and not self.sleep_after_s >= 0:
             raise ValueError(f"sleep_after_s is {self.sleep_after_s}; use 0 or more seconds")
+        if self.sleep_after_s and self.engine.tensor_parallel_size > 1:
+            raise ValueError(
+                f"sleep_after_s is {self.sleep_after_s:g}, but a model with tensor_parallel_size = "
+                f"{self.engine.tensor_parallel_size} cannot sleep; use 0"
+            )
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -166,6 +181,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     drain_s: float = 30.0
     wake_timeout_s: float = 30.0  # of a request for a model that sleeps; 0: it does not wait
     standby_engine: bool | None = None  # None: beside an engine on a GPU
+    engine_affinity: bool = True  # equal queries and prefixes prefer the engine that has them
     sleep_after_s: float = 0.0  # a model that is idle for so long goes to sleep; 0: never
     max_awake_models: int = 0  # beyond it, the least recently used model goes to sleep; 0: no limit
     engine_hang_timeout_s: float = 10.0  # without a sign of life of the engine's loop; 0: never replaced
@@ -202,6 +218,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     load_format: str
     seed: int
+    tensor_parallel_size: int = 1
+    devices: tuple[str, ...] = ()  # of the tensor-parallel ranks; empty: `device` and those that follow it
     max_queue_seconds: float = 0.0  # until a request starts; 0: no limit
     background_step_ms: float = 2.0  # of a step of a batch, while interactive requests come
     shares_steps: bool = True  # small requests have a share of each step while large ones run
@@ -218,6 +236,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     document_cache_bytes: int = 0
     step_output_bytes: int = 0  # 0: no limit
     graphs: bool = False  # small steps are replayed as CUDA graphs
+    null_step_s: float = 0.0  # how long a step of the null device takes
     profile: str = ""  # folder; empty: no profile
     profile_steps: int = 20
 
@@ -242,6 +261,7 @@ class Machine(msgspec.Struct, frozen=True):
     cuda: bool
     bf16: bool = False  # the GPU multiplies bfloat16 natively
     fp8: bool = False  # the GPU multiplies float8 natively
+    num_gpus: int = 0
 
 
 def available_cpus() -> int:
@@ -275,8 +295,10 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
         best = cuda_step_tokens(model.hidden_size, model.num_layers, config.quantization)
     max_num_batched_tokens = _given(config.max_num_batched_tokens, best)
     _positive("max_num_batched_tokens", max_num_batched_tokens)
+    size = _tensor_parallel_size(config.tensor_parallel_size, device, machine)
     resolved = Resolved(
         device=device,
+        tensor_parallel_size=size,
         dtype=dtype,
         quantization=config.quantization,
         max_model_len=max_model_len,
@@ -286,7 +308,7 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
         max_queue_seconds=_queue_seconds(config.max_queue_seconds),
         background_step_ms=_background_step(config.background_step_ms),
         pipeline_depth=_given(config.pipeline_depth, 1 if on_cpu else 2),
-        threads=_given(config.threads, machine.cpus),
+        threads=_given(config.threads, max(1, machine.cpus // (size if on_cpu else 1))),
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
         seed=config.seed,
         unquantized_layers=config.unquantized_layers,
@@ -301,7 +323,8 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
         share_identical=config.share_identical and not model.is_static,
         document_cache_bytes=_document_cache(config.document_cache_gb),
         step_output_bytes=_step_output(config.step_output_mb),
-        graphs=_graphs(config, on_cpu, dtype) and not model.is_static,
+        graphs=_graphs(config, on_cpu, dtype) and not model.is_static and size == 1,
+        null_step_s=_null_step(config.null_step_ms, device),
         profile=config.profile or "",
         profile_steps=config.profile_steps,
     )
@@ -363,6 +386,22 @@ def _device(wanted: str, machine: Machine) -> str:
             )
         return wanted
     raise ConfigError(f"device {wanted!r} is unknown; use auto, cpu, cuda or cuda:N", param="device")
+
+
+def _tensor_parallel_size(size: int, device: str, machine: Machine) -> int:
+    if not 1 <= size <= MAX_TENSOR_PARALLEL_SIZE:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}; use a number from 1 to {MAX_TENSOR_PARALLEL_SIZE}",
+            param="tensor_parallel_size",
+        )
+    first = int(device.partition(":")[2] or 0) if device.startswith("cuda") else 0
+    if size > 1 and device.startswith("cuda") and first + size > machine.num_gpus:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, which needs the GPUs cuda:{first} to cuda:{first + size - 1}, "
+            f"but this machine has {machine.num_gpus}; use at most {max(1, machine.num_gpus - first)}",
+            param="tensor_parallel_size",
+        )
+    return size
 
 
 def _check_quantization(config: EngineConfig, device: str, machine: Machine) -> None:
@@ -472,6 +511,14 @@ def _step_output(size_mb: float) -> int:
     if size_mb < 0:
         raise ConfigError(f"step_output_mb is {size_mb}; use 0 for no limit", param="step_output_mb")
     return int(size_mb * 2**20)
+
+
+def _null_step(step_ms: float, device: str) -> float:
+    if not 0 <= step_ms <= 60_000:
+        raise ConfigError(f"null_step_ms is {step_ms}; use milliseconds up to 60000", param="null_step_ms")
+    if step_ms and device != "null":
+        raise ConfigError(f"null_step_ms is for device null, not {device}", param="null_step_ms")
+    return step_ms / 1000
 
 
 def _given(value: int | None, otherwise: int) -> int:

@@ -11,6 +11,8 @@ import hashlib
 from dataclasses import replace
 from operator import attrgetter
 
+import numpy as np
+
 from penstock.types import Ints, Request, runs
 
 TOKEN_FIELDS = ("type_ids", "token_mask")  # one number per token, beside `token_ids`
@@ -53,6 +55,21 @@ def select_rows(request: Request, rows: Ints, request_id: str) -> Request:
         if (numbers := getattr(request, name)) is not None
     }
     return replace(request, id=request_id, token_ids=request.token_ids[tokens], lengths=lengths, **selected)
+
+
+def query_key(request: Request) -> bytes:
+    """The key of all queries of a request with pairs. Equal keys mean that the same vectors are needed."""
+    queries = select_rows(request, np.arange(request.num_queries, dtype=np.int32), request.id)
+    digest = hashlib.blake2b(repr((request.params.late, scope(request))).encode(), digest_size=16)
+    for key in row_keys(queries):
+        digest.update(key)
+    return digest.digest()
+
+
+def prefix_keys(request: Request, block_size: int, max_blocks: int) -> list[bytes]:
+    """Keys of ever longer prefixes of a request's first row, each by `block_size` tokens."""
+    first_row = request.token_ids[: min(int(request.lengths[0]), block_size * max_blocks)]
+    return PrefixKeys(request, 0, block_size).extend(first_row)
 
 
 class PrefixKeys:

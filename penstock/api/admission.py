@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.backlog import ADMITTED_SHARE, check_wait, max_queued_of, retry_after_s
 from penstock.errors import QueueFull
-from penstock.wire.status import StatusReader
+from penstock.wire.status import StatusPage
 
 _FIRST_RATIO = 0.25  # tokens in a byte of the body, as in English; rather too few: the engine checks again
 _FIRST_BYTES = 4096  # of the bodies that this first ratio counts for
@@ -50,15 +50,18 @@ class Admitted:
 
 
 class Admission:
-    """The door of one engine. Without a status page, as with a local engine, it is always open."""
+    """The door of a model. Without a status page, as with a local engine, it is always open."""
 
     def __init__(
         self,
-        status: StatusReader | None = None,
+        status: StatusPage | None = None,
         settings: Callable[[], Mapping[str, Any]] = dict,
         clock: Callable[[], float] = time.monotonic,
+        num_engines: Callable[[], int] = lambda: 1,
     ) -> None:
-        """`settings` gives the engine's resolved settings; none while the engine is not ready."""
+        """`settings` gives an engine's resolved settings; none while no engine is ready. `num_engines` tells
+        how many engines serve: as many queues may be full."""
+        self._num_engines = num_engines
         self._status = status
         self._settings = settings
         self._ratios: defaultdict[str, TokenRatio] = defaultdict(TokenRatio)
@@ -126,7 +129,7 @@ class Admission:
         backlog = published._replace(
             small_tokens=published.small_tokens + small, large_tokens=published.large_tokens + large
         )
-        waiting, max_tokens = backlog.num_tokens, settings["max_queued_tokens"]
+        waiting, max_tokens = backlog.num_tokens, settings["max_queued_tokens"] * self._num_engines()
         limit = max_tokens
         if light_weight and (backlog.small_weight or backlog.large_weight):
             limit = max_queued_of(limit, waiting, held=0, num_clients=1)

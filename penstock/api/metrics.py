@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -60,6 +60,11 @@ for _reason in (QueueFull, TooManyRequests, QueueTooSlow):
 IGNORED_FIELDS = Counter(
     "penstock_ignored_fields", "Unknown fields of requests that were ignored, by route", ["route"]
 )
+RETRIED = Counter(
+    "penstock_retried_requests",
+    "Requests that ran again on another engine, because theirs stopped or hung",
+    ["model"],
+)
 CANCELLED = Counter("penstock_cancelled", "Requests whose client disconnected")
 CONNECTIONS = Gauge("penstock_connections", "Open connections", multiprocess_mode="livesum")
 BUFFERED_BYTES = Gauge(
@@ -78,20 +83,21 @@ class EngineUp:
     It is in no shared file: a model that was unloaded leaves nothing behind.
     """
 
-    _labelnames = ("model",)
+    _labelnames = ("model", "engine")
 
     def describe(self) -> list[Metric]:
         return [self._family()]
 
-    def family(self, models: Mapping[str, bool]) -> Metric:
+    def family(self, models: Mapping[str, Sequence[bool]]) -> Metric:
         family = self._family()
-        for model, is_up in models.items():
-            family.add_metric([model], 1 if is_up else 0)
+        for model, engines in models.items():
+            for number, is_up in enumerate(engines):
+                family.add_metric([model, str(number)], 1 if is_up else 0)
         return family
 
     def _family(self) -> GaugeMetricFamily:
         return GaugeMetricFamily(
-            "penstock_engine_up", "1 when the engine of a model can serve", labels=self._labelnames
+            "penstock_engine_up", "1 when an engine of a model can serve", labels=self._labelnames
         )
 
 
@@ -205,11 +211,14 @@ class ApiMetrics:
 
 
 def render(
-    in_flight: int, engines_up: Mapping[str, bool], aliases: Collection[str] = (), kinds: Kinds | None = None
+    in_flight: int,
+    engines_up: Mapping[str, Sequence[bool]],
+    aliases: Collection[str] = (),
+    kinds: Kinds | None = None,
 ) -> bytes:
     """The metrics of every process of this server, as Prometheus reads them.
 
-    `engines_up` tells of each model whether its engine can serve. `aliases` names the sets of aliases that
+    `engines_up` tells of each model which of its engines can serve. `aliases` names the sets of aliases that
     are shown too, and `kinds` what TEI would do with each model.
     """
     IN_FLIGHT.set(in_flight)

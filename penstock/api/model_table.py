@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from penstock.api.admission import Admission
+from penstock.api.metrics import RETRIED
 from penstock.api.state import ServedModel, ServerState, engine_reason
 from penstock.checkpoint.spec import with_max_model_len
 from penstock.config import ServerConfig
@@ -37,11 +38,12 @@ from penstock.serving.control import (
     decode_for_api,
     encode_line,
 )
-from penstock.serving.launch import ModelLaunch
+from penstock.serving.launch import EngineAddress, ModelLaunch
 from penstock.tasks.model import TextModel
 from penstock.wire.client import EngineClient
+from penstock.wire.group import EngineGroup
 from penstock.wire.liveness import HangLimits
-from penstock.wire.status import StatusReader
+from penstock.wire.status import GroupStatus, StatusPage, StatusReader
 
 log = logging.getLogger("penstock.api")
 MAX_LINE_BYTES = 1 << 26  # of a message; a table repeats every model's config.json
@@ -50,28 +52,45 @@ CLOSED = "the server is closing"
 
 
 def build_model(launch: ModelLaunch, server: ServerConfig) -> ServedModel:
-    """A model, not yet connected to its engine."""
+    """A model, not yet connected to its engines."""
     engine_config, config = launch.config.engine, launch.config
     spec = with_max_model_len(launch.spec, engine_config.max_model_len or launch.spec.max_model_len)
-    status = None if launch.status_file is None else StatusReader(Path(launch.status_file))
-    engine = EngineClient(
-        launch.address,
-        partial(engine_reason, Path(launch.state_file)),
-        status,
-        HangLimits.for_refusing(server.engine_hang_timeout_s, server.engine_step_timeout_s),
-    )
+    clients = [_client(address, server) for address in launch.engines]
+    engine: EngineClient | EngineGroup = clients[0]
+    status: StatusPage | None = clients[0].status
+    num_engines: Callable[[], int] = lambda: 1  # noqa: E731
+    if len(clients) > 1:
+        engine = group = EngineGroup(clients, spec.name)
+        group.uses_affinity = server.engine_affinity
+        group.on_retry = RETRIED.labels(spec.name).inc
+        status = _group_status(group, clients)
+        num_engines = lambda: max(1, group.num_ready)  # noqa: E731
     return ServedModel(
         text=TextModel(spec, chat_template=config.chat_template or server.chat_template),
         engine=engine,
         created_s=int(time.time()),
-        admission=Admission(status, lambda: engine.engine_settings),
+        admission=Admission(status, lambda: engine.engine_settings, num_engines=num_engines),
         auto_truncate=config.auto_truncate,
         default_chunking=config.default_chunking,
         number=launch.number,
         aliases=launch.names[1:],
         status=status,
-        state_file=Path(launch.state_file),
+        state_files=tuple(Path(address.state_file) for address in launch.engines),
     )
+
+
+def _client(address: EngineAddress, server: ServerConfig) -> EngineClient:
+    return EngineClient(
+        address.socket,
+        partial(engine_reason, Path(address.state_file)),
+        None if address.status_file is None else StatusReader(Path(address.status_file)),
+        HangLimits.for_refusing(server.engine_hang_timeout_s, server.engine_step_timeout_s),
+    )
+
+
+def _group_status(group: EngineGroup, clients: Sequence[EngineClient]) -> GroupStatus | None:
+    pages = [client.status for client in clients if client.status is not None]
+    return GroupStatus(pages, lambda: group.engines_ready) if len(pages) == len(clients) else None
 
 
 class ModelTableFollower:
@@ -159,6 +178,8 @@ class ModelTableFollower:
     def _report_connection(self, model: ServedModel) -> None:
         if isinstance(model.engine, EngineClient):
             model.engine.on_ready = lambda pid: self._send(ApiConnected(model.number, pid))
+        elif isinstance(model.engine, EngineGroup):
+            model.engine.on_ready = lambda index, pid: self._send(ApiConnected(model.number, pid, index))
 
     async def _apply_table(self, table: ModelTable) -> None:
         """Serve the models of a table. Reading a tokenizer takes a while, so it happens on a thread."""

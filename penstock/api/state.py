@@ -24,7 +24,8 @@ from penstock.handle import EngineHandle
 from penstock.serving.control import Action, OrderAnswer
 from penstock.serving.launch import EngineState
 from penstock.tasks.model import TextModel
-from penstock.wire.status import EngineSleep, StatusReader
+from penstock.wire.group import EngineGroup
+from penstock.wire.status import EngineSleep, StatusPage
 
 if TYPE_CHECKING:
     from penstock.api.batch_service import BatchService
@@ -44,18 +45,25 @@ class ServedModel:
     default_chunking: Literal["none", "mean"] | None = None
     number: int = 0  # that the supervisor knows the model by
     aliases: tuple[str, ...] = ()
-    status: StatusReader | None = None  # the engine's page; None: the engine has none
-    state_file: Path | None = None  # where the supervisor writes why the engine cannot serve
+    status: StatusPage | None = None  # of the engines; None: they have none
+    state_files: tuple[Path, ...] = ()  # where the supervisor writes why each engine cannot serve
 
     @property
     def spec(self) -> ModelSpec:
         return self.text.spec
 
     @property
+    def engines_ready(self) -> list[bool]:
+        """Of each engine, whether it can serve."""
+        if isinstance(self.engine, EngineGroup):
+            return self.engine.engines_ready
+        return [self.engine.ready]
+
+    @property
     def state(self) -> ModelState:
         """Whether requests are served at once, after the model is awake, or not."""
         if not self.engine.ready:
-            return "starting" if self._engine_state().state == "starting" else "restarting"
+            return "starting" if self.is_starting else "restarting"
         if self.status is None:
             return "awake"
         return SLEEP_STATES[self.status.read().sleep_state]
@@ -63,10 +71,9 @@ class ServedModel:
     @property
     def is_starting(self) -> bool:
         """Whether the model has never been served since it was loaded."""
-        return not self.engine.ready and self._engine_state().state == "starting"
-
-    def _engine_state(self) -> EngineState:
-        return EngineState("starting", "") if self.state_file is None else read_state(self.state_file)
+        if self.engine.ready:
+            return False
+        return all(read_state(file).state == "starting" for file in self.state_files)
 
 
 ModelState = Literal["awake", "falling asleep", "asleep", "waking", "starting", "restarting"]

@@ -33,6 +33,21 @@ _ENCODER_HEADS = frozenset({Task.CLASSIFY, Task.TOKEN_CLASSIFY, Task.SPARSE})
 _DECODER_HEADS = frozenset({Task.CLASSIFY, Task.TOKEN_CLASSIFY, Task.REWARD, Task.GENERATE, Task.SPARSE})
 
 
+# The builders whose layers are divided by tensor parallelism.
+_DIVIDED = frozenset(
+    {
+        *("encoder:albert", "encoder:bert", "encoder:distilbert", "encoder:electra", "encoder:mpnet"),
+        *("encoder:roberta", "eurobert:eurobert", "gte:gte", "gte:new", "jina:xlm_roberta"),
+        *("modernbert:modernbert", "nomic:nomic"),
+        *("decoder:exaone4", "decoder:gemma", "decoder:gemma2", "decoder:gemma3", "decoder:gemma3_tower"),
+        *("decoder:granite", "decoder:gritlm", "decoder:jina_ranking", "decoder:llama"),
+        *("decoder:llama_bidirectional", "decoder:ministral3", "decoder:mistral", "decoder:mistral3_tower"),
+        *("decoder:phi3", "decoder:qwen2", "decoder:qwen3", "decoder:qwen3_moe", "decoder:smollm3"),
+        "decoder:voyage",
+    }
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ConfigKeys:
     """What a family's config.json calls its sizes; the first key that is set counts."""
@@ -99,6 +114,11 @@ class Family:
     is_listwise: bool = False  # scores a whole list of documents in one row
     why_whole_rows: str | None = None  # why a row has to run in one step; None: it may be spread over several
     generates_by_default: bool = False  # the bare class has a language-model head and is meant to generate
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether tensor parallelism divides its layers."""
+        return self.builder in _DIVIDED
 
     def is_causal(self, config: Mapping[str, Any]) -> bool:
         """Whether tokens see only those before them: config.json's value, else the family's."""

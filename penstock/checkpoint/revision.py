@@ -27,7 +27,8 @@ SCHEDULING_SETTINGS = frozenset(
         *("max_num_batched_tokens", "max_num_seqs", "max_queued_tokens", "max_queue_seconds"),
         "background_step_ms",
         *("pipeline_depth", "threads", "shares_steps", "share_identical", "step_output_bytes"),
-        *("kv_cache_bytes", "kv_share", "document_cache_bytes", "profile", "profile_steps"),
+        *("kv_cache_bytes", "kv_share", "document_cache_bytes", "profile", "profile_steps", "devices"),
+        "null_step_s",
     }
 )
 # What a model is called, and what its tokens come from: rows are tokens already.
@@ -65,6 +66,17 @@ def portable_revision(
     if not loaded or loaded_revision(spec, settings) != loaded:
         return ""
     return _revision(spec, settings, content)
+
+
+def content_revision(spec: ModelSpec) -> str:
+    """A hash of the model's files alone, whatever the settings and the version; "" if they cannot be read.
+
+    Reads all files, unless an earlier call on this machine has.
+    """
+    try:
+        return _content_digest(spec, lambda: False)
+    except OSError:
+        return ""
 
 
 def _revision(spec: ModelSpec, settings: Mapping[str, Any], files: str) -> str:

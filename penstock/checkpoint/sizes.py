@@ -197,6 +197,11 @@ class ModelSizes:
         layers = self.layers if self.stored_layers is None else self.stored_layers
         return self.vocabulary * self.embedding + layers * (attention + mlp)
 
+    def rank_parameters(self, ranks: int) -> int:
+        """Parameters that each of so many ranks has at least: the token table and a share of the layers."""
+        table = self.vocabulary * self.embedding
+        return table + (self.min_parameters - table) // ranks
+
     @property
     def position_table_bytes(self) -> int:
         """Memory that building the rotary tables takes: angles, cosines and sines in fp32."""
@@ -316,13 +321,14 @@ def check_weight_files(folder: Path, sizes: ModelSizes, min_bits: int = 8) -> No
         )
 
 
-def check_memory(sizes: ModelSizes, bytes_per_parameter: float, total_bytes: int) -> None:
-    """Refuse a model that is larger than all memory of the device."""
-    weights = int(sizes.min_parameters * bytes_per_parameter)
+def check_memory(sizes: ModelSizes, bytes_per_parameter: float, total_bytes: int, *, ranks: int = 1) -> None:
+    """Refuse a model that is larger than all memory of the device. With several tensor-parallel `ranks`, the
+    device holds the share of one of them."""
+    weights = int(sizes.rank_parameters(ranks) * bytes_per_parameter)
     if weights > total_bytes:
         raise ModelLoadError(
-            f"the weights need at least {_gib(weights)}, but the device has {_gib(total_bytes)}; "
-            f"check {_largest(sizes)} in config.json",
+            f"the weights {f'of each of {ranks} ranks ' if ranks > 1 else ''}need at least {_gib(weights)}, "
+            f"but the device has {_gib(total_bytes)}; check {_largest(sizes)} in config.json",
             param="model",
         )
     if weights + sizes.position_table_bytes > total_bytes:

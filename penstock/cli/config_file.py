@@ -12,6 +12,7 @@ from penstock.errors import ConfigError
 
 FLAG = "--config"
 MODELS = "models"  # the key that lists models
+RAY = "ray"  # the key of settings for `--ray`
 Convert = Callable[[Any], tuple[str, Any]]  # value in the file → field and its value
 
 
@@ -32,8 +33,8 @@ def read_config(file: str, params: Sequence[Any]) -> dict[str, Any]:
     """The file's flags as values of the parser's parameters."""
     by_name = {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
     values: dict[str, Any] = {}
-    for key, value in _mapping(file).items():
-        if key == MODELS:
+    for key, value in read_mapping(file).items():
+        if key == MODELS or (key == RAY and isinstance(value, dict)):
             continue
         name = "--" + str(key).replace("_", "-")
         param = by_name.get(name)
@@ -51,7 +52,12 @@ def read_config(file: str, params: Sequence[Any]) -> dict[str, Any]:
 def listed_models(file: str, settings: Mapping[str, Convert]) -> list[dict[str, Any]]:
     """The models that a file lists, each with the fields that it sets. `settings` has the flags that a model
     may set, by name without hyphens in front, and turns a value of the file into a field."""
-    listed = _mapping(file).get(MODELS)
+    return models_in(read_mapping(file), settings)
+
+
+def models_in(content: Mapping[Any, Any], settings: Mapping[str, Convert]) -> list[dict[str, Any]]:
+    """The same of what a file contains."""
+    listed = content.get(MODELS)
     if listed is None:
         return []
     if not isinstance(listed, list) or not listed:
@@ -84,7 +90,8 @@ def _listed_model(entry: Any, settings: Mapping[str, Convert]) -> dict[str, Any]
     return fields
 
 
-def _mapping(file: str) -> Mapping[Any, Any]:
+def read_mapping(file: str) -> Mapping[Any, Any]:
+    """What a YAML file maps names to."""
     import yaml
 
     try:

@@ -1,17 +1,20 @@
-"""`penstock embed`: a file of texts to a file of vectors. The flags are here, the work is in `job`."""
+"""`penstock embed`: a file of texts to a file of vectors. The work is in `penstock.jobs`."""
 
 from __future__ import annotations
 
 import enum
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from penstock.cli.command import with_options
 from penstock.cli.flags import ENGINE, EngineFields
-from penstock.cli.formats import InputFormat, OutputFormat
+from penstock.errors import BadValue
+from penstock.jobs.formats import InputFormat, OnError, OutputFormat, VectorKind
+
+if TYPE_CHECKING:
+    from penstock.jobs.job import Job, Sink
 
 
 class EmbedDtype(enum.StrEnum):
@@ -31,17 +34,44 @@ class Side(enum.StrEnum):
     RIGHT = "right"
 
 
-_ROWS, _VECTORS, _RUN = "Rows", "Vectors", "Run"
+_ROWS, _VECTORS, _RUN, _RAY = "Rows", "Vectors", "Run", "Ray"
 _BY_EXTENSION = "by the file's extension"
 
 
 class EmbedOptions(msgspec.Struct, frozen=True, kw_only=True):
-    source: Annotated[
-        str, typer.Argument(metavar="INPUT", help="File to read, or - for stdin, which needs --format.")
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT…",
+            help="Files, folders, patterns or URIs to read; or - for stdin, which needs --format.",
+        ),
     ]
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="File to write, such as vectors.parquet or vectors.jsonl.")
-    ]
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="File to write, such as vectors.parquet, vectors.jsonl or vectors.lance; "
+            "or a folder or URI that ends with /, for one file a block. With --to: the folder that keeps the "
+            "progress.",
+        ),
+    ] = None
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STORE",
+            help="Vector store to write into: lancedb:PATH/TABLE, qdrant:URL/COLLECTION, "
+            "pgvector:postgresql://…?table=TABLE or opensearch:URL/INDEX.",
+        ),
+    ] = None
+    adopt: Annotated[
+        bool,
+        typer.Option(
+            "--adopt",
+            help="Write into a collection without a stamp. You vouch that its vectors are of this model and "
+            "these settings.",
+        ),
+    ] = False
     input_format: Annotated[
         InputFormat | None,
         typer.Option("--format", help="Format of INPUT.", show_default=_BY_EXTENSION, rich_help_panel=_ROWS),
@@ -75,6 +105,14 @@ class EmbedOptions(msgspec.Struct, frozen=True, kw_only=True):
     limit: Annotated[
         int | None, typer.Option(min=1, help="Stop after this number of rows.", rich_help_panel=_ROWS)
     ] = None
+    vectors: Annotated[
+        list[VectorKind],
+        typer.Option(
+            help="Kind of vectors to compute. Repeat the flag for several at once.",
+            show_default="dense",
+            rich_help_panel=_VECTORS,
+        ),
+    ] = []
     dimensions: Annotated[
         int | None,
         typer.Option(
@@ -114,13 +152,21 @@ class EmbedOptions(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         typer.Option(
             "--truncate/--no-truncate",
-            help="Truncate texts at the model's limit, or stop at the first text beyond it.",
+            help="Truncate texts at the model's limit, or treat longer ones as bad rows.",
             rich_help_panel=_VECTORS,
         ),
     ] = True
     truncation_side: Annotated[
         Side, typer.Option(help="End of the text to truncate.", rich_help_panel=_VECTORS)
     ] = Side.RIGHT
+    on_error: Annotated[
+        OnError,
+        typer.Option(
+            help="What to do with a row that has no text or cannot be read: stop, or skip it and list it in "
+            "OUT.errors.jsonl.",
+            rich_help_panel=_RUN,
+        ),
+    ] = OnError.FAIL
     resume: Annotated[
         bool,
         typer.Option(
@@ -139,18 +185,97 @@ class EmbedOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = 2048
 
 
-@with_options(EmbedOptions, ENGINE)
-def embed(options: EmbedOptions, engine: EngineFields) -> None:
+class RayOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a job runs."""
+
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Run on a Ray cluster, with several engines.", rich_help_panel=_RAY)
+    ] = False
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of the cluster, such as auto or ray://host:10001.",
+            show_default="RAY_ADDRESS, or a cluster on this machine for this run",
+            rich_help_panel=_RAY,
+        ),
+    ] = None
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Number of engines.", show_default="one a GPU, or one a node", rich_help_panel=_RAY
+        ),
+    ] = None
+    gpus_per_worker: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="GPUs of an engine; 0.5 lets two share one.",
+            show_default="1 if the cluster has GPUs",
+            rich_help_panel=_RAY,
+        ),
+    ] = None
+
+
+@with_options(EmbedOptions, RayOptions, ENGINE)
+def embed(options: EmbedOptions, ray: RayOptions, engine: EngineFields) -> None:
     """Embed every text of a file into a file of vectors.
 
-    Reads JSONL, CSV, Parquet and plain text. Reads, computes and writes at the same time, a few thousand
-    rows at once, however long the file is.
+    Reads JSONL, CSV, Parquet, Lance and plain text. Reads, computes and writes at the same time, a few
+    thousand rows at once, however long the input is.
 
     \b
     Examples:
       penstock embed articles.parquet -o vectors.parquet
       penstock embed articles.jsonl -o vectors.jsonl --column body --keep title
+      penstock embed 'articles/*.parquet' -o vectors/ --on-error skip
+      penstock embed articles.jsonl --to qdrant:http://localhost:6333/articles --id-column url --keep title
     """
-    from penstock.cli.job import Job, run
+    job = _job(options, engine)
+    sink = _sink(options)
+    if ray.ray:
+        from penstock.scale.data import Pool, run_job
 
-    run(Job(engine=engine, **msgspec.structs.asdict(options)))
+        pool = Pool(workers=ray.workers, gpus_per_worker=ray.gpus_per_worker, address=ray.ray_address)
+        run_job(job, pool, sink=sink)
+        return
+    if given := [name for name in ("ray_address", "workers", "gpus_per_worker") if getattr(ray, name)]:
+        flag = "--" + given[0].replace("_", "-")
+        raise BadValue(f"{flag} needs --ray", param=flag)
+    from penstock.jobs.job import run
+
+    run(job, sink)
+
+
+def _sink(options: EmbedOptions) -> Sink | None:
+    """The store that --to names."""
+    if options.to is None:
+        return None
+    from penstock.stores.sink import store_sink
+
+    return store_sink(options.to, adopt=options.adopt)
+
+
+def _job(options: EmbedOptions, engine: EngineFields) -> Job:
+    from penstock.jobs.job import Job
+
+    fields = msgspec.structs.asdict(options)
+    fields["output"] = _output(fields.pop("to"), fields.pop("adopt"), options)
+    fields["inputs"] = tuple(options.inputs)
+    fields["vectors"] = tuple(options.vectors) or (VectorKind.DENSE,)
+    fields["truncation_side"] = options.truncation_side.value
+    return Job(engine=engine, **fields)
+
+
+def _output(to: str | None, adopt: bool, options: EmbedOptions) -> str:
+    """The output, or for a store the folder that keeps the progress."""
+    if to is None:
+        if adopt:
+            raise BadValue("--adopt is for vector stores; give --to", param="--adopt")
+        if options.output is None:
+            raise BadValue("give --output for a file, or --to for a vector store", param="--output")
+        return options.output
+    if options.output_format is not None:
+        raise BadValue("--output-format is for files, not for --to", param="--output-format")
+    from penstock.stores.sink import progress_folder
+
+    return options.output or progress_folder(to)

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 import typer
 
-from penstock.config import ALIAS_SETS, EngineConfig, ServerConfig
+from penstock.config import ALIAS_SETS, EngineConfig, ModelConfig, ServerConfig
 from penstock.errors import ConfigError
 
 MODEL, SERVER_PANEL, SCHEDULING = "Model", "Server", "Scheduling"
@@ -30,6 +30,7 @@ MAX_TTL_S = 315_360_000  # ten years
 
 EngineFields = dict[str, Any]  # fields of EngineConfig that the user has set
 ServerFields = dict[str, Any]  # fields of ServerConfig that the user has set
+ModelFields = dict[str, Any]  # fields of ModelConfig that the user has set
 
 # Fields that have no flag, and why.
 INTERNAL = {
@@ -195,6 +196,16 @@ def cache_ttl(given: float) -> float:
     return given
 
 
+def data_parallel_size(given: str | int) -> str | int:
+    """The value of --data-parallel-size."""
+    text = str(given)
+    if text != "auto" and not re.fullmatch(r"[1-9][0-9]{0,3}", text):
+        raise ConfigError(
+            f"--data-parallel-size is {text!r}; use auto or a number from 1", param="data_parallel_size"
+        )
+    return text if text == "auto" else int(text)
+
+
 def _mebibytes(value: float) -> int:
     return int(value * 1024 * 1024)
 
@@ -268,6 +279,13 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         panel=MODEL,
         metavar="auto|cpu|cuda|cuda:N|null",
         help="Device to run on. auto takes a GPU where there is one. null computes nothing; it is for tests.",
+    ),
+    Flag(
+        field="tensor_parallel_size",
+        names=("--tensor-parallel-size", "-tp"),
+        panel=MODEL,
+        min=1,
+        help="Number of GPUs that compute the model together, for a model that one GPU cannot hold.",
     ),
     Flag(
         field="dtype",
@@ -449,6 +467,13 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         panel=GENERATION,
         help="Generate text.",
         default_text="on for language models that are neither embedders nor rerankers",
+    ),
+    Flag(
+        field="null_step_ms",
+        panel=OBSERVABILITY,
+        metavar="MS",
+        min=0,
+        help="How long a step of --device null takes, for benchmarks of everything else.",
     ),
     Flag(
         field="profile",
@@ -786,6 +811,12 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         help="Time to finish requests after SIGTERM. A second signal ends the server at once.",
     ),
     Flag(
+        field="engine_affinity",
+        panel=SCHEDULING,
+        help="Where a model has several engines, send a query or prefix to the engine that has computed it "
+        "before, unless much more waits there.",
+    ),
+    Flag(
         field="sleep_after_s",
         names=("--sleep-after",),
         panel=SERVER_PANEL,
@@ -970,6 +1001,21 @@ SERVER_FLAGS: tuple[Flag, ...] = (
 )
 
 
+# Of a model on a server; the server's own flags that a model may override are above.
+MODEL_FLAGS: tuple[Flag, ...] = (
+    Flag(
+        field="data_parallel_size",
+        names=("--data-parallel-size", "-dp"),
+        panel=MODEL,
+        metavar="N|auto",
+        default="1",
+        convert=data_parallel_size,
+        help="Engines of the model, behind the same API processes. auto means one for each GPU, or on a CPU "
+        "one for each NUMA node.",
+    ),
+)
+
+
 class ConfigFlags:
     """A group of flags that set fields of one configuration.
 
@@ -1144,8 +1190,8 @@ def _kind(hint: Any) -> Any:
             several := next((part for part in get_args(hint) if get_origin(part) is tuple), None)
         ) is not None:
             return _kind(several)
-        (inner,) = (part for part in get_args(hint) if part is not types.NoneType)
-        return _kind(inner) | None
+        inner, *others = (part for part in get_args(hint) if part is not types.NoneType)
+        return str if others else _kind(inner) | None  # a flag that takes a number or a word converts it
     return hint
 
 
@@ -1153,3 +1199,4 @@ ENGINE = ConfigFlags(EngineConfig, ENGINE_FLAGS)
 ENGINE_AND_ARGUMENT = ConfigFlags(EngineConfig, ENGINE_FLAGS, takes_model_argument=True)
 SERVED_ENGINE = ConfigFlags(EngineConfig, ENGINE_FLAGS, is_offline=False)
 SERVER = ConfigFlags(ServerConfig, SERVER_FLAGS)
+SERVED_MODEL = ConfigFlags(ModelConfig, MODEL_FLAGS, is_offline=False)

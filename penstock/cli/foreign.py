@@ -283,9 +283,7 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     no_effect("--enable-server-load-tracking", server=VLLM, why="/load always counts requests"),
     no_effect("--enable-request-id-headers", server=VLLM, why="x-request-id is always honoured"),
     # --- of which only some values work ---
-    only("--tensor-parallel-size", "-tp", accepts=("1",), server=VLLM, why=_ONE_DEVICE, value="N"),
     only("--pipeline-parallel-size", "-pp", accepts=("1",), server=VLLM, why=_ONE_DEVICE, value="N"),
-    only("--data-parallel-size", "-dp", accepts=("1",), server=VLLM, why=_ONE_DEVICE, value="N"),
     only("--nnodes", accepts=("1",), server=VLLM, why=_ONE_DEVICE, value="N"),
     only("--node-rank", accepts=("0",), server=VLLM, why=_ONE_DEVICE, value="N"),
     only(

@@ -15,8 +15,8 @@ import typer
 
 from penstock.cli.command import with_options
 from penstock.cli.flags import ENGINE, GENERATION, EngineFields, chat_template, json_object
-from penstock.cli.formats import InputFormat
 from penstock.errors import BadValue, ClientError
+from penstock.jobs.formats import InputFormat
 
 if TYPE_CHECKING:
     from penstock.inputs.generation import GenerationFields
@@ -182,7 +182,8 @@ def sampling_fields(options: SamplingOptions, n: int | None = None) -> Generatio
 
 
 def _from_file(stack: ExitStack, options: GenerateOptions) -> Iterator[str]:
-    from penstock.cli.rows import choose_columns, open_source
+    from penstock.jobs.inputs import open_source
+    from penstock.jobs.rows import choose_columns
 
     rows = stack.enter_context(open_source(options.source or "-", options.input_format))
     columns = choose_columns(rows, options.column, None, ())

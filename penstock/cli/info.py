@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.checkpoint.dense import DenseSpec, UnitSpec
+from penstock.checkpoint.dense import DenseSpec
 from penstock.cli.command import with_options
 from penstock.cli.flags import ENGINE_AND_ARGUMENT, EngineFields
 from penstock.config import EngineConfig, from_mapping
@@ -45,9 +45,10 @@ def info(
 
 def gather(config: EngineConfig) -> dict[str, Any]:
     from penstock.checkpoint.describe import describe
+    from penstock.checkpoint.weight_files import model_weight_files
 
     spec = describe(config)
-    weights = weight_facts(weight_files(spec))
+    weights = weight_facts(model_weight_files(spec))
     return {
         "name": spec.name,
         "folder": str(spec.root_path),
@@ -103,6 +104,7 @@ def _load(config: EngineConfig, spec: ModelSpec, parameters: int | None) -> dict
     plain_size = _BYTES[settings.dtype] * parameters if parameters and not settings.quantization else None
     return {
         "device": settings.device,
+        "tensor_parallel_size": settings.tensor_parallel_size,
         "dtype": settings.dtype,
         "quantization": settings.quantization,
         "max_model_len": settings.max_model_len,
@@ -111,15 +113,6 @@ def _load(config: EngineConfig, spec: ModelSpec, parameters: int | None) -> dict
         "threads": settings.threads,
         "weight_bytes": plain_size,
     }
-
-
-def weight_files(spec: ModelSpec) -> list[Path]:
-    """The weight files of the model: its shards, and those of its dense layers."""
-    from penstock.checkpoint import files
-
-    modules = [module.folder for module in spec.pooling.modules if not isinstance(module, UnitSpec)]
-    folders = [spec.path, *(spec.root_path / folder for folder in modules if folder)]
-    return [file for folder in folders for file in files.weight_files(folder) if file.is_file()]
 
 
 def weight_facts(files: list[Path]) -> dict[str, Any]:
@@ -227,8 +220,10 @@ def _load_line(load: dict[str, Any] | None) -> str:
         return "nothing: torch is not installed"
     kind = f"{load['dtype']}, {load['quantization']}" if load["quantization"] else load["dtype"]
     size = f", {megabytes(load['weight_bytes'])} of weights" if load["weight_bytes"] else ""
+    ranks = load["tensor_parallel_size"]
+    device = load["device"] if ranks == 1 else f"{ranks} ranks of {load['device']}"
     return (
-        f"on {load['device']} as {kind}{size}; up to {load['max_model_len']:,} tokens a row, "
+        f"on {device} as {kind}{size}; up to {load['max_model_len']:,} tokens a row, "
         f"{load['max_num_batched_tokens']:,} tokens and {load['max_num_seqs']:,} rows a step"
     )
 

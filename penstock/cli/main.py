@@ -19,6 +19,8 @@ from penstock.cli.doctor import doctor
 from penstock.cli.embed import embed
 from penstock.cli.generate import generate
 from penstock.cli.info import info
+from penstock.cli.migrate import migrate
+from penstock.cli.plan import plan
 from penstock.cli.rank import rerank, score
 from penstock.cli.serve import serve
 from penstock.cli.verify import verify
@@ -78,11 +80,13 @@ def _options(
 
 app.command(cls=ServeCommand)(serve)
 app.command(cls=Command)(embed)
+app.command(cls=Command)(migrate)
 app.command(cls=Command)(rerank)
 app.command(cls=Command)(score)
 app.command(cls=Command)(generate)
 app.command(cls=Command)(chat)
 app.command(cls=Command)(info)
+app.command(cls=Command)(plan)
 app.command(cls=Command)(verify)
 app.command(cls=Command)(doctor)
 app.add_typer(bench, name="bench")

@@ -13,8 +13,8 @@ import typer
 
 from penstock.cli.command import with_options
 from penstock.cli.flags import ENGINE, EngineFields
-from penstock.cli.formats import InputFormat
 from penstock.errors import BadValue
+from penstock.jobs.formats import InputFormat
 
 _ROWS, _PAIRS = "Rows", "Pairs"
 _CHUNK = 2048  # rows that are read together
@@ -98,7 +98,8 @@ def rerank(given: RerankOptions, engine: EngineFields) -> None:
     Example:
       penstock rerank "how do turbines work" passages.txt --top-n 10
     """
-    from penstock.cli.rows import choose_columns, open_source
+    from penstock.jobs.inputs import open_source
+    from penstock.jobs.rows import choose_columns
     from penstock.offline.engine import Engine
 
     with open_source(given.source, given.input_format) as rows:
@@ -124,7 +125,8 @@ def score(given: ScoreOptions, engine: EngineFields) -> None:
     Example:
       penstock score pairs.csv --query-column question --document-column answer
     """
-    from penstock.cli.rows import choose_columns, open_source
+    from penstock.jobs.inputs import open_source
+    from penstock.jobs.rows import choose_columns
     from penstock.offline.engine import Engine
 
     with open_source(given.source, given.input_format) as rows:

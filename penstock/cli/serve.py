@@ -14,18 +14,21 @@ import typer
 
 from penstock.cli.arguments import hide_arguments
 from penstock.cli.command import with_options
-from penstock.cli.config_file import Convert, listed_models
+from penstock.cli.config_file import RAY, Convert, listed_models, read_mapping
 from penstock.cli.flags import (
     GENERATION,
     SERVED_ENGINE,
+    SERVED_MODEL,
     SERVER,
     SERVER_PANEL,
     EngineFields,
+    ModelFields,
     ServerFields,
     api_keys,
 )
 from penstock.cli.foreign import FOREIGN, Given
 from penstock.cli.protection import SECRET_FLAGS, check_protection, forget_secret_variables
+from penstock.cli.ray import RayOptions, check_installed, flag_names, run_with_ray
 from penstock.config import EngineConfig, ServerConfig, available_cpus, from_mapping
 from penstock.errors import ConfigError
 from penstock.logs import configure
@@ -41,11 +44,13 @@ class Runner(enum.StrEnum):
     GENERATE = "generate"
 
 
-@with_options(SERVED_ENGINE, SERVER, FOREIGN)
+@with_options(SERVED_ENGINE, SERVED_MODEL, SERVER, FOREIGN, RayOptions)
 def serve(
     engine: EngineFields,
+    model: ModelFields,
     server: ServerFields,
     foreign: Given,
+    ray: RayOptions,
     models: Annotated[
         list[str] | None,
         typer.Argument(
@@ -82,6 +87,7 @@ def serve(
       penstock serve Qwen/Qwen3-0.6B --device cuda --kv-cache-gb 20
       penstock serve embed=BAAI/bge-base-en-v1.5 rerank=BAAI/bge-reranker-base
       penstock serve --config models.yaml
+      penstock serve --ray --ray-replicas 1-4 BAAI/bge-base-en-v1.5
     """
     engine, server = foreign.merged("engine", engine), foreign.merged("server", server)
     read_environment(engine, server, models or ())
@@ -99,17 +105,26 @@ def serve(
     forget_secret_variables()
     for warning in foreign.warnings:
         log.warning("%s", warning)
+    if ray.ray:
+        if foreign.tasks:
+            raise ConfigError(f"{next(iter(foreign.tasks))} cannot be used with --ray; leave it out")
+        wants_generation = generation(engine.get("enable_generation"), runner)
+        shared = {**engine, **model, "enable_generation": wants_generation}
+        raise typer.Exit(serve_with_ray(ray, config, server, models or [], shared))
+    ray.check_unused()
     device = engine.get("device", EngineConfig().device)
     with spawned_engine(device) as begun:  # before the imports below: it starts meanwhile
         from penstock.serving.model_settings import describe_loaded, describe_model
         from penstock.serving.supervisor import Supervisor
 
         wants_generation = generation(engine.get("enable_generation"), runner)
-        shared = {**engine, "enable_generation": wants_generation}
+        shared = {**engine, **model, "enable_generation": wants_generation}
         processes = api_processes(server.get("api_server_count", "auto"), device)
         server_config = from_mapping(ServerConfig, {**server, "api_server_count": processes})
         check_protection(server_config)
         listed = [] if config is None else listed_models(config, settings_of_models())
+        for each in listed:
+            each.pop(RAY, None)  # the same file serves with --ray
         described = []
         for settings in model_settings(models or [], shared, listed):
             described.append(describe_model(settings, server_config))
@@ -120,17 +135,39 @@ def serve(
     raise typer.Exit(supervisor.run())
 
 
+def serve_with_ray(
+    ray: RayOptions,
+    file: str | None,
+    server: ServerFields,
+    models: Sequence[str],
+    shared: Mapping[str, Any],
+) -> int:
+    """Serve the same models and flags as an application of Ray Serve."""
+    check_installed()
+    from penstock.scale.serving.config import app_config
+
+    listed = [] if file is None else listed_models(file, settings_of_models())
+    section = None if file is None else read_mapping(file).get(RAY)
+    app = app_config(server, model_settings(models, shared, listed), ray.settings(section), flag_names())
+    check_protection(app.server)
+    return run_with_ray(app, ray.ray_address)
+
+
 OF_A_MODEL = ("auto_truncate", "default_chunking", "chat_template", "sleep_after_s")
 
 
 def settings_of_models() -> dict[str, Convert]:
     """What a model in the file of --config may set: the engine's flags, a few of the server's, aliases."""
-    flags = [(SERVED_ENGINE, flag) for flag in SERVED_ENGINE.flags]
+    flags = [(group, flag) for group in (SERVED_ENGINE, SERVED_MODEL) for flag in group.flags]
     flags += [(SERVER, flag) for flag in SERVER.flags if flag.field in OF_A_MODEL]
     settings: dict[str, Convert] = {
-        name[2:]: partial(group.from_file, flag) for group, flag in flags for name in flag.all_names
+        name[2:]: partial(group.from_file, flag)
+        for group, flag in flags
+        for name in flag.all_names
+        if name.startswith("--")
     }
     settings["aliases"] = lambda value: ("aliases", value if isinstance(value, list) else [value])
+    settings[RAY] = lambda value: (RAY, value)  # of its replicas, with --ray
     return settings
 
 

@@ -12,8 +12,8 @@ import typer
 
 from penstock.cli.command import with_options
 from penstock.cli.flags import ENGINE_AND_ARGUMENT, EngineFields
-from penstock.cli.formats import InputFormat
 from penstock.errors import BadValue
+from penstock.jobs.formats import InputFormat
 
 if TYPE_CHECKING:
     from penstock.verify.samples import Sample
@@ -118,7 +118,8 @@ def verify(engine: EngineFields, given: VerifyOptions) -> None:
 
 
 def _sample(given: VerifyOptions) -> Sample:
-    from penstock.cli.rows import choose_columns, open_source
+    from penstock.jobs.inputs import open_source
+    from penstock.jobs.rows import choose_columns
     from penstock.verify.samples import DEFAULT_TEXTS, Sample
 
     if given.source is None:

@@ -10,7 +10,7 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
 from penstock.engine.grammars import Compiled, Grammars
 from penstock.engine.loop import EngineCore, StepStats
-from penstock.errors import NotPossible
+from penstock.errors import DeviceFailed, NotPossible
 from penstock.inputs.constraints import GrammarCompiler, rejected
 from penstock.inputs.grammar_sandbox import GrammarSandbox
 from penstock.kvcache.blocks import BlockPool
@@ -45,9 +45,21 @@ def build_core(
     )
     core.max_queue_s = settings.max_queue_seconds
     core.sleeper = loaded.sleeper
+    if loaded.watch is not None:
+        loaded.watch(partial(_device_failed, core))
+    if settings.tensor_parallel_size > 1:
+        core.why_not_sleep = (
+            f"an engine of {settings.tensor_parallel_size} tensor-parallel ranks cannot sleep"
+        )
     if generation is not None:
         core.grammars = _grammars(spec)
     return core
+
+
+def _device_failed(core: EngineCore, error: DeviceFailed) -> None:
+    """Give up the device, which failed while no step may run; called on another thread."""
+    core.fail_device(error)
+    core.wake()
 
 
 def _scheduler(spec: ModelSpec, settings: Resolved, pool: BlockPool, num_vectors: int) -> Scheduler:

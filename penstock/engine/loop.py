@@ -116,6 +116,7 @@ class EngineCore:
         self.grammars: Grammars | None = None  # compiles grammars before their requests join `generation`
         self.max_queue_s = 0.0  # until a request starts; 0: no limit
         self.sleeper: Sleeper | None = None  # None: this engine cannot sleep
+        self.why_not_sleep = "this engine cannot sleep"  # where it has no sleeper
         self.held = HeldWork()  # while the engine sleeps
         self.dedup = Deduplicator(scheduler.runs_soon) if share_identical else None
         self.pending = PendingRequests(scheduler, self.dedup)

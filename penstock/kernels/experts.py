@@ -444,12 +444,14 @@ def run_experts(
     residual: Tensor | None = None,
     bias: Tensor | None = None,
     plan: ExpertTiling | None = None,
+    first_expert: int | None = None,
 ) -> Tensor:
     """The sum of share · down(act(gate(x)) · up(x)) over each token's experts, + residual + bias.
     [tokens, hidden]
 
     Experts that are not `gated` are down(act(up(x))). The order of summation is fixed, so the same rows
-    give the same bits.
+    give the same bits. `first_expert`: the weights are those of some consecutive experts, of which this is
+    the first; the others count as zero.
     """
     (tokens, hidden), fp8 = x.shape, isinstance(up, BlockQuantized)
     values = up.values if isinstance(up, BlockQuantized) else up
@@ -458,8 +460,11 @@ def run_experts(
     out = torch.empty_like(x)
     if not tokens:
         return out
-    plan = plan or expert_tiling_for(tokens, chosen, experts, fp8=fp8)
+    plan = plan or expert_tiling_for(tokens, chosen, logits.shape[1], fp8=fp8)
     routes = route(logits, chosen, normalize, plan.rows)
+    allocate = torch.empty
+    if first_expert is not None:
+        routes, allocate = _held_routes(routes, first_expert, experts), torch.zeros
     slots = tokens * chosen
     middle: Tensor | GroupQuantized
     if fp8 and plan.up.cols == GROUP:  # a tile holds whole groups, so the product can quantise its output
@@ -467,11 +472,19 @@ def run_experts(
     else:
         middle = torch.empty((slots, inner), dtype=x.dtype, device=x.device)
     rows = quantize_groups(x) if fp8 and plan.early else x
-    expert_outputs = torch.empty((slots, hidden), dtype=x.dtype, device=x.device)
+    expert_outputs = allocate((slots, hidden), dtype=x.dtype, device=x.device)
     expert_matmul(rows, up, middle, routes, plan.rows, plan.up, chosen, ACTIVATION_CODES[act], gated)
     expert_matmul(middle, down, expert_outputs, routes, plan.rows, plan.down, chosen, None)
     sum_expert_outputs(expert_outputs, residual, out, chosen, bias)
     return out
+
+
+def _held_routes(routes: Routes, first: int, count: int) -> Routes:
+    """The routes to `count` experts from `first` on, which are counted from 0; other tiles are unused."""
+    tiles = routes.tiles.clone()
+    number = tiles[:, 0] - first
+    tiles[:, 0] = torch.where((number >= 0) & (number < count), number, count)
+    return routes._replace(tiles=tiles)
 
 
 def sum_expert_outputs(

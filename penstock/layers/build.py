@@ -15,13 +15,16 @@ from penstock.layers.fp8_blocks import join_blocks, join_rows, read_blocks, supp
 from penstock.layers.int4 import Int4Linear, WeightScratch, join_int4, supports_int4
 from penstock.layers.linear import LinearLayer, make_linear
 from penstock.layers.norm import LayerNorm, RMSNorm
+from penstock.layers.parallel import RowParallelLinear, Shard, Units
 from penstock.weights.quantized import IntGroups, QuantizedReader, ScaledFp8, StoredPart, dequantize_part
-from penstock.weights.stream import WeightSource
+from penstock.weights.stream import Wanted, WeightSource
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:block|layers?)\.(\d+)\.")  # in the name of a tensor
 
 
 class LayerBuilder:
+    """Builds whole layers, or with a `shard` one rank's share of those that are divided."""
+
     def __init__(
         self, weights: WeightSource, quantization: str | None = None, unquantized: Collection[int] = ()
     ) -> None:
@@ -31,6 +34,7 @@ class LayerBuilder:
         self.unquantized = unquantized
         self.folder: Path | None = None  # of the checkpoint
         self.stored: QuantizedReader | None = None  # of a checkpoint that is quantised
+        self.shard: Shard | None = None  # None: this process computes the whole model
         self._scratch = WeightScratch()
 
     def linear(
@@ -53,6 +57,72 @@ class LayerBuilder:
         sizes = [outputs] * len(names) if isinstance(outputs, int) else outputs
         parts = [self._read_part(name, size, inputs) for name, size in zip(names, sizes, strict=True)]
         return self._from_parts(parts, added, act, self.precision(names[0]))
+
+    def column(
+        self,
+        names: str | Sequence[str],
+        inputs: int,
+        outputs: Sequence[Units],
+        act: str = "identity",
+        *,
+        bias: bool = True,
+    ) -> LinearLayer:
+        """A layer whose outputs are divided among ranks: fused along its outputs from one tensor for each
+        entry of `outputs`, or from one tensor that has all of them."""
+        names = [names] if isinstance(names, str) else list(names)
+        sizes = [units.total for units in outputs]
+        if self.shard is None:
+            return self.linear(names, inputs, sum(sizes) if len(names) == 1 else sizes, act, bias=bias)
+        weight = self.weights.join(self._columns([f"{name}.weight" for name in names], outputs, inputs))
+        added = None
+        if bias:
+            added = self.weights.join(self._columns([f"{name}.bias" for name in names], outputs))
+        return make_linear(weight, added, act, self.precision(names[0]))
+
+    def _columns(self, names: Sequence[str], outputs: Sequence[Units], *rest: int) -> list[Wanted]:
+        """This rank's parts of tensors [outputs, ..]."""
+        assert self.shard is not None
+        sizes, wanted = [units.total for units in outputs], []
+        for number, units in enumerate(outputs):
+            begin, end = self.shard.outputs(units)
+            name, rows, first = names[number % len(names)], sizes[number], 0
+            if len(names) == 1:  # the tensor has the outputs of all units, one kind after another
+                rows, first = sum(sizes), sum(sizes[:number])
+            wanted.append(Wanted(name, (rows, *rest), ((first + begin, first + end),)))
+        return wanted
+
+    def row(self, name: str, inputs: Units, outputs: int, *, bias: bool = True) -> LinearLayer:
+        """A layer whose inputs are divided among ranks, as the outputs of a column layer are; its own outputs
+        are whole on every rank."""
+        if (shard := self.shard) is None:
+            return self.linear(name, inputs.total, outputs, bias=bias)
+        shape, ranges = (outputs, inputs.total), ((0, outputs), shard.inputs(inputs))
+        weight = self.weights.join([Wanted(f"{name}.weight", shape, ranges)])
+        added = None
+        if bias and shard.group.rank == 0:
+            added = self.weights.take(f"{name}.bias", outputs)
+        elif bias:
+            self.weights.skip(f"{name}.bias", (outputs,))
+        return RowParallelLinear(make_linear(weight, added, "identity", self.precision(name)), shard.group)
+
+    def num_heads(self, count: int) -> int:
+        """How many of the model's `count` attention heads are computed here."""
+        return count if self.shard is None else len(self.shard.divide(count))
+
+    def num_kv_heads(self, count: int) -> int:
+        """How many of the model's `count` heads of keys and values are computed here."""
+        return count if self.shard is None else len(self.shard.hold(count))
+
+    def own_heads(self, table: Tensor) -> Tensor:
+        """The columns of a table [.., attention heads] of the heads that are computed here."""
+        if self.shard is None:
+            return table
+        held = self.shard.divide(table.shape[-1])
+        return table[..., held.start : held.stop].contiguous()
+
+    def experts(self, count: int) -> range:
+        """Which of the model's `count` experts are computed here."""
+        return range(count) if self.shard is None else self.shard.divide(count)
 
     def _read_part(self, name: str, outputs: int, inputs: int) -> StoredPart | BlockQuantized:
         if self.is_stored_in_blocks(name):

@@ -82,7 +82,8 @@ class ExpertStack:
         if isinstance(self.all, Tensor):
             self.weights.fill(self.all, [wanted])
             return
-        for expert, both in enumerate(self.weights.read_plain(*wanted)):
+        stored = self.weights.read_plain(wanted.name, wanted.shape)
+        for expert, both in enumerate(wanted.part_of(stored)):
             for half, part in enumerate(both.chunk(self.halves)):
                 self.put(expert, half, part)
 

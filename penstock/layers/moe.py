@@ -30,6 +30,7 @@ from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
 from penstock.layers.build import LayerBuilder
 from penstock.layers.fp8_blocks import ExpertStack, supports_fp8_blocks
+from penstock.layers.parallel import Group
 from penstock.weights.stream import Wanted
 
 ROUTING_SIZES = (1, 17, 33, 65, 129)  # tokens; each compiles another form of the routing kernel
@@ -70,6 +71,8 @@ class SparseMLP:
         self.act = activation(act)
         fits = shape.num_experts <= MAX_EXPERTS and shape.num_chosen <= MAX_CHOSEN_EXPERTS
         self.kernel = act if act in ACTIVATION_CODES and fits else None
+
+    first_expert: int | None = None  # of those whose weights are here; None: they are all here
 
     @property
     def input_layer(self) -> None:
@@ -131,6 +134,7 @@ class SparseMLP:
             residual=residual,
             bias=self.bias,
             plan=plan,
+            first_expert=self.first_expert,
         )
 
     def _experts(self, x: Tensor, counts: Tensor) -> Tensor:
@@ -158,6 +162,73 @@ class SparseMLP:
             return self.act(both)
         gate, up = both.chunk(2, dim=-1)
         return self.act(gate) * up
+
+
+class ShardedExperts(SparseMLP):
+    """One rank's share of the experts. The router is the same on every rank, and the sums are added up."""
+
+    def __init__(
+        self,
+        router: Tensor,
+        gate_up: Tensor | BlockQuantized,  # of the experts in `held`
+        down: Tensor | BlockQuantized,
+        shape: ExpertShape,
+        act: str,
+        bias: Tensor | None,
+        held: range,
+        group: Group,
+    ) -> None:
+        super().__init__(router, gate_up, down, shape, act, bias if group.rank == 0 else None)
+        self.held = held
+        self.group = group
+
+    def __call__(
+        self,
+        x: Activations,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+        scratch: Tensor | None = None,
+    ) -> Tensor:
+        x = dequantize(x, self.router.dtype)
+        kernel = self._kernel_for(x)
+        total = self._own_sum(x) if kernel is None else self._run(kernel, x.contiguous(), None)
+        self.group.all_reduce(total)
+        return total if residual is None else total.add_(residual)
+
+    @property
+    def first_expert(self) -> int:
+        return self.held.start
+
+    def _own_sum(self, x: Tensor) -> Tensor:
+        """The sum over the experts of this rank, [tokens, hidden]."""
+        weights, experts = route_reference(
+            F.linear(x, self.router), self.shape.num_chosen, self.shape.normalize
+        )
+        number = experts - self.held.start
+        token, choice = ((number >= 0) & (number < len(self.held))).nonzero(as_tuple=True)
+        number = number[token, choice]
+        order = number.argsort(stable=True)
+        token, choice = token[order], choice[order]
+        counts = torch.bincount(number, minlength=len(self.held)).int()
+        outputs = self._experts(x.index_select(0, token), counts) * weights[token, choice, None].to(x.dtype)
+        total = torch.zeros_like(x).index_add_(0, token, outputs)
+        return total if self.bias is None else total.add_(self.bias)
+
+
+def make_sparse_mlp(
+    build: LayerBuilder,
+    router: Tensor,
+    gate_up: Tensor | BlockQuantized,
+    down: Tensor | BlockQuantized,
+    shape: ExpertShape,
+    act: str,
+    bias: Tensor | None = None,
+) -> SparseMLP:
+    """A mixture of experts from the weights of those that are computed here."""
+    if (shard := build.shard) is None:
+        return SparseMLP(router, gate_up, down, shape, act, bias)
+    held = build.experts(shape.num_experts)
+    return ShardedExperts(router, gate_up, down, shape, act, bias, held, shard.group)
 
 
 def _product(x: Tensor, weight: Tensor | BlockQuantized, expert: int, halves: int = 1) -> Tensor:
@@ -199,7 +270,8 @@ class CompilingBeside:
 def read_experts(
     build: LayerBuilder, prefix: str, shape: ExpertShape, hidden: int, act: str
 ) -> tuple[Tensor | BlockQuantized, Tensor | BlockQuantized]:
-    """(gate and up, down) of all experts. Most files have tensors per expert; in some all experts share one.
+    """(gate and up, down) of the experts that are computed here. Most files have tensors per expert; in some
+    all experts share one.
 
     Weights stay in fp8 blocks if the checkpoint or `--quantization` has them so and the device can multiply
     them. A CPU does so only for weights that `--quantization` quantised here, for comparison. Other quantised
@@ -208,18 +280,23 @@ def read_experts(
     weights, width = build.weights, shape.intermediate
     blocks = _keeps_blocks(build, prefix, act, stored=build.is_stored_in_blocks(prefix + "0.gate_proj"))
     sizes = {"gate_up": (2, width, hidden), "down": (1, hidden, width)}
-    stacks = {
-        name: ExpertStack(shape.num_experts, *size, weights, blocks=blocks) for name, size in sizes.items()
-    }
+    held = build.experts(shape.num_experts)
+    stacks = {name: ExpertStack(len(held), *size, weights, blocks=blocks) for name, size in sizes.items()}
     if not build.has_weight(prefix + "0.gate_proj"):
         for name, (halves, outputs, inputs) in sizes.items():
-            joined = Wanted(f"{prefix}{name}_proj", (shape.num_experts, halves * outputs, inputs))
-            stacks[name].fill_joined(joined)
+            joined = (shape.num_experts, halves * outputs, inputs)
+            stacks[name].fill_joined(Wanted(f"{prefix}{name}_proj", joined, ((held.start, held.stop),)))
         return stacks["gate_up"].all, stacks["down"].all
     for name, projections in (("gate_up", ("gate", "up")), ("down", ("down",))):
-        modules = [
-            f"{prefix}{expert}.{part}_proj" for expert in range(shape.num_experts) for part in projections
-        ]
+        halves, outputs, inputs = sizes[name]
+        modules = []
+        for expert in range(shape.num_experts):
+            named = [f"{prefix}{expert}.{part}_proj" for part in projections]
+            if expert in held:
+                modules += named
+                continue
+            for module in named:
+                weights.skip(f"{module}.weight", (outputs, inputs))
         if blocks:
             is_uniform = all(build.is_stored_in_blocks(module) for module in modules)
         else:
@@ -227,7 +304,6 @@ def read_experts(
         if is_uniform:
             stacks[name].fill(modules)
             continue
-        halves, outputs, inputs = sizes[name]
         for number, module in enumerate(modules):
             stacks[name].put(*divmod(number, halves), build.expert_weight(module, outputs, inputs))
     return stacks["gate_up"].all, stacks["down"].all
@@ -236,15 +312,15 @@ def read_experts(
 def read_joined_experts(
     build: LayerBuilder, prefix: str, names: tuple[str, str], shape: ExpertShape, hidden: int, act: str
 ) -> tuple[Tensor | BlockQuantized, Tensor | BlockQuantized]:
-    """(up, down) of experts that are not gated, from two tensors [experts · intermediate, hidden]: that of
-    `down` is stored transposed."""
+    """(up, down) of the experts that are computed here, which are not gated, from two tensors
+    [experts · intermediate, hidden]: that of `down` is stored transposed."""
     weights, count, width = build.weights, shape.num_experts, shape.intermediate
-    blocks = _keeps_blocks(build, prefix, act, stored=False)
-    up = ExpertStack(count, 1, width, hidden, weights, blocks=blocks)
-    down = ExpertStack(count, 1, hidden, width, weights, blocks=blocks)
+    blocks, held = _keeps_blocks(build, prefix, act, stored=False), build.experts(count)
+    up = ExpertStack(len(held), 1, width, hidden, weights, blocks=blocks)
+    down = ExpertStack(len(held), 1, hidden, width, weights, blocks=blocks)
     for stack, name, transposed in ((up, names[0], False), (down, names[1], True)):
         joined = weights.read_plain(prefix + name, (count * width, hidden)).view(count, width, hidden)
-        for expert, part in enumerate(joined):
+        for expert, part in enumerate(joined[held.start : held.stop]):
             stack.put(expert, 0, part.t() if transposed else part)
     return up.all, down.all
 

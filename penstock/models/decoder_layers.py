@@ -19,8 +19,9 @@ from penstock.layers.build import LayerBuilder
 from penstock.layers.clamped_experts import ClampedExperts, ClampedExpertShape
 from penstock.layers.head import TaskHead
 from penstock.layers.mlp import GatedMLP
-from penstock.layers.moe import CompilingBeside, ExpertShape, SparseMLP, read_experts
+from penstock.layers.moe import CompilingBeside, ExpertShape, SparseMLP, make_sparse_mlp, read_experts
 from penstock.layers.norm import RMSNorm, sandwich
+from penstock.layers.parallel import Units
 from penstock.layers.residual import Part, ScaledPart, pre_norm_residual
 from penstock.layers.rotary import Angles, NoRotary, Rope, Rotary
 from penstock.models.options import require
@@ -84,16 +85,17 @@ class DecoderAttention:
     ) -> None:
         dim = shape.head_dim
         names = [prefix + name for name in ("q_proj", "k_proj", "v_proj")]
-        widths = [heads * dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
+        queries, keys = Units(shape.heads, dim), Units(shape.kv_heads, dim)
         if shape.fused_projections:
-            names, widths = [prefix + "qkv_proj"], [sum(widths)]
-        self.qkv = build.linear(names, shape.hidden, widths, bias=shape.qkv_bias)
-        self.out = build.linear(prefix + "o_proj", shape.heads * dim, shape.hidden, bias=shape.out_bias)
+            names = [prefix + "qkv_proj"]
+        self.qkv = build.column(names, shape.hidden, [queries, keys, keys], bias=shape.qkv_bias)
+        self.out = build.row(prefix + "o_proj", queries, shape.hidden, bias=shape.out_bias)
         self.norms = None
         if shape.qk_norm:
             query_norm, key_norm = (_norm(build, prefix + name, dim, shape) for name in ("q_norm", "k_norm"))
             self.norms = (query_norm, key_norm)
-        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, dim
+        self.heads, self.kv_heads = build.num_heads(shape.heads), build.num_kv_heads(shape.kv_heads)
+        self.head_dim = dim
         self.wide_norms: tuple[RMSNorm, ...] = ()
         if shape.wide_qk_norm:
             named = {"q_norm": shape.heads * dim, "k_norm": shape.kv_heads * dim}
@@ -228,7 +230,7 @@ class Decoder:
         self.hidden_size = shape.hidden
         self.is_causal = shape.causal
         self.prunes_last_layer = True
-        self.kv_shape = (shape.layers, shape.kv_heads, shape.head_dim)
+        self.kv_shape = (shape.layers, build.num_kv_heads(shape.kv_heads), shape.head_dim)
         self.heads: dict[Task, TaskHead] = {}
         self.ignored_tensors: tuple[str, ...] = IGNORED
 
@@ -247,18 +249,18 @@ class Decoder:
 
 
 def _gated_mlp(build: LayerBuilder, prefix: str, shape: DecoderShape) -> GatedMLP:
-    names, widths = [prefix + "gate_proj", prefix + "up_proj"], [shape.intermediate] * 2
+    names, inner = [prefix + "gate_proj", prefix + "up_proj"], Units(shape.intermediate)
     if shape.fused_projections:
-        names, widths = [prefix + "gate_up_proj"], [sum(widths)]
-    gate_up = build.linear(names, shape.hidden, widths, bias=shape.mlp_bias)
-    down = build.linear(prefix + "down_proj", shape.intermediate, shape.hidden, bias=shape.mlp_bias)
+        names = [prefix + "gate_up_proj"]
+    gate_up = build.column(names, shape.hidden, [inner, inner], bias=shape.mlp_bias)
+    down = build.row(prefix + "down_proj", inner, shape.hidden, bias=shape.mlp_bias)
     return GatedMLP(gate_up, down, shape.act)
 
 
 def _sparse_mlp(build: LayerBuilder, prefix: str, shape: DecoderShape, experts: ExpertShape) -> SparseMLP:
     router = build.weights.take(prefix + "gate.weight", experts.num_experts, shape.hidden)
     gate_up, down = read_experts(build, prefix + "experts.", experts, shape.hidden, shape.act)
-    return SparseMLP(router, gate_up, down, experts, shape.act)
+    return make_sparse_mlp(build, router, gate_up, down, experts, shape.act)
 
 
 def _norm(build: LayerBuilder, name: str, size: int, shape: DecoderShape) -> RMSNorm:

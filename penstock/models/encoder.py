@@ -26,6 +26,7 @@ from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
 from penstock.layers.linear import LinearLayer, scratch_width
 from penstock.layers.mlp import MLP
+from penstock.layers.parallel import Units
 from penstock.layers.residual import connect_post_norms, post_norm_residual
 from penstock.models.heads import (
     ALBERT_MLM,
@@ -127,13 +128,15 @@ class EncoderLayer:
 
     def __init__(self, build: LayerBuilder, prefix: str, shape: Shape) -> None:
         names, hidden = shape.names, shape.hidden
-        self.heads = shape.heads
-        self.qkv = build.linear([prefix + n for n in (names.query, names.key, names.value)], hidden, hidden)
-        self.out = build.linear(prefix + names.out, hidden, hidden)
+        heads, inner = Units(shape.heads, hidden // shape.heads), Units(shape.intermediate)
+        self.heads = build.num_heads(shape.heads)
+        projections = [prefix + name for name in (names.query, names.key, names.value)]
+        self.qkv = build.column(projections, hidden, [heads] * 3)
+        self.out = build.row(prefix + names.out, heads, hidden)
         self.attention_norm = build.norm(prefix + names.attention_norm, hidden, shape.eps)
         self.mlp = MLP(
-            build.linear(prefix + names.up, hidden, shape.intermediate, shape.act),
-            build.linear(prefix + names.down, shape.intermediate, hidden),
+            build.column(prefix + names.up, hidden, [inner], shape.act),
+            build.row(prefix + names.down, inner, hidden),
         )
         self.output_norm = build.norm(prefix + names.output_norm, hidden, shape.eps)
         self.widths = tuple(map(scratch_width, (self.qkv, self.out, self.mlp.up, self.mlp.down)))
@@ -216,9 +219,8 @@ class _RelativeBias:
     MAX_CACHED_LENGTHS = 32
 
     def __init__(self, build: LayerBuilder, prefix: str, shape: Shape) -> None:
-        self.table = build.table(
-            prefix + "encoder.relative_attention_bias", shape.bias_buckets, shape.heads
-        )  # [buckets, heads]
+        table = build.table(prefix + "encoder.relative_attention_bias", shape.bias_buckets, shape.heads)
+        self.table = build.own_heads(table)  # [buckets, heads]
         self.buckets = shape.bias_buckets
         self._by_length: dict[int, Tensor] = {}
 

@@ -16,7 +16,9 @@ from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
 from penstock.layers.head import Stack, TaskHead
 from penstock.layers.linear import Linear, make_linear
+from penstock.layers.parallel import Shard, VocabularyParallelLinear, pad_vocabulary
 from penstock.types import Task
+from penstock.weights.stream import Wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +172,17 @@ def add_token_head(
     model.heads[Task.SCORE] = TaskHead("last", project, len(rows))
 
 
-def _output_weight(words: Tensor, build: LayerBuilder, config: Mapping[str, Any]) -> Tensor:
-    """The weight of the language-model head: the word table if the two are tied."""
+def _output_name(build: LayerBuilder, config: Mapping[str, Any]) -> str | None:
+    """The name of the language-model head; None if it is the word table."""
     names = ("lm_head", "language_model.lm_head")  # the second beside an image tower
     name = next((name for name in names if build.has_weight(name)), names[0])
-    tied = config.get("tie_word_embeddings", not build.has_weight(name))
-    return words if tied else build.plain_weight(name, *words.shape)
+    return None if config.get("tie_word_embeddings", not build.has_weight(name)) else name
+
+
+def _output_weight(words: Tensor, build: LayerBuilder, config: Mapping[str, Any]) -> Tensor:
+    """The weight of the language-model head: the word table if the two are tied."""
+    name = _output_name(build, config)
+    return words if name is None else build.plain_weight(name, *words.shape)
 
 
 def _scaled(project: Callable[[Tensor], Tensor], config: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
@@ -200,7 +207,27 @@ def add_language_head(
     words = getattr(model, "embedding", None)
     if not isinstance(words, Tensor):
         raise ModelLoadError("this architecture has no language-model head")
-    words = _output_weight(words, build, config)
     added = build.weights.take("lm_head.bias", len(words)) if bias else None
-    project = _scaled(make_linear(words, added, "identity", None), config)
-    model.heads[task] = TaskHead("last" if task is Task.GENERATE else "all", project, len(words))
+    project: Callable[[Tensor], Tensor]
+    if task is Task.GENERATE and build.shard is not None:
+        project = _divided_head(words, added, build, config, build.shard)
+    else:
+        project = make_linear(_output_weight(words, build, config), added, "identity", None)
+    model.heads[task] = TaskHead(
+        "last" if task is Task.GENERATE else "all", _scaled(project, config), len(words)
+    )
+
+
+def _divided_head(
+    words: Tensor, bias: Tensor | None, build: LayerBuilder, config: Mapping[str, Any], shard: Shard
+) -> VocabularyParallelLinear:
+    """The logits of generation, each rank with a share of the vocabulary."""
+    vocabulary = len(words)
+    begin, end = shard.vocabulary(vocabulary)
+    if (name := _output_name(build, config)) is None:
+        own = words[begin:end]
+    else:
+        own = build.weights.join([Wanted(f"{name}.weight", tuple(words.shape), ((begin, end),))])
+    added = None if bias is None else pad_vocabulary(bias[begin:end], shard, vocabulary)
+    part = make_linear(pad_vocabulary(own, shard, vocabulary), added, "identity", None)
+    return VocabularyParallelLinear(part, shard.group, vocabulary)

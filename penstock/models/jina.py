@@ -57,7 +57,9 @@ def _build(build: LayerBuilder, config: Mapping[str, Any], head: Task | None, sh
         build = LoraBuilder(source, adapters, build.quantization, build.unquantized)
         model = LoraEncoder(build, shape, (FLASH, PORTED), IGNORED)
     else:
-        build = LayerBuilder(source, build.quantization, build.unquantized)
+        merged = LayerBuilder(source, build.quantization, build.unquantized)
+        merged.shard = build.shard
+        build = merged
         model = RotaryEncoder(build, shape, (FLASH, PORTED), IGNORED)
     add_two_step_head(model, build, config, head)
     if head is Task.SPARSE:

@@ -16,6 +16,7 @@ from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.norm import LayerNorm
+from penstock.layers.parallel import Units
 from penstock.layers.residual import pre_norm_residual
 from penstock.layers.rotary import Angles, Rotary
 from penstock.models.heads import MODERNBERT_MLM, MaskedLMShape, add_head, add_masked_lm_head
@@ -30,19 +31,20 @@ class ModernBertLayer:
     is_last = False  # of its model: only a pooler reads its output
 
     def __init__(self, build: LayerBuilder, prefix: str, config: Mapping[str, Any], kind: str) -> None:
-        hidden, inner = config["hidden_size"], config["intermediate_size"]
+        hidden, inner = config["hidden_size"], Units(config["intermediate_size"])
         eps, norm_bias = config.get("norm_eps", 1e-5), bool(config.get("norm_bias"))
         bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
         self.kind = kind
-        self.heads: int = config["num_attention_heads"]
+        heads = Units(config["num_attention_heads"], hidden // config["num_attention_heads"])
+        self.heads = build.num_heads(heads.count)
         window = AttentionKind(window=config.get("local_attention", 128) // 2)
         self.attention = window if kind == SLIDING else BIDIRECTIONAL
-        self.qkv = build.linear(prefix + "attn.Wqkv", hidden, 3 * hidden, bias=bias)
-        self.out = build.linear(prefix + "attn.Wo", hidden, hidden, bias=bias)
+        self.qkv = build.column(prefix + "attn.Wqkv", hidden, [heads] * 3, bias=bias)
+        self.out = build.row(prefix + "attn.Wo", heads, hidden, bias=bias)
         self.mlp_norm = build.norm(prefix + "mlp_norm", hidden, eps, bias=norm_bias)
         self.mlp = GatedMLP(
-            build.linear(prefix + "mlp.Wi", hidden, 2 * inner, bias=mlp_bias),
-            build.linear(prefix + "mlp.Wo", inner, hidden, bias=mlp_bias),
+            build.column(prefix + "mlp.Wi", hidden, [inner, inner], bias=mlp_bias),
+            build.row(prefix + "mlp.Wo", inner, hidden, bias=mlp_bias),
             config.get("hidden_activation", "gelu"),
         )
         self.mlp_norm.quantize_for(self.mlp.input_layer)

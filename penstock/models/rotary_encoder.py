@@ -20,7 +20,14 @@ from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
 from penstock.layers.linear import LinearLayer, scratch_width
 from penstock.layers.mlp import MLP, GatedMLP
-from penstock.layers.moe import CompilingBeside, ExpertShape, SparseMLP, read_joined_experts
+from penstock.layers.moe import (
+    CompilingBeside,
+    ExpertShape,
+    SparseMLP,
+    make_sparse_mlp,
+    read_joined_experts,
+)
+from penstock.layers.parallel import Units
 from penstock.layers.residual import connect_post_norms, post_norm_residual
 from penstock.layers.rotary import Angles, Rope, Rotary
 from penstock.types import Task
@@ -91,10 +98,12 @@ class RotaryEncoderLayer:
         experts: ExpertShape | None = None,
     ) -> None:
         hidden = shape.hidden
-        self.heads = shape.heads
+        heads = Units(shape.heads, hidden // shape.heads)
+        self.heads = build.num_heads(shape.heads)
         self.rotary = rotary
-        self.qkv = _fused_linear(build, prefix, names.qkv, hidden, 3 * hidden, bias=shape.qkv_bias)
-        self.out = build.linear(prefix + names.out, hidden, hidden, bias=shape.out_bias)
+        projections = [prefix + name for name in names.qkv]
+        self.qkv = build.column(projections, hidden, [heads] * 3, bias=shape.qkv_bias)
+        self.out = build.row(prefix + names.out, heads, hidden, bias=shape.out_bias)
         self.attention_norm = build.norm(prefix + names.attention_norm, hidden, shape.eps)
         self.mlp: MLP | GatedMLP | SparseMLP
         inner: tuple[LinearLayer, ...] = ()
@@ -196,12 +205,13 @@ def _rotary(build: LayerBuilder, shape: Shape, rope: Rope) -> Rotary:
 
 
 def _mlp(build: LayerBuilder, prefix: str, names: TensorNames, shape: Shape) -> MLP | GatedMLP:
-    hidden, inner = shape.hidden, shape.intermediate
-    down = build.linear(prefix + names.down, inner, hidden, bias=shape.down_bias)
+    hidden, inner = shape.hidden, Units(shape.intermediate)
+    projections = [prefix + name for name in names.up]
+    down = build.row(prefix + names.down, inner, hidden, bias=shape.down_bias)
     if shape.gated:
-        up = _fused_linear(build, prefix, names.up, hidden, 2 * inner, bias=shape.up_bias)
+        up = build.column(projections, hidden, [inner, inner], bias=shape.up_bias)
         return GatedMLP(up, down, shape.act, shape.gate_first)
-    return MLP(_fused_linear(build, prefix, names.up, hidden, inner, shape.act, bias=shape.up_bias), down)
+    return MLP(build.column(projections, hidden, [inner], shape.act, bias=shape.up_bias), down)
 
 
 def _sparse_mlp(build: LayerBuilder, prefix: str, shape: Shape, experts: ExpertShape) -> SparseMLP:
@@ -211,18 +221,4 @@ def _sparse_mlp(build: LayerBuilder, prefix: str, shape: Shape, experts: ExpertS
     names = ("mlp.w1", "mlp.w2")
     up, down = read_joined_experts(build, prefix + "experts.", names, experts, hidden, shape.act)
     bias = build.weights.take(prefix + "experts.bias", hidden)
-    return SparseMLP(router, up, down, experts, shape.act, bias)
-
-
-def _fused_linear(
-    build: LayerBuilder,
-    prefix: str,
-    names: tuple[str, ...],
-    inputs: int,
-    outputs: int,
-    act: str = "identity",
-    *,
-    bias: bool,
-) -> LinearLayer:
-    """One layer with `outputs` outputs in total, from one tensor per name."""
-    return build.linear([prefix + name for name in names], inputs, outputs // len(names), act, bias=bias)
+    return make_sparse_mlp(build, router, up, down, experts, shape.act, bias)

@@ -16,7 +16,7 @@ from penstock.sampling.logprobs import LogprobTensors
 from penstock.sampling.sampler import Sampler
 from penstock.types import Ints, PromptPlan, SamplePlan
 
-_TOKENS_AT_ONCE = 256  # prompt tokens whose logits exist at the same time
+TOKENS_AT_ONCE = 256  # prompt tokens whose logits exist at the same time
 
 
 class PromptTensors(NamedTuple):
@@ -66,6 +66,14 @@ class GeneratedTensors(NamedTuple):
         return [self.token_ids, *(self.logprobs or ()), *(self.prompt_logprobs or ())]
 
 
+def feed_tokens(batch: Batch, sample: SampleTensors, last: Tensor) -> Batch:
+    """Fill in the newest tokens of slots; `last` [slots]."""
+    if not len(sample.fed_tokens):
+        return batch
+    ids = last.index_select(0, sample.fed_slots)
+    return replace(batch, token_ids=batch.token_ids.index_copy(0, sample.fed_tokens.long(), ids))
+
+
 class Generator:
     def __init__(self, head: TaskHead, slots: int, device: torch.device, seed: int | None = None) -> None:
         self.head = head
@@ -86,10 +94,7 @@ class Generator:
 
     def feed(self, batch: Batch, sample: SampleTensors) -> Batch:
         """Fill in the tokens that earlier steps have sampled."""
-        if not len(sample.fed_tokens):
-            return batch
-        ids = self.last.index_select(0, sample.fed_slots)
-        return replace(batch, token_ids=batch.token_ids.index_copy(0, sample.fed_tokens.long(), ids))
+        return feed_tokens(batch, sample, self.last)
 
     def __call__(self, hidden: Tensor, sample: SamplePlan, tensors: SampleTensors) -> GeneratedTensors:
         """Sample from the hidden states [tokens, hidden]."""
@@ -113,7 +118,7 @@ class Generator:
         """Log probabilities of known tokens, a few at a time: the logits of a whole prompt may not fit."""
         parts = []
         for some, following in zip(
-            states.split(_TOKENS_AT_ONCE), next_tokens.split(_TOKENS_AT_ONCE), strict=True
+            states.split(TOKENS_AT_ONCE), next_tokens.split(TOKENS_AT_ONCE), strict=True
         ):
             values = self.head.project(some).float().log_softmax(dim=-1)
             own = values.gather(1, following[:, None])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,10 +14,11 @@ import msgspec
 
 from penstock.checkpoint.files import usable_values
 from penstock.checkpoint.quantization import stored_format
+from penstock.checkpoint.sharding import check_shards
 from penstock.checkpoint.sizes import check_memory, check_weight_files
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, Machine, Resolved, available_cpus, resolve
-from penstock.errors import ConfigError, ModelLoadError
+from penstock.errors import ConfigError, DeviceFailed, ModelLoadError
 from penstock.runner.base import BLOCK_SIZE, Runner, Sleeper
 from penstock.runner.cpu_memory import total_memory_bytes
 from penstock.types import Task
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from penstock.checkpoint.static import StaticSpec
     from penstock.kvcache.store import KVCache
+    from penstock.layers.parallel import Shard
     from penstock.models.registry import CausalModel, Model
     from penstock.models.static import StaticModel
     from penstock.pooling.build import Pooler
@@ -57,6 +59,9 @@ class Stopwatch:
         return f"loaded in {sum(self.seconds.values()):.1f} s: {parts}"
 
 
+OnDeviceFailed = Callable[[DeviceFailed], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A runner and the sizes of its stores."""
@@ -65,10 +70,14 @@ class Loaded:
     num_blocks: int = 0  # of the KV cache
     num_cached_vectors: int = 0  # vectors in the store that scores read from
     sleeper: Sleeper | None = None  # None: the runner cannot sleep
+    # Calls a function, on another thread, if the device is lost while no step runs.
+    watch: Callable[[OnDeviceFailed], None] | None = None
 
 
 def settle(config: EngineConfig, spec: ModelSpec) -> Resolved:
-    return resolve(config, spec.facts, this_machine(config.device))
+    settings = resolve(config, spec.facts, this_machine(config.device))
+    check_shards(spec, settings)
+    return settings
 
 
 def this_machine(device: str) -> Machine:
@@ -83,6 +92,7 @@ def this_machine(device: str) -> Machine:
         cuda=cuda,
         bf16=cuda and torch.cuda.is_bf16_supported(),
         fp8=cuda and torch.cuda.get_device_capability() >= (8, 9),
+        num_gpus=torch.cuda.device_count() if cuda else 0,
     )
 
 
@@ -104,8 +114,17 @@ def _load(spec: ModelSpec, settings: Resolved) -> Loaded:
         cached = settings.chunked or settings.generates
         blocks = -(-4 * settings.max_model_len // BLOCK_SIZE) if cached else 0
         widths: dict[Task, int] = {t: spec.width(t) for t in spec.tasks if t is not Task.GENERATE}
-        return Loaded(NullRunner(widths), blocks, _LATE_VECTORS, NullSleeper())
+        return Loaded(NullRunner(widths, settings.null_step_s), blocks, _LATE_VECTORS, NullSleeper())
+    if is_parallel(settings):
+        from penstock.runner.parallel.load import load_parallel
+
+        return load_parallel(spec, settings)
     return _model_runner(spec, settings)
+
+
+def is_parallel(settings: Resolved) -> bool:
+    """Whether several ranks compute the model. Tests replace this to run one rank as if there were more."""
+    return settings.tensor_parallel_size > 1
 
 
 class Parts(NamedTuple):
@@ -130,19 +149,13 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     if device.type == "cpu":
         torch.set_num_threads(settings.threads)
     model, pooler, cache, generator, blocks = _build_parts(spec, settings, watch)
-    num_cached_vectors = 0 if pooler.scorer is None else len(pooler.scorer.store)
+    num_cached_vectors = num_vectors(pooler)
     runner = ModelRunner(
         model, pooler, device, settings.pipeline_depth, cache, generator, graphs=settings.graphs
     )
-    _warm_up(runner, spec, settings, blocks, watch)
+    warm_up_runner(runner, spec, settings, blocks, watch)
     log.info("%s", watch)
-    if spec.is_unmarked:
-        log.warning(
-            "the vectors of %s may mean nothing: it was not made to embed, or its files do not say so. It "
-            "has no score task: %s",
-            spec.name,
-            spec.why_not_score,
-        )
+    warn_of_unmarked(spec)
     # The KV cache must have as many blocks again, however much memory is free then.
     cache_bytes = 0 if cache is None else cache.store.keys.nbytes + cache.store.values.nbytes
     again = msgspec.structs.replace(settings, kv_cache_bytes=cache_bytes)
@@ -155,6 +168,21 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
         runner.install(parts.model, parts.pooler, parts.cache, parts.generator)
 
     return Loaded(runner, blocks, num_cached_vectors, ModelSleeper(runner, spec.path, install))
+
+
+def num_vectors(pooler: Pooler) -> int:
+    """Vectors in the store that scores read from."""
+    return 0 if pooler.scorer is None else len(pooler.scorer.store)
+
+
+def warn_of_unmarked(spec: ModelSpec) -> None:
+    if spec.is_unmarked:
+        log.warning(
+            "the vectors of %s may mean nothing: it was not made to embed, or its files do not say so. It "
+            "has no score task: %s",
+            spec.name,
+            spec.why_not_score,
+        )
 
 
 @contextmanager
@@ -173,15 +201,11 @@ def _without_repeated_warnings() -> Iterator[None]:
 def _build_parts(spec: ModelSpec, settings: Resolved, watch: Stopwatch) -> Parts:
     import torch
 
-    from penstock.pooling.build import build_pooler
     from penstock.runner.generator import Generator
 
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
-    with torch.inference_mode(), watch.timed("weights"), _buildable(spec, device):
-        model = _model(spec, settings, dtype, device)
-        pooler = build_pooler(spec, model.heads, settings.load_format, settings.seed, device, dtype)
-        pooler.row_means = getattr(model, "row_means", None)
-    pooler.scorer = _scorer(spec, settings, device)
+    with watch.timed("weights"):
+        model, pooler = build_weights(spec, settings, device)
     cache, blocks = None, 0
     generator = None
     with watch.timed("memory"):
@@ -192,8 +216,44 @@ def _build_parts(spec: ModelSpec, settings: Resolved, watch: Stopwatch) -> Parts
     return Parts(model, pooler, cache, generator, blocks)
 
 
-def _warm_up(runner: ModelRunner, spec: ModelSpec, settings: Resolved, blocks: int, watch: Stopwatch) -> None:
-    """Run the first steps of every kind, which compile kernels, and capture the first graphs."""
+def read_model(
+    spec: ModelSpec, settings: Resolved, device: torch.device, shard: Shard | None = None
+) -> Model:
+    """Read the model's files. `shard`: one rank's share of the model."""
+    import torch
+
+    with torch.inference_mode(), _buildable(spec, device):
+        return _model(spec, settings, getattr(torch, settings.dtype), device, shard)
+
+
+def build_weights(
+    spec: ModelSpec, settings: Resolved, device: torch.device, shard: Shard | None = None
+) -> tuple[Model, Pooler]:
+    """The model, and the pooler that reads its states."""
+    import torch
+
+    from penstock.pooling.build import build_pooler
+
+    dtype = getattr(torch, settings.dtype)
+    model = read_model(spec, settings, device, shard)
+    with torch.inference_mode(), _buildable(spec, device):
+        pooler = build_pooler(spec, model.heads, settings.load_format, settings.seed, device, dtype)
+        pooler.row_means = getattr(model, "row_means", None)
+    pooler.scorer = _scorer(spec, settings, device)
+    return model, pooler
+
+
+def warm_up_runner(
+    runner: ModelRunner,
+    spec: ModelSpec,
+    settings: Resolved,
+    blocks: int,
+    watch: Stopwatch,
+    *,
+    precompiles: bool = True,
+) -> None:
+    """Run the first steps of every kind, which compile kernels, and capture the first graphs. `precompiles`:
+    kernels are compiled together before the steps run."""
     import torch
 
     from penstock.kernels.language import precompile
@@ -211,6 +271,7 @@ def _warm_up(runner: ModelRunner, spec: ModelSpec, settings: Resolved, blocks: i
 
     if (
         runner.device.type == "cuda"
+        and precompiles
         and (compiling := precompile(min(available_cpus(), _MAX_COMPILER_THREADS))) is not None
     ):
         with watch.timed("kernels"), suppress(Exception), compiling:  # the real steps will raise the error
@@ -259,7 +320,13 @@ def _scorer(spec: ModelSpec, settings: Resolved, device: torch.device) -> PairSc
     return PairScorer(store, late=late, similarity=spec.similarity)
 
 
-def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torch.device) -> Model:
+def _model(
+    spec: ModelSpec,
+    settings: Resolved,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard | None = None,
+) -> Model:
     if settings.model_impl == "transformers":
         from penstock.models.hf import TransformersModel
 
@@ -275,7 +342,9 @@ def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torc
     stored = stored_format(spec.config)
     min_bits = 8 if stored is None else min(stored.min_bits, 8)
     is_small = settings.quantization is not None or (stored is not None and device.type == "cuda")
-    check_memory(sizes, min_bits / 8 if is_small else dtype.itemsize, _total_bytes(device))
+    ranks = settings.tensor_parallel_size
+    total_bytes = _total_bytes(device) // (ranks if device.type == "cpu" else 1)  # which its ranks share
+    check_memory(sizes, min_bits / 8 if is_small else dtype.itemsize, total_bytes, ranks=ranks)
     splade = spec.sparse is not None and spec.sparse.kind == "splade"
     tokens = () if spec.score is None else spec.score.tokens
     with closing(open_weights(spec.path, settings.load_format, settings.seed, dtype, device)) as weights:
@@ -283,6 +352,7 @@ def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torc
             check_weight_files(spec.path, sizes, min_bits)
         build = LayerBuilder(weights, settings.quantization, settings.unquantized_layers)
         build.folder = spec.path
+        build.shard = shard
         return build_model(
             spec.architecture,
             spec.config,
@@ -344,16 +414,24 @@ def _check_layers(spec: ModelSpec, settings: Resolved) -> None:
 def make_cache(
     model: CausalModel, settings: Resolved, dtype: torch.dtype, device: torch.device
 ) -> tuple[KVCache, int]:
-    """The KV cache and its number of blocks: as many as were granted, and at least those of one row."""
+    """The KV cache and its number of blocks."""
+    blocks = count_blocks(model, settings, dtype, device)
+    return allocate_cache(model, settings, dtype, device, blocks), blocks
+
+
+def count_blocks(model: CausalModel, settings: Resolved, dtype: torch.dtype, device: torch.device) -> int:
+    """The blocks of the KV cache: as many as were granted, and at least those of one row."""
     import torch
 
-    from penstock.kvcache.store import KVCache, KVStore
+    from penstock.kvcache.store import KVStore
 
     layers, kv_heads, dim = model.kv_shape
     block_bytes = BLOCK_SIZE * KVStore.bytes_per_slot(layers, kv_heads, dim, dtype)
     needed = -(-settings.max_model_len // BLOCK_SIZE)
     enough = needed * settings.max_num_seqs
     granted = settings.kv_cache_bytes or int(settings.kv_share * torch.cuda.mem_get_info(device)[0])
+    if device.type == "cpu":
+        granted //= settings.tensor_parallel_size  # its ranks share the memory
     blocks = max(needed, min(enough, granted // block_bytes))
     if blocks * block_bytes > (total := _total_bytes(device)):
         raise ConfigError(
@@ -365,8 +443,19 @@ def make_cache(
             f"{total / 2**30:,.1f} GiB; set a smaller --kv-cache-gb",
             param="max_model_len" if needed == blocks else "kv_cache_gb",
         )
+    return blocks
+
+
+def allocate_cache(
+    model: CausalModel, settings: Resolved, dtype: torch.dtype, device: torch.device, blocks: int
+) -> KVCache:
+    import torch
+
+    from penstock.kvcache.store import KVCache, KVStore
+
+    layers, kv_heads, dim = model.kv_shape
     store = KVStore(layers, blocks * BLOCK_SIZE, kv_heads, dim, dtype, device)
     sums = torch.zeros(
         (blocks if settings.chunked else 0, model.hidden_size), dtype=torch.float32, device=device
     )
-    return KVCache(store, sums), blocks
+    return KVCache(store, sums)

@@ -58,6 +58,13 @@ from penstock.types import (
 MIN_PRUNED_SIZE_EAGER = 1 << 23
 
 
+def run_model(model: Model, batch: Batch, *, pads: bool) -> Tensor:
+    """The model's hidden states, of the batch's own tokens. `pads`: as `pads_steps` says of the device."""
+    if not pads:
+        return model(batch)
+    return model(batch.padded(padded_size(batch.num_tokens)))[: batch.num_tokens]
+
+
 class ModelRunner:
     def __init__(
         self,
@@ -153,9 +160,12 @@ class ModelRunner:
         outputs = self._output_plan(plan)
         sent = iter(self.staging.send(pool_arrays(plan, outputs) + variant_arrays(plan.variants)))
         batch = pool_batch(plan, outputs, self.cache, sent)
-        reads_tokens = plan.num_tokens > 0 and self.pooler.reads_tokens(plan.variants)
-        hidden = self._hidden(batch) if reads_tokens else self._no_hidden
+        hidden = self._hidden(batch) if self.runs_model(plan) else self._no_hidden
         return self.pooler(hidden, batch.output_batch(), plan.variants, variant_tensors(plan.variants, sent))
+
+    def runs_model(self, plan: PoolPlan) -> bool:
+        """Whether anything reads what the model computes for a step."""
+        return plan.num_tokens > 0 and self.pooler.reads_tokens(plan.variants)
 
     @torch.inference_mode()
     def generate(self, plan: GeneratePlan) -> GeneratedTensors:
@@ -178,10 +188,7 @@ class ModelRunner:
         return generator(self._hidden(generator.feed(batch, tensors)), sample, tensors)
 
     def _hidden(self, batch: Batch) -> Tensor:
-        """The model's hidden states, of the batch's own tokens."""
-        if not self._pads_steps:
-            return self.model(batch)
-        return self.model(batch.padded(padded_size(batch.num_tokens)))[: batch.num_tokens]
+        return run_model(self.model, batch, pads=self._pads_steps)
 
     @torch.inference_mode()
     def _step(self, plan: StepPlan) -> StepResult:

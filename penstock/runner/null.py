@@ -1,9 +1,10 @@
-"""A runner that computes nothing and answers at once, for tests and for timing everything else."""
+"""A runner that computes nothing, for tests and for timing everything else. A step may take a given time."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
@@ -38,17 +39,30 @@ class NullSleeper:
 
 
 class NullRunner:
-    def __init__(self, widths: Mapping[Task, int]) -> None:
+    def __init__(self, widths: Mapping[Task, int], step_s: float = 0.0) -> None:
+        """Each step takes `step_s` seconds, one after another as on a device."""
         self.widths = widths
+        self._step_s = step_s
+        self._device = ThreadPoolExecutor(1, thread_name_prefix="null-device") if step_s else None
+        self._free_at_s = 0.0  # when the last step ends
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
+        if self._device is not None:
+            return self._device.submit(self._step, plan, time.monotonic())
         future: Future[StepResult] = Future()
-        if isinstance(plan, PoolPlan):
-            outputs = tuple(self._values(plan, variant) for variant in plan.variants)
-            future.set_result(PooledResult(outputs))
-        else:
-            future.set_result(_sampled(plan.sample))
+        future.set_result(self._result(plan))
         return future
+
+    def _step(self, plan: StepPlan, launched_s: float) -> StepResult:
+        self._free_at_s = max(launched_s, self._free_at_s) + self._step_s
+        result = self._result(plan)
+        time.sleep(max(0.0, self._free_at_s - time.monotonic()))
+        return result
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        if isinstance(plan, PoolPlan):
+            return PooledResult(tuple(self._values(plan, variant) for variant in plan.variants))
+        return _sampled(plan.sample)
 
     def compare(self, comparison: Comparison) -> Future[Array]:
         future: Future[Array] = Future()
@@ -56,7 +70,8 @@ class NullRunner:
         return future
 
     def close(self) -> None:
-        return None
+        if self._device is not None:
+            self._device.shutdown()
 
     def _values(self, plan: PoolPlan, variant: Variant) -> Array:
         if variant.pairs is not None:

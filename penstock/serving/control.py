@@ -40,10 +40,11 @@ class ApiServes(msgspec.Struct, frozen=True, tag=True):
 
 
 class ApiConnected(msgspec.Struct, frozen=True, tag=True):
-    """An API process is connected to the engine of a model."""
+    """An API process is connected to an engine of a model."""
 
     model: int
     engine_pid: int
+    index: int = 0  # of the engine
 
 
 class ApiCannotServe(msgspec.Struct, frozen=True, tag=True):
@@ -75,6 +76,7 @@ class EngineAttached(msgspec.Struct, frozen=True, tag=True):
     model: int
     pid: int
     device: str
+    index: int = 0  # of this engine among those of its model
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
@@ -82,6 +84,7 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
 
     model: int
     reason: str
+    index: int = 0
 
 
 class OrderDone(msgspec.Struct, frozen=True, tag=True):
@@ -248,8 +251,9 @@ class ControlServer:
 class EngineControl:
     """An engine's side. A thread reads orders; any thread may ask for room."""
 
-    def __init__(self, path: str, model: int) -> None:
-        self._model = model
+    def __init__(self, path: str, model: int, index: int = 0) -> None:
+        """`index`: of this engine among those of its model."""
+        self._model, self._index = model, index
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
         self._lock = Lock()
@@ -260,10 +264,10 @@ class EngineControl:
 
     def attach(self, pid: int, device: str) -> None:
         """Say that orders can be taken."""
-        self._send(EngineAttached(self._model, pid, device))
+        self._send(EngineAttached(self._model, pid, device, self._index))
 
     def failed(self, reason: str) -> None:
-        self._send(EngineFailed(self._model, reason))
+        self._send(EngineFailed(self._model, reason, self._index))
 
     def done(self, order: EngineOrder, error: str | None = None) -> None:
         self._send(OrderDone(order.id, error))

@@ -17,20 +17,21 @@ from penstock.wire.shared_memory import SharedMemory
 _TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _FILL = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0)
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_ENGINE = ("model", "engine")  # labels: of several engines, each has its own
 STEP_SECONDS = Histogram(
     "penstock_step_seconds",
     "Time from the launch of a step to the collection of its results",
     ["model"],
     buckets=_SECONDS,
 )
-DEVICE_SECONDS = Counter("penstock_device_seconds", "Time that steps spent on the device", ["model"])
+DEVICE_SECONDS = Counter("penstock_device_seconds", "Time that steps spent on the device", _ENGINE)
 STEP_TOKENS = Histogram("penstock_step_tokens", "Tokens in a step", ["model"], buckets=_TOKENS)
-STEP_ROWS = Counter("penstock_step_rows", "Rows that were run in steps", ["model"])
+STEP_ROWS = Counter("penstock_step_rows", "Rows that were run in steps", _ENGINE)
 BATCH_FILL = Histogram(
     "penstock_batch_fill", "Tokens of a step divided by the token budget", ["model"], buckets=_FILL
 )
-QUEUED_ROWS = Gauge("penstock_queue_rows", "Rows waiting", ["model"], multiprocess_mode="livesum")
-QUEUED_TOKENS = Gauge("penstock_queue_tokens", "Tokens waiting", ["model"], multiprocess_mode="livesum")
+QUEUED_ROWS = Gauge("penstock_queue_rows", "Rows waiting", _ENGINE, multiprocess_mode="livesum")
+QUEUED_TOKENS = Gauge("penstock_queue_tokens", "Tokens waiting", _ENGINE, multiprocess_mode="livesum")
 QUEUE_WAIT_SECONDS = Gauge(
     "penstock_queue_wait_seconds",
     "Estimated time until a request that arrives now would start, by what waits",
@@ -81,9 +82,9 @@ OLDEST_STEP_SECONDS = Gauge(
     "penstock_oldest_step_seconds",
     "How long the oldest step in flight has been running; 0 when none is",
     ["model"],
-    multiprocess_mode="livesum",
+    multiprocess_mode="livemax",
 )
-RUNNING_ROWS = Gauge("penstock_running_rows", "Rows in flight", ["model"], multiprocess_mode="livesum")
+RUNNING_ROWS = Gauge("penstock_running_rows", "Rows in flight", _ENGINE, multiprocess_mode="livesum")
 COMPARISONS = Gauge(
     "penstock_comparisons",
     "Comparisons of given vectors that wait or run",
@@ -108,8 +109,8 @@ SHARED_BYTES = Gauge(
 )
 ASLEEP = Gauge(
     "penstock_engine_asleep",
-    "1 while the model sleeps, also while it is being woken; else 0",
-    ["model"],
+    "1 while an engine sleeps, also while it is being woken; else 0",
+    _ENGINE,
     multiprocess_mode="livesum",
 )
 SLEEPS = Counter("penstock_sleeps", "Times that the model was put to sleep", ["model"])
@@ -124,21 +125,23 @@ PUBLISH_INTERVAL_S = 0.1
 class EngineMetrics:
     """The metrics of one model in this process."""
 
-    def __init__(self, model: str, shared_memory: SharedMemory | None = None) -> None:
+    def __init__(self, model: str, shared_memory: SharedMemory | None = None, engine: int = 0) -> None:
+        """`engine`: the number of this engine among those of the model."""
+        number = str(engine)
         self._shared_memory = shared_memory
         self.shared_bytes = SHARED_BYTES.labels(model)
         self._buffer = BufferedMetrics()
         self.step_seconds = self._buffer.histogram(STEP_SECONDS, model)
-        self.device_seconds = self._buffer.counter(DEVICE_SECONDS, model)
+        self.device_seconds = self._buffer.counter(DEVICE_SECONDS, model, number)
         self.step_tokens = self._buffer.histogram(STEP_TOKENS, model)
-        self.step_rows = self._buffer.counter(STEP_ROWS, model)
+        self.step_rows = self._buffer.counter(STEP_ROWS, model, number)
         self.batch_fill = self._buffer.histogram(BATCH_FILL, model)
-        self.queued_rows = QUEUED_ROWS.labels(model)
-        self.queued_tokens = QUEUED_TOKENS.labels(model)
+        self.queued_rows = QUEUED_ROWS.labels(model, number)
+        self.queued_tokens = QUEUED_TOKENS.labels(model, number)
         self.small_wait = QUEUE_WAIT_SECONDS.labels(model, "small")
         self.large_wait = QUEUE_WAIT_SECONDS.labels(model, "large")
         self.prompt_wait = QUEUE_WAIT_SECONDS.labels(model, "prompt")
-        self.running_rows = RUNNING_ROWS.labels(model)
+        self.running_rows = RUNNING_ROWS.labels(model, number)
         self.comparisons = COMPARISONS.labels(model)
         self.oldest_step_seconds = OLDEST_STEP_SECONDS.labels(model)
         self.graphs = GRAPHS.labels(model)
@@ -153,7 +156,7 @@ class EngineMetrics:
         self.held_blocks = HELD_BLOCKS.labels(model)
         self.kv_capacity = KV_CAPACITY.labels(model)
         self.preempted_rows = PREEMPTED_ROWS.labels(model)
-        self.asleep = ASLEEP.labels(model)
+        self.asleep = ASLEEP.labels(model, number)
         self.sleeps, self.wakes = SLEEPS.labels(model), WAKES.labels(model)
         self.wake_seconds = WAKE_SECONDS.labels(model)
         self._published_s = 0.0

@@ -22,7 +22,7 @@ import msgspec
 from penstock.checkpoint.revision import loaded_revision
 from penstock.checkpoint.spec import with_max_model_len
 from penstock.engine.build import build_core
-from penstock.errors import PenstockError
+from penstock.errors import DeviceFailed, PenstockError
 from penstock.logs import configure
 from penstock.runner.load import settle
 from penstock.runner.profile import ProfiledRunner
@@ -61,6 +61,14 @@ def _create_cuda_context(device: str) -> None:
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), index)
 
 
+def pin(cpus: tuple[int, ...]) -> None:
+    """Run on these cores only, with all threads that there are; threads that start later follow."""
+    if cpus and hasattr(os, "sched_setaffinity"):
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # a thread that has ended, or cores that are gone
+                os.sched_setaffinity(int(thread.name), cpus)
+
+
 def main() -> None:
     setup_child_process()
     preload(*sys.argv[1:2] or ("null",))
@@ -69,6 +77,7 @@ def main() -> None:
         return
     launch = msgspec.json.decode(config, type=EngineLaunch)
     follow_parent(launch.parent)
+    pin(launch.cpus)
     if launch.metrics_folder is not None:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = (
             launch.metrics_folder
@@ -77,11 +86,13 @@ def main() -> None:
     status = None if launch.status_file is None else StatusWriter(Path(launch.status_file))
     server = EngineServer(launch.address, launch.shared_memory_mb << 20, status)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
-    control = None if launch.control is None else EngineControl(launch.control, launch.model)
+    control = None if launch.control is None else EngineControl(launch.control, launch.model, launch.index)
     try:
-        settings = settle(launch.engine, launch.spec)
+        settings = settle(launch.engine_on_device, launch.spec)
         if launch.kv_share is not None:
             settings = msgspec.structs.replace(settings, kv_share=launch.kv_share)
+        if settings.tensor_parallel_size > 1:
+            settings = msgspec.structs.replace(settings, devices=launch.devices)
         published = msgspec.to_builtins(settings)
         revision = loaded_revision(launch.spec, published)
         if control is not None and launch.control is not None:
@@ -93,10 +104,13 @@ def main() -> None:
                 room.leave()  # engines start at the same time
         from penstock.serving.engine_metrics import EngineMetrics
 
-        metrics = EngineMetrics(launch.spec.name, server.memory)
+        metrics = EngineMetrics(launch.spec.name, server.memory, launch.index)
         core = build_core(
             with_max_model_len(launch.spec, settings.max_model_len), settings, server.wake, metrics.step
         )
+    except DeviceFailed as error:  # a restart may help
+        log.error("%s", error.message)
+        sys.exit(EXIT_DEVICE_FAILED)
     except PenstockError as error:
         log.error("%s", error.message)
         if control is not None:

@@ -52,6 +52,14 @@ class EngineLaunch(msgspec.Struct, frozen=True):
     model: int = 0  # the model's number
     kv_share: float | None = None  # of the free memory, for a KV cache of no given size; None: most of it
     wake_timeout_s: float = 30.0  # of a request for a model that sleeps; 0: it does not wait
+    index: int = 0  # of this engine among those of its model
+    devices: tuple[str, ...] = ()  # one per tensor-parallel rank; empty: as `engine.device` says
+    cpus: tuple[int, ...] = ()  # the cores that this engine may use; empty: all
+
+    @property
+    def engine_on_device(self) -> EngineConfig:
+        """The engine's settings, with the device of its first rank."""
+        return msgspec.structs.replace(self.engine, device=self.devices[0]) if self.devices else self.engine
 
 
 class EngineState(msgspec.Struct, frozen=True):
@@ -62,15 +70,21 @@ class EngineState(msgspec.Struct, frozen=True):
     num_restarts: int = 0
 
 
+class EngineAddress(msgspec.Struct, frozen=True):
+    """Where API processes find an engine."""
+
+    socket: str
+    state_file: str  # of an `EngineState`
+    status_file: str | None = None  # the page of `wire.status`; None: the engine writes none
+
+
 class ModelLaunch(msgspec.Struct, frozen=True):
     """A model, as API processes learn of it."""
 
     number: int  # that no other model of this server has, also not one that was unloaded
     config: ModelConfig
     spec: ModelSpec
-    address: str
-    state_file: str
-    status_file: str | None = None  # the page of `wire.status`; None: the engine writes none
+    engines: tuple[EngineAddress, ...]  # at least one; they hold the same weights
 
     @property
     def aliases(self) -> tuple[str, ...]:

@@ -1,65 +1,47 @@
-"""The models of a server, as the supervisor holds them: each has an engine process of its own."""
+"""The models of a server, as the supervisor holds them: each has engine processes of its own."""
 
 from __future__ import annotations
 
 import itertools
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
-
-import msgspec
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ModelConfig, ServerConfig
 from penstock.errors import ConfigError
 from penstock.serving.child import Child
 from penstock.serving.control import Link, ModelTable
-from penstock.serving.launch import EngineLaunch, EngineState, ModelLaunch, Parent
-from penstock.wire.liveness import HangLimits, LivenessWatch
-from penstock.wire.status import EngineSleep, StatusReader, create_status_page
+from penstock.serving.engines import ManagedEngine
+from penstock.serving.launch import ModelLaunch
+from penstock.serving.placement import Placement
 
 
 class ManagedModel:
-    """A model, its engine process, and what the supervisor knows about both."""
+    """A model and its engines."""
 
     def __init__(
         self,
         number: int,
         config: ModelConfig,
         spec: ModelSpec,
-        child: Child,
         server: ServerConfig,
         folder: Path,
+        engines: Sequence[tuple[Child, Placement]],
     ) -> None:
         self.config = config
         self.spec = spec
-        self.child = child
         self.folder = folder / str(number)
         self.folder.mkdir()
-        self._state_file, status_file = self.folder / "engine.json", self.folder / "engine.status"
-        create_status_page(status_file)
-        self.status = StatusReader(status_file)
-        self.watch = LivenessWatch(
-            HangLimits.for_replacing(server.engine_hang_timeout_s, server.engine_step_timeout_s)
+        device = config.engine.device
+        self.engines = tuple(
+            ManagedEngine(index, child, placement, device, server, self.folder)
+            for index, (child, placement) in enumerate(engines)
         )
-        self.launch = ModelLaunch(
-            number=number,
-            config=config,
-            spec=spec,
-            address=f"ipc://{self.folder}/engine",
-            state_file=str(self._state_file),
-            status_file=str(status_file),
-        )
+        self.launch = ModelLaunch(number, config, spec, tuple(each.address for each in self.engines))
         self.started_s = time.monotonic()
-        self.is_launched = False  # the engine process has its configuration
-        self.is_ready = False  # the engine serves, and every API process is connected to it
-        self.is_leaving = False  # it is unloaded: its engine is not restarted
-        self.failure = ""  # why its engine could not load it
-        self.link: Link | None = None  # to its engine
-        self.device = config.engine.device  # as the engine resolved it, once it is attached
-        self.write_state("starting", "the engine is loading the model")
+        self.is_leaving = False  # it is unloaded: its engines are not restarted
 
     @property
     def number(self) -> int:
@@ -70,50 +52,18 @@ class ManagedModel:
         return self.spec.name
 
     @property
-    def engine_pid(self) -> int:
-        return self.child.process.pid if self.child.process is not None else 0
+    def is_ready(self) -> bool:
+        """Whether all engines are."""
+        return all(each.is_ready for each in self.engines)
 
     @property
-    def serves(self) -> bool:
-        """Whether the present engine process has said that it serves."""
-        return self.engine_pid != 0 and self.status.read().pid == self.engine_pid
+    def last_used_s(self) -> float:
+        """When an engine last got or answered a request, or was started."""
+        return max(max(each.status.read().last_request_s, each.started_s) for each in self.engines)
 
-    @property
-    def sleep_state(self) -> EngineSleep:
-        return self.status.read().sleep_state
-
-    def configure(
-        self,
-        server: ServerConfig,
-        metrics_folder: Path,
-        parent: Parent,
-        control: Path,
-        kv_share: float | None,
-    ) -> None:
-        """Set what the engine process reads when it starts."""
-        self.child.config = msgspec.json.encode(
-            EngineLaunch(
-                engine=self.config.engine,
-                spec=self.spec,
-                address=self.launch.address,
-                log_level=server.log_level,
-                log_format=server.log_format,
-                shared_memory_mb=server.shared_memory_mb,
-                metrics_folder=str(metrics_folder),
-                status_file=self.launch.status_file,
-                parent=parent,
-                control=str(control),
-                model=self.number,
-                kv_share=kv_share,
-                wake_timeout_s=server.wake_timeout_s,
-            )
-        )
-
-    def write_state(self, state: Literal["starting", "running", "restarting"], detail: str) -> None:
-        """Tell API processes why the engine can or cannot serve."""
-        draft = self._state_file.with_suffix(".part")
-        draft.write_bytes(msgspec.json.encode(EngineState(state, detail, self.child.num_restarts)))
-        draft.replace(self._state_file)
+    def describe_engine(self, engine: ManagedEngine) -> str:
+        """What a message calls one of the engines."""
+        return self.name if len(self.engines) == 1 else f"engine {engine.index} of {self.name}"
 
     def remove_files(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -143,6 +93,14 @@ class ModelSet:
     def remove(self, model: ManagedModel) -> None:
         if self._models.pop(model.number, None) is not None:
             self.version += 1
+
+    def engines(self) -> Iterator[tuple[ManagedModel, ManagedEngine]]:
+        """Every engine, with its model."""
+        return ((model, engine) for model in self for engine in model.engines)
+
+    def engine_of(self, link: Link) -> tuple[ManagedModel, ManagedEngine] | None:
+        """The engine at the other end of a link."""
+        return next((each for each in self.engines() if each[1].link is link), None)
 
     def get(self, number: int) -> ManagedModel | None:
         return self._models.get(number)

@@ -13,6 +13,7 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ModelConfig
 from penstock.errors import ClientError, PenstockError
 from penstock.serving.control import Link, Order, OrderAnswer
+from penstock.serving.engines import ManagedEngine
 from penstock.serving.models import ManagedModel, mark_dead
 
 if TYPE_CHECKING:
@@ -149,33 +150,35 @@ class Orders:
         self.pending.append(pending)
 
     def _advance_unload(self, pending: _Pending, model: ManagedModel) -> None:
-        """Stop the engine once no API process sends it anything; it finishes what it has."""
+        """Stop the engines once no API process sends them anything; they finish what they have."""
         version = self._supervisor.models.version
         if any(api.serves and api.table_version < version for api in self._supervisor.apis):
             return
-        process = model.child.process
-        if process is not None and process.poll() is None:
-            self._stop(model)
+        for engine in model.engines:
+            self._stop(engine)
+        if any(engine.child.process is not None for engine in model.engines):
             return
-        if process is not None:
-            mark_dead(process.pid)
-            model.child.process = None
-        self._supervisor.sleepers.engine_exited(model)  # an engine may wait for its memory
+        for engine in model.engines:
+            self._supervisor.sleepers.engine_exited(engine)  # another may wait for its memory
         model.remove_files()
         if pending.order.action == "unload":
             pending.answer("unloaded")
         self.pending.remove(pending)
 
-    def _stop(self, model: ManagedModel) -> None:
-        process = model.child.process
+    def _stop(self, engine: ManagedEngine) -> None:
+        """Have a process exit, and forget it once it has."""
+        process = engine.child.process
         if process is None:
             return
         now_s = time.monotonic()
-        if not model.child.kill_reason:
-            model.child.kill_reason = "it is unloaded"
-            model.started_s = now_s
+        if process.poll() is not None:
+            mark_dead(process.pid)
+            engine.child.process = None
+        elif not engine.child.kill_reason:
+            engine.child.kill_reason = "it is unloaded"
+            engine.started_s = now_s
             process.terminate()
-        elif now_s - model.started_s > self._supervisor.config.drain_s:
+        elif now_s - engine.started_s > self._supervisor.config.drain_s:
             process.kill()
 
     # Sleep and wake.

@@ -63,7 +63,7 @@ def _problem(place: Path) -> str | None:
         resolved = place.resolve(strict=True)
     except OSError as error:
         return str(error.strerror)
-    socket_path = resolved / f"{PREFIX}12345678" / "1234" / "engine"
+    socket_path = resolved / f"{PREFIX}12345678" / "1234" / "engine255"
     if len(os.fsencode(socket_path)) > MAX_SOCKET_PATH_BYTES:
         return "its path is too long for a Unix socket"
     if not os.access(resolved, os.W_OK | os.X_OK):

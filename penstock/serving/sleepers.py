@@ -11,9 +11,11 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from penstock.config import ServerConfig
 from penstock.serving.control import EngineOrder, Link, OrderDone, RoomMade, RoomWanted
+from penstock.serving.engines import ManagedEngine
 from penstock.serving.models import ManagedModel, ModelSet
 from penstock.wire.status import EngineSleep
 
@@ -26,7 +28,7 @@ ENGINE_GONE = "the engine process stopped meanwhile"
 class _Sent:
     """An order that an engine follows."""
 
-    model: ManagedModel
+    engine: ManagedEngine
     action: str
     done: Done
 
@@ -36,15 +38,17 @@ class _Room:
     """An engine that waits for memory."""
 
     model: ManagedModel
+    engine: ManagedEngine
     link: Link
     id: int
     missing_bytes: int
-    falling_asleep: list[ManagedModel] = field(default_factory=list)
-    asked: set[int] = field(default_factory=set)  # numbers of models that were told to sleep
+    falling_asleep: list[ManagedEngine] = field(default_factory=list)
+    asked: list[ManagedEngine] = field(default_factory=list)  # that were told to sleep
 
 
 class Sleepers:
-    """Sends orders to engines, and follows the rules of the server's settings."""
+    """Sends orders to engines, and follows the rules of the server's settings. A model sleeps when all of its
+    engines do; for memory, only those sleep that hold some on the device."""
 
     def __init__(self, models: ModelSet, config: ServerConfig) -> None:
         self._models = models
@@ -54,39 +58,56 @@ class Sleepers:
         self._rooms: list[_Room] = []
 
     def order(self, model: ManagedModel, action: str, level: int | None, done: Done) -> None:
-        """Have an engine sleep or wake."""
-        if model.link is None or not model.serves:
-            done(f"the engine of {model.name} does not run")
+        """Have all engines of a model sleep or wake. `done` is called once, when the last has done so; with
+        the reason if one cannot."""
+        waiting, errors = set(model.engines), list[str]()
+
+        def engine_done(engine: ManagedEngine, error: str | None) -> None:
+            waiting.discard(engine)
+            if error is not None:
+                errors.append(error)
+            if not waiting:
+                done(errors[0] if errors else None)
+
+        for engine in model.engines:
+            self._order_engine(model, engine, action, level, partial(engine_done, engine))
+
+    def _order_engine(
+        self, model: ManagedModel, engine: ManagedEngine, action: str, level: int | None, done: Done
+    ) -> None:
+        if engine.link is None or not engine.serves:
+            which = "the engine" if len(model.engines) == 1 else f"engine {engine.index}"
+            done(f"{which} of {model.name} does not run")
             return
         number = next(self._ids)
-        self._sent[number] = _Sent(model, action, done)
-        model.link.send(EngineOrder(number, "sleep" if action == "sleep" else "wake", level))
+        self._sent[number] = _Sent(engine, action, done)
+        engine.link.send(EngineOrder(number, "sleep" if action == "sleep" else "wake", level))
 
     def order_done(self, link: Link, message: OrderDone) -> None:
         sent = self._sent.get(message.id)
-        if sent is not None and sent.model.link is link:
+        if sent is not None and sent.engine.link is link:
             del self._sent[message.id]
             sent.done(message.error)
 
-    def engine_exited(self, model: ManagedModel) -> None:
+    def engine_exited(self, engine: ManagedEngine) -> None:
         """Fail the orders of an engine that is gone. It needs no room, and its memory is free."""
         for number, sent in list(self._sent.items()):
-            if sent.model is model:
+            if sent.engine is engine:
                 del self._sent[number]
                 sent.done(ENGINE_GONE)
-        self._rooms = [room for room in self._rooms if room.model is not model]
+        self._rooms = [room for room in self._rooms if room.engine is not engine]
         for room in list(self._rooms):
-            self._slept(room, model)
+            self._slept(room, engine)
 
     def closed(self, link: Link) -> None:
         self._rooms = [room for room in self._rooms if room.link is not link]
 
     def room_wanted(self, link: Link, message: RoomWanted) -> None:
-        model = next((each for each in self._models if each.link is link), None)
-        if model is None:
+        found = self._models.engine_of(link)
+        if found is None:
             link.send(RoomMade(message.id))
             return
-        room = _Room(model, link, message.id, message.num_bytes)
+        room = _Room(*found, link, message.id, message.num_bytes)
         self._rooms.append(room)
         self._join(room)
         self._advance(room)
@@ -95,7 +116,7 @@ class Sleepers:
         """Put models to sleep that are idle, or more than may be awake."""
         for model in self._awake():
             limit_s = self._sleep_after_s(model)
-            if limit_s and self._is_idle(model) and now_s - self._last_used_s(model) >= limit_s:
+            if limit_s and _is_idle(model) and now_s - model.last_used_s >= limit_s:
                 self._send_to_sleep(model, f"it was idle for {limit_s:g} s")
         if limit := self._config.max_awake_models:
             awake = self._awake()
@@ -107,63 +128,71 @@ class Sleepers:
         return self._config.sleep_after_s if own is None else own
 
     def _awake(self) -> list[ManagedModel]:
-        """The models that are awake and not told to sleep, the least recently used first."""
-        told = {sent.model.number for sent in self._sent.values() if sent.action == "sleep"}
+        """The models of which an engine is awake and not told to sleep, the least recently used first."""
+        return list(dict.fromkeys(model for model, _ in self._awake_engines()))
+
+    def _awake_engines(self) -> list[tuple[ManagedModel, ManagedEngine]]:
+        """The engines that can sleep, are awake and not told to sleep; those of the least recently used model
+        first. Engines of several tensor-parallel ranks cannot sleep."""
+        told = [sent.engine for sent in self._sent.values() if sent.action == "sleep"]
         awake = [
-            each
-            for each in self._models
-            if each.serves and each.sleep_state is EngineSleep.AWAKE and each.number not in told
+            (model, engine)
+            for model, engine in self._models.engines()
+            if model.config.engine.tensor_parallel_size == 1
+            and engine.serves
+            and engine.sleep_state is EngineSleep.AWAKE
+            and engine not in told
         ]
-        return sorted(awake, key=self._last_used_s)
+        return sorted(awake, key=lambda each: each[0].last_used_s)
 
-    @staticmethod
-    def _last_used_s(model: ManagedModel) -> float:
-        return max(model.status.read().last_request_s, model.started_s)
+    def _send_to_sleep(self, model: ManagedModel, why: str) -> None:
+        """Have the engines of a model sleep that are awake."""
+        for owner, engine in self._awake_engines():
+            if owner is model:
+                self._send_engine_to_sleep(model, engine, why)
 
-    @staticmethod
-    def _is_idle(model: ManagedModel) -> bool:
-        status = model.status.read()
-        return not (status.queued_tokens or status.queued_prompt_tokens or status.step_began_s)
-
-    def _send_to_sleep(self, model: ManagedModel, why: str, done: Done | None = None) -> None:
-        began_s = time.monotonic()
+    def _send_engine_to_sleep(
+        self, model: ManagedModel, engine: ManagedEngine, why: str, done: Done | None = None
+    ) -> None:
+        began_s, name = time.monotonic(), model.describe_engine(engine)
 
         def slept(error: str | None) -> None:
             if error is None:
-                log.info("%s sleeps after %.1f s: %s", model.name, time.monotonic() - began_s, why)
+                log.info("%s sleeps after %.1f s: %s", name, time.monotonic() - began_s, why)
             else:
-                log.warning("%s cannot sleep: %s", model.name, error)
+                log.warning("%s cannot sleep: %s", name, error)
             if done is not None:
                 done(error)
 
-        self.order(model, "sleep", None, slept)
+        self._order_engine(model, engine, "sleep", None, slept)
 
     def _join(self, room: _Room) -> None:
-        """Wait for the models that fall asleep for another reason."""
+        """Wait for the engines that fall asleep for another reason."""
         for sent in self._sent.values():
-            victim, told = sent.model, sent.done
+            victim, told = sent.engine, sent.done
             if sent.action != "sleep" or not _shares_memory(victim, room):
                 continue
-            room.asked.add(victim.number)
+            room.asked.append(victim)
             room.falling_asleep.append(victim)
 
-            def slept(error: str | None, victim: ManagedModel = victim, told: Done = told) -> None:
+            def slept(error: str | None, victim: ManagedEngine = victim, told: Done = told) -> None:
                 told(error)
                 self._slept(room, victim, has_freed=error in (None, ENGINE_GONE))
 
             sent.done = slept
 
     def _advance(self, room: _Room) -> None:
-        """Put further models to sleep until there is enough room, or none is left."""
-        victims = (each for each in self._awake() if _shares_memory(each, room))
-        while self._expected_bytes(room) < room.missing_bytes and (victim := next(victims, None)) is not None:
-            room.asked.add(victim.number)
+        """Put further engines to sleep until there is enough room, or none is left."""
+        victims = (each for each in self._awake_engines() if _shares_memory(each[1], room))
+        while self._expected_bytes(room) < room.missing_bytes and (found := next(victims, None)) is not None:
+            model, victim = found
+            room.asked.append(victim)
             room.falling_asleep.append(victim)
 
-            def slept(error: str | None, victim: ManagedModel = victim) -> None:
+            def slept(error: str | None, victim: ManagedEngine = victim) -> None:
                 self._slept(room, victim, has_freed=error in (None, ENGINE_GONE))
 
-            self._send_to_sleep(victim, f"{room.model.name} needs its memory", slept)
+            self._send_engine_to_sleep(model, victim, f"{room.model.name} needs its memory", slept)
         if not room.falling_asleep and room in self._rooms:
             self._rooms.remove(room)
             room.link.send(RoomMade(room.id))
@@ -172,14 +201,23 @@ class Sleepers:
     def _expected_bytes(room: _Room) -> int:
         return sum(each.status.read().device_bytes for each in room.falling_asleep)
 
-    def _slept(self, room: _Room, victim: ManagedModel, *, has_freed: bool = True) -> None:
-        """A model that was told to sleep does so, or cannot, or is gone."""
+    def _slept(self, room: _Room, victim: ManagedEngine, *, has_freed: bool = True) -> None:
+        """An engine that was told to sleep does so, or cannot, or is gone."""
         if victim in room.falling_asleep:
             room.missing_bytes -= victim.status.read().device_bytes if has_freed else 0
             room.falling_asleep.remove(victim)
             self._advance(room)
 
 
-def _shares_memory(model: ManagedModel, room: _Room) -> bool:
-    """Whether the sleep of a model, which was not asked for yet, can help."""
-    return model is not room.model and model.device == room.model.device and model.number not in room.asked
+def _is_idle(model: ManagedModel) -> bool:
+    statuses = [each.status.read() for each in model.engines]
+    return not any(
+        status.queued_tokens or status.queued_prompt_tokens or status.step_began_s for status in statuses
+    )
+
+
+def _shares_memory(engine: ManagedEngine, room: _Room) -> bool:
+    """Whether the sleep of an engine, which was not asked for yet, can help. Engines of one model do not take
+    each other's memory."""
+    is_other = engine not in room.model.engines
+    return is_other and not engine.devices.isdisjoint(room.engine.devices) and engine not in room.asked

@@ -1,6 +1,6 @@
 """The main process of `penstock serve`: starts, watches, restarts and drains engine and API processes.
 
-It holds no model and answers no request. Every model has an engine process of its own, so one that crashes
+It holds no model and answers no request. Every model has engine processes of its own, so one that crashes
 leaves the others serving. The supervisor writes each engine's state to a small file, which API processes read
 when they have to explain a 503.
 """
@@ -13,9 +13,9 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -42,10 +42,12 @@ from penstock.serving.control import (
     RoomWanted,
     TableApplied,
 )
+from penstock.serving.engines import ManagedEngine
 from penstock.serving.launch import EXIT_BAD_MODEL, EXIT_DEVICE_FAILED, ApiLaunch, Parent
 from penstock.serving.listeners import Listeners
 from penstock.serving.models import ManagedModel, ModelSet, mark_dead
 from penstock.serving.orders import Orders
+from penstock.serving.placement import Hardware, place
 from penstock.serving.runtime_folder import RuntimeFolder
 from penstock.serving.sleepers import Sleepers
 from penstock.wire.liveness import MAX_COUNTED_GAP_S, process_is_stopped
@@ -70,7 +72,7 @@ class ApiProcess:
         self.link: Link | None = None
         self.attached_pid = 0  # of the last process that was attached
         self.serving_pid = 0  # of the last process that accepted connections
-        self.connected: dict[int, int] = {}  # number of a model → process id of its engine
+        self.connected: dict[tuple[int, int], int] = {}  # number of a model, engine → its process id
         self.table_version = -1
 
     @property
@@ -81,8 +83,8 @@ class ApiProcess:
     def attach(self, link: Link, pid: int) -> None:
         self.link, self.attached_pid, self.connected, self.table_version = link, pid, {}, -1
 
-    def is_connected_to(self, model: ManagedModel) -> bool:
-        return self.serves and self.connected.get(model.number, 0) == model.engine_pid != 0
+    def is_connected_to(self, model: ManagedModel, engine: ManagedEngine) -> bool:
+        return self.serves and self.connected.get((model.number, engine.index), 0) == engine.pid != 0
 
 
 class Supervisor:
@@ -100,6 +102,7 @@ class Supervisor:
         devices = [config.engine.device for config, _ in models]
         has_standby = any(uses_standby(server.standby_engine, device) for device in devices)
         self._standby = engine_standby() if has_standby else None
+        self._hardware = Hardware()
         self._started_s = self._checked_s = time.monotonic()
         self._has_been_ready = False
         self._listeners = Listeners(server)
@@ -144,17 +147,33 @@ class Supervisor:
     # The set of models.
 
     def add_model(self, config: ModelConfig, spec: ModelSpec, spawned: Child | None = None) -> ManagedModel:
-        """Serve a model. Its engine starts with the next check."""
+        """Serve a model. Its engines start with the next check. `spawned` is the process of the first."""
         self.models.check_names(config, spec)
-        child = engine_child(config.engine.device) if spawned is None else spawned
-        child.standby = self._standby
+        placements = place(config, self._hardware, self._used_gpus())
+        config = msgspec.structs.replace(config, data_parallel_size=len(placements))
+        if len(placements) > 1 and not on_gpu(config) and config.engine.device != "null":
+            _log_cores(spec.name, [placement.cpus for placement in placements])
+        engines = []
+        for placement in placements:
+            device = placement.devices[0] if placement.devices else config.engine.device
+            child = engine_child(device) if spawned is None else spawned
+            spawned, child.standby = None, self._standby
+            engines.append((child, placement))
         number = self.models.next_number()
-        model = ManagedModel(number, config, spec, child, self.config, self._runtime.path)
+        model = ManagedModel(number, config, spec, self.config, self._runtime.path, engines)
         self.models.add(model)
         return model
 
+    def _used_gpus(self) -> Counter[str]:
+        """How many engines use each GPU."""
+        used: Counter[str] = Counter()
+        for model, engine in self.models.engines():
+            if on_gpu(model.config):
+                used.update(_gpus(engine))
+        return used
+
     def remove_model(self, model: ManagedModel) -> None:
-        """Stop serving a model. Its engine stops once no API process sends it anything."""
+        """Stop serving a model. Its engines stop once no API process sends them anything."""
         self.models.remove(model)
         model.is_leaving = True
         self.publish_models()
@@ -181,23 +200,42 @@ class Supervisor:
         return msgspec.json.encode(launch)
 
     def _launch_engines(self) -> None:
-        """Give engine processes their configuration. On a GPU one starts after another: each takes a share of
-        the memory that it finds free."""
-        for model in self.models:
-            if not model.is_launched and not (on_gpu(model) and self._starts_on_gpu()):
-                share = self._kv_share(model)
-                model.configure(self.config, self._metrics_folder, self._parent, self._control_file, share)
-                model.child.start()
-                model.is_launched = True
+        """Give engine processes their configuration. On one GPU one starts after another: each takes a share
+        of the memory that it finds free."""
+        for model, engine in self.models.engines():
+            sharing = self._sharing_gpu(model, engine)
+            starts = any(each.is_launched and not each.child.has_ever_served for _, each in sharing)
+            if engine.is_launched or starts:
+                continue
+            engine.configure(
+                model.config,
+                model.spec,
+                self.config,
+                metrics_folder=self._metrics_folder,
+                parent=self._parent,
+                control=self._control_file,
+                model=model.number,
+                kv_share=self._kv_share([model, *(each for each, _ in sharing)]),
+            )
+            engine.child.start()
+            engine.is_launched = True
 
-    def _starts_on_gpu(self) -> bool:
-        return any(
-            each.is_launched and not each.child.has_ever_served and on_gpu(each) for each in self.models
-        )
+    def _sharing_gpu(
+        self, model: ManagedModel, engine: ManagedEngine
+    ) -> list[tuple[ManagedModel, ManagedEngine]]:
+        """The other engines that use a GPU of this one."""
+        if not on_gpu(model.config):
+            return []
+        gpus = _gpus(engine)
+        return [
+            (other, each)
+            for other, each in self.models.engines()
+            if each is not engine and on_gpu(other.config) and not gpus.isdisjoint(_gpus(each))
+        ]
 
-    def _kv_share(self, model: ManagedModel) -> float | None:
-        """The share of the free memory that a KV cache takes; None if the model has the device to itself."""
-        sharing = [each for each in self.models if each is model or on_gpu(each)]
+    @staticmethod
+    def _kv_share(sharing: Sequence[ManagedModel]) -> float | None:
+        """The share of the free memory that a KV cache takes; None if a model has its device to itself."""
         if len(sharing) == 1:
             return None
         return KV_SHARE / max(1, sum(each.spec.generates for each in sharing))
@@ -241,7 +279,7 @@ class Supervisor:
     def _stop_engines(self, timeout_s: float) -> None:
         if self._standby is not None:
             self._standby.stop()
-        engines = [each.child for each in (*self.models, *self.orders.leaving)]
+        engines = [each.child for model in (*self.models, *self.orders.leaving) for each in model.engines]
         for child in engines:
             if child.process is not None:
                 child.process.terminate()  # all at once; `stop` waits for each
@@ -266,7 +304,7 @@ class Supervisor:
             self.orders.take(link, message)
         elif isinstance(message, EngineAttached | EngineFailed):
             if (model := self.models.get(message.model)) is not None:
-                self._handle_engine(model, link, message)
+                self._handle_engine(model.engines[message.index], link, message)
         elif isinstance(message, OrderDone):
             self.sleepers.order_done(link, message)
         elif isinstance(message, RoomWanted):
@@ -280,43 +318,45 @@ class Supervisor:
         if isinstance(message, ApiServes):
             api.serving_pid = api.attached_pid
         elif isinstance(message, ApiConnected):
-            api.connected[message.model] = message.engine_pid
+            api.connected[message.model, message.index] = message.engine_pid
         elif isinstance(message, TableApplied):
             api.table_version = message.version
         elif (model := self.models.get(message.model)) is None:
             return
-        elif model.child.has_ever_served and not self.orders.loads(model):  # other models go on
+        elif _has_ever_served(model) and not self.orders.loads(model):  # other models go on
             log.error("an API process cannot serve %s: %s", model.name, message.reason)
         else:
             self._on_unloadable(model, message.reason)
 
-    def _handle_engine(self, model: ManagedModel, link: Link, message: EngineAttached | EngineFailed) -> None:
-        model.link = link
+    def _handle_engine(
+        self, engine: ManagedEngine, link: Link, message: EngineAttached | EngineFailed
+    ) -> None:
+        engine.link = link
         if isinstance(message, EngineAttached):
-            model.device = message.device
+            engine.device = message.device
         else:
-            model.failure = message.reason
+            engine.failure = message.reason
 
     def _handle_closed(self, link: Link) -> None:
         for api in self._apis:
             if api.link is link:
                 api.link = None
-        for model in self.models:
-            if model.link is link:
-                model.link = None
+        if (found := self.models.engine_of(link)) is not None:
+            found[1].link = None
         self.sleepers.closed(link)
         self.orders.closed(link)
 
     def _check_processes(self) -> None:
-        """Handle exits, start due restarts, and log which models are ready."""
+        """Handle exits, start due restarts, and log which engines are ready."""
         for api in self._apis:
             self._check_child(api.child, api.serves, partial(self._on_api_exit, api))
-        for model in self.models:
-            self._check_child(model.child, model.serves, partial(self._on_engine_exit, model))
+        for model, engine in self.models.engines():
+            self._check_child(engine.child, engine.serves, partial(self._on_engine_exit, model, engine))
         self._launch_engines()
-        for model in self.models:
-            if not model.is_ready and model.serves and all(api.is_connected_to(model) for api in self._apis):
-                self._on_model_ready(model)
+        for model, engine in self.models.engines():
+            is_new = not engine.is_ready and engine.serves
+            if is_new and all(api.is_connected_to(model, engine) for api in self._apis):
+                self._on_engine_ready(model, engine)
 
     def _check_child(self, child: Child, serves: bool, on_exit: Callable[[int], None]) -> None:
         pid = child.process.pid if child.process else 0
@@ -328,11 +368,14 @@ class Supervisor:
         elif child.restart_at_s is not None and time.monotonic() >= child.restart_at_s:
             child.start()
 
-    def _on_model_ready(self, model: ManagedModel) -> None:
-        model.is_ready = True
-        model.write_state("running", "the engine is running")
+    def _on_engine_ready(self, model: ManagedModel, engine: ManagedEngine) -> None:
+        engine.is_ready = True
+        engine.write_state("running", "the engine is running")
         if self._has_been_ready:
-            self._log_ready([model.name], model.started_s)
+            if engine.child.num_restarts:
+                self._log_ready([model.describe_engine(engine)], engine.started_s)
+            elif model.is_ready:
+                self._log_ready([model.name], model.started_s)
             if self._standby is not None:
                 self._standby.prepare()
         elif all(each.is_ready for each in self.models):
@@ -348,7 +391,7 @@ class Supervisor:
         if (admin_address := self._listeners.admin_address) is not None:
             log.info("operation routes are at %s", admin_address)
         systemd.notify(systemd.READY, f"STATUS=serving {', '.join(names)}")
-        show_restarts()
+        show_restarts([(model.name, engine.index) for model, engine in self.models.engines()])
         if self._standby is not None:
             self._standby.prepare()
 
@@ -367,27 +410,27 @@ class Supervisor:
         _count_restart("api", api.child, code)
         log.error("an API process %s; restarting it", exited)
 
-    def _on_engine_exit(self, model: ManagedModel, code: int) -> None:
-        exited = _exit_in_words(model.child, code)
+    def _on_engine_exit(self, model: ManagedModel, engine: ManagedEngine, code: int) -> None:
+        exited = _exit_in_words(engine.child, code)
         if code == EXIT_BAD_MODEL:
-            self._await_reason(model)
-        self.sleepers.engine_exited(model)
+            self._await_reason(engine)
+        self.sleepers.engine_exited(engine)
         try:
-            _check_start(model.child, "engine", code, exited)
+            _check_start(engine.child, "engine", code, exited)
         except (ModelLoadError, StartFailed) as error:
-            self._on_unloadable(model, model.failure or error.message, error)
+            self._on_unloadable(model, engine.failure or error.message, error)
             return
-        _count_restart("engine", model.child, code)
-        model.is_ready, model.started_s = False, time.monotonic()
-        which = "the engine process" if len(self.models) == 1 else f"the engine process of {model.name}"
-        detail = f"{which} {exited}; restart {model.child.num_restarts} is in progress"
+        _count_restart("engine", engine.child, code, model.name, str(engine.index))
+        engine.is_ready, engine.started_s = False, time.monotonic()
+        which = "" if len(self.models) == len(model.engines) == 1 else f" of {model.describe_engine(engine)}"
+        detail = f"the engine process{which} {exited}; restart {engine.child.num_restarts} is in progress"
         log.error("%s", detail)
-        model.write_state("restarting", detail)
+        engine.write_state("restarting", detail)
 
-    def _await_reason(self, model: ManagedModel) -> None:
+    def _await_reason(self, engine: ManagedEngine) -> None:
         """Read what an engine said before it exited: its last message may be on the way."""
         until_s = time.monotonic() + REASON_S
-        while not model.failure and time.monotonic() < until_s:
+        while not engine.failure and time.monotonic() < until_s:
             self._handle_messages()
             time.sleep(0.01)
 
@@ -400,16 +443,17 @@ class Supervisor:
         """Kill processes that hang; they are restarted like those that have died."""
         now_s, timeout_s = time.monotonic(), self.config.engine_hang_timeout_s
         gap_s, self._checked_s = min(now_s - self._checked_s, MAX_COUNTED_GAP_S), now_s
-        for child in (*(each.child for each in self.models), *(each.child for each in self._apis)):
+        engines = [engine for _, engine in self.models.engines()]
+        for child in (*(each.child for each in engines), *(each.child for each in self._apis)):
             is_stopped = child.process is not None and process_is_stopped(child.process.pid)
             child.stopped_s = child.stopped_s + gap_s if is_stopped else 0.0
             if timeout_s and child.stopped_s >= timeout_s:
                 self._kill_hung(child, f"a signal has stopped it for {child.stopped_s:.0f} s")
-        for model in self.models:
-            status = model.status.read()
-            hang = model.watch.check(status, now_s)
-            if hang and status.pid == model.engine_pid != 0:
-                self._kill_hung(model.child, hang)
+        for engine in engines:
+            status = engine.status.read()
+            hang = engine.watch.check(status, now_s)
+            if hang and status.pid == engine.pid != 0:
+                self._kill_hung(engine.child, hang)
 
     def _kill_hung(self, child: Child, reason: str) -> None:
         if not child.kill_reason and child.process is not None:
@@ -421,9 +465,9 @@ class Supervisor:
         profiled = [each for each in self.models if each.config.engine.profile is not None]
         if not profiled:
             log.warning("SIGUSR2 is ignored: start the server with --profile DIR to write traces")
-        for model in profiled:
-            if model.is_ready and model.child.process is not None:
-                model.child.process.send_signal(signal.SIGUSR2)
+        for engine in (each for model in profiled for each in model.engines):
+            if engine.is_ready and engine.child.process is not None:
+                engine.child.process.send_signal(signal.SIGUSR2)
 
     def _drain(self, signal_name: str) -> int:
         """Accept no new connection, finish running requests, stop. A second signal ends the server at once.
@@ -468,13 +512,34 @@ class Supervisor:
         return 128 + second
 
 
-def on_gpu(model: ManagedModel) -> bool:
-    device = model.config.engine.device
+def on_gpu(config: ModelConfig) -> bool:
+    device = config.engine.device
     return device.startswith("cuda") or (device == "auto" and has_gpu())
 
 
 def has_gpu() -> bool:
-    return Path("/dev/nvidiactl").exists()
+    return Hardware().has_gpu
+
+
+def _gpus(engine: ManagedEngine) -> frozenset[str]:
+    """The GPUs of an engine that runs on some; without a number it is the first."""
+    return frozenset("cuda:0" if each in ("auto", "cuda") else each for each in engine.devices)
+
+
+def _has_ever_served(model: ManagedModel) -> bool:
+    return any(each.child.has_ever_served for each in model.engines)
+
+
+def _log_cores(model: str, cores: Sequence[tuple[int, ...]]) -> None:
+    num_cores = len({core for each in cores for core in each})
+    if len(cores) > num_cores:
+        log.warning(
+            "%s has %d engines on %d cores: several engines share a core and none is faster for it; use a "
+            "smaller --data-parallel-size",
+            *(model, len(cores), num_cores),
+        )
+    for index, each in enumerate(cores):
+        log.info("engine %d of %s uses the cores %s", index, model, ",".join(map(str, each)))
 
 
 def uses_standby(asked: bool | None, device: str) -> bool:
@@ -497,11 +562,11 @@ def _check_start(child: Child, kind: str, code: int, exited: str) -> None:
         )
 
 
-def _count_restart(kind: str, child: Child, code: int) -> None:
+def _count_restart(kind: str, child: Child, code: int, model: str = "", engine: str = "") -> None:
     from penstock.serving.process_metrics import RESTARTS
 
     reason = "hung" if child.kill_reason else "killed" if code < 0 else "exited"
-    RESTARTS.labels(kind, reason).inc()
+    RESTARTS.labels(kind, reason, model, engine).inc()
 
 
 _OUT_OF_MEMORY = ". The system kills processes like this when memory runs out"

@@ -17,6 +17,8 @@ from penstock.weights.bulk import Part
 from penstock.weights.dtypes import DTYPES
 from penstock.weights.pickles import converted, load_pickle
 
+Ranges = tuple[tuple[int, int], ...]  # (begin, end) along the leading axes of a tensor
+
 
 class StoredTensor(NamedTuple):
     """A tensor of an open file."""
@@ -31,6 +33,18 @@ class StoredTensor(NamedTuple):
     @property
     def part(self) -> Part:
         return Part(self.file.path, self.offset, self.size)
+
+    def parts(self, ranges: Ranges) -> list[Part]:
+        """The bytes of a part of the tensor, in the order of its numbers: one run of bytes for each index of
+        the axes before the last one that is cut. (): the whole tensor."""
+        if not ranges or not self.size:
+            return [self.part]
+        starts, width = [self.offset], self.size // self.shape[0]  # bytes of one index of the axis
+        for axis, (begin, end) in enumerate(ranges[:-1]):
+            starts = [start + index * width for start in starts for index in range(begin, end)]
+            width //= self.shape[axis + 1]
+        begin, end = ranges[-1]
+        return [Part(self.file.path, start + begin * width, (end - begin) * width) for start in starts]
 
     def read(self) -> Tensor:
         """The tensor in memory that is mapped from the file."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.checkpoint.files import first_names, weight_files
 from penstock.errors import ModelLoadError
 from penstock.weights.bulk import BulkReader
-from penstock.weights.files import StoredTensor, open_file
+from penstock.weights.files import Ranges, StoredTensor, open_file
 
 _FP8 = torch.float8_e4m3fn
 _SCALES = "_scale_inv"  # ends the name of an fp8 tensor's scales
@@ -27,10 +27,21 @@ _MAX_CONVERTED_BYTES = 256 << 20  # of tensors that are in memory in two dtypes 
 
 
 class Wanted(NamedTuple):
-    """A tensor that a model needs."""
+    """A tensor that a model needs, or a part of it."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # as it is stored
+    ranges: Ranges = ()  # what is read along its leading axes; (): all of it
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """The shape of what is read."""
+        sizes = tuple(end - begin for begin, end in self.ranges)
+        return sizes + tuple(self.shape[len(sizes) :])
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """What is read of the stored tensor."""
+        return whole[tuple(slice(begin, end) for begin, end in self.ranges)] if self.ranges else whole
 
 
 class WeightSource(ABC):
@@ -76,21 +87,31 @@ class WeightSource(ABC):
     def fuse(self, names: Sequence[str], rows: int | Sequence[int], *rest: int) -> Tensor:
         """Several tensors concatenated along the first axis, of `rows` rows each, or one count for each."""
         sizes = [rows] * len(names) if isinstance(rows, int) else list(rows)
-        wanted = [Wanted(name, (size, *rest)) for name, size in zip(names, sizes, strict=True)]
+        return self.join([Wanted(name, (size, *rest)) for name, size in zip(names, sizes, strict=True)])
+
+    def join(self, wanted: Sequence[Wanted]) -> Tensor:
+        """Tensors, or parts of tensors, concatenated along the first axis."""
         for tensor in wanted:
-            self.check(*tensor)  # before the memory for all of them is allocated
-        out = torch.empty((sum(sizes), *rest), dtype=self.dtype, device=self.device)
+            self.check(tensor.name, tensor.shape)  # before the memory for all of them is allocated
+        shapes = [tensor.part_shape for tensor in wanted]
+        rows = sum(shape[0] for shape in shapes)
+        out = torch.empty((rows, *shapes[0][1:]), dtype=self.dtype, device=self.device)
         self.fill(out, wanted)
         return out
+
+    def skip(self, name: str, shape: Sequence[int]) -> None:
+        """Pass over a tensor that another process reads."""
+        self.read(name, shape)
 
     def fill(self, out: Tensor, wanted: Sequence[Wanted]) -> None:
         """Read tensors into `out`, which is contiguous, one after another. They are converted to its dtype;
         but only tensors that are stored in fp8 go into fp8, and they go nowhere else."""
         flat, end = out.view(-1), 0
-        for name, shape in wanted:
-            read = self.read_fp8 if out.dtype == _FP8 else self.read_plain
+        read = self.read_fp8 if out.dtype == _FP8 else self.read_plain
+        for tensor in wanted:
+            shape = tensor.part_shape
             begin, end = end, end + math.prod(shape)
-            flat[begin:end].view(tuple(shape)).copy_(read(name, shape))
+            flat[begin:end].view(shape).copy_(tensor.part_of(read(tensor.name, tensor.shape)))
 
     def close(self) -> None:
         """Free what reading needed. Tensors that were read stay valid."""
@@ -150,31 +171,39 @@ class SafetensorsSource(WeightSource):
         if self._reader is None:
             super().fill(out, wanted)
             return
-        for name, shape in wanted:
-            self.check(name, shape)
-            self._unread.discard(name)
-            if (stored := self._tensors[name].dtype) is not None:
-                _check_format(name, stored, is_fp8=out.dtype == _FP8)
+        pieces = []
+        for tensor in wanted:
+            self.check(tensor.name, tensor.shape)
+            self._unread.discard(tensor.name)
+            stored = self._tensors[tensor.name]
+            if stored.dtype is not None:
+                _check_format(tensor.name, stored.dtype, is_fp8=out.dtype == _FP8)
+            pieces.append(_StoredPart(stored, tensor.ranges, math.prod(tensor.part_shape)))
         flat, end = out.view(-1), 0
-        for dtype, group in groupby((self._tensors[name] for name, _ in wanted), lambda stored: stored.dtype):
-            for tensors in _batches(group, None if dtype == out.dtype else _MAX_CONVERTED_BYTES):
-                begin, end = end, end + sum(math.prod(tensor.shape) for tensor in tensors)
-                self._fill(self._reader, flat[begin:end], dtype, tensors)
+        for dtype, group in groupby(pieces, lambda piece: piece.stored.dtype):
+            for batch in _batches(group, None if dtype == out.dtype else _MAX_CONVERTED_BYTES):
+                begin, end = end, end + sum(piece.count for piece in batch)
+                self._fill(self._reader, flat[begin:end], dtype, batch)
 
     def _fill(
-        self, reader: BulkReader, flat: Tensor, dtype: torch.dtype | None, tensors: Sequence[StoredTensor]
+        self, reader: BulkReader, flat: Tensor, dtype: torch.dtype | None, pieces: Sequence[_StoredPart]
     ) -> None:
         """Fill with tensors that are all stored as `dtype`."""
         if dtype is None:
             raise ModelLoadError(
-                f"tensor {tensors[0].key!r} is stored in a format that PyTorch does not have"
+                f"tensor {pieces[0].stored.key!r} is stored in a format that PyTorch does not have"
             )
+        parts = [part for piece in pieces for part in piece.stored.parts(piece.ranges)]
         if dtype == flat.dtype:
-            reader.fill(flat, [tensor.part for tensor in tensors])
+            reader.fill(flat, parts)
         else:
             stored = torch.empty(len(flat), dtype=dtype, device=flat.device)
-            reader.fill(stored, [tensor.part for tensor in tensors])
+            reader.fill(stored, parts)
             flat.copy_(stored)
+
+    def skip(self, name: str, shape: Sequence[int]) -> None:
+        self.check(name, shape)
+        self._unread.discard(name)
 
     def close(self) -> None:
         if self._reader is not None:
@@ -245,16 +274,28 @@ def _files(folder: Path) -> list[Path]:
     )
 
 
-def _batches(tensors: Iterable[StoredTensor], max_bytes: int | None) -> Iterator[list[StoredTensor]]:
+class _StoredPart(NamedTuple):
+    """A stored tensor, or a part of it."""
+
+    stored: StoredTensor
+    ranges: Ranges
+    count: int  # numbers that are read
+
+    @property
+    def num_bytes(self) -> int:
+        return self.count * self.stored.size // max(1, math.prod(self.stored.shape))
+
+
+def _batches(pieces: Iterable[_StoredPart], max_bytes: int | None) -> Iterator[list[_StoredPart]]:
     """Consecutive tensors of at most `max_bytes` together, or one that is larger."""
-    batch: list[StoredTensor] = []
+    batch: list[_StoredPart] = []
     held = 0
-    for tensor in tensors:
-        if batch and max_bytes is not None and held + tensor.size > max_bytes:
+    for piece in pieces:
+        if batch and max_bytes is not None and held + piece.num_bytes > max_bytes:
             yield batch
             batch, held = [], 0
-        batch.append(tensor)
-        held += tensor.size
+        batch.append(piece)
+        held += piece.num_bytes
     if batch:
         yield batch
 

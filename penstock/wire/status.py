@@ -10,8 +10,9 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +62,8 @@ _FIELDS = EngineStatus._fields
 _IS_INT = tuple(isinstance(value, int) for value in EngineStatus())
 _SIZE = 8 * len(_FIELDS)
 _AFTER_PID = struct.Struct(f"{len(_FIELDS) - 1}d")
-_QUEUED = tuple(_FIELDS.index(name) for name in ("queued_tokens", "queued_prompt_tokens"))
+_STATE = _FIELDS.index("state")
+_QUEUED_TOKENS, _QUEUED_PROMPT_TOKENS = map(_FIELDS.index, ("queued_tokens", "queued_prompt_tokens"))
 
 
 class StatusWriter:
@@ -82,11 +84,22 @@ class StatusWriter:
         self._doubles[2] = began_s
 
 
-class StatusReader:
+class StatusPage(Protocol):
+    """What is known of an engine, or of several as if they were one."""
+
+    def read(self) -> EngineStatus: ...
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether a request that arrives now would wait for others."""
+
+
+class StatusReader(StatusPage):
     """The side of supervisor and API processes. The engine may be started again meanwhile."""
 
     def __init__(self, path: Path) -> None:
         self._values = _map(path, writable=False)
+        self._doubles: Any = self._values.data  # faster to read one value from
 
     def read(self) -> EngineStatus:
         values: list[Any] = [
@@ -98,8 +111,65 @@ class StatusReader:
     @property
     def has_backlog(self) -> bool:
         """Whether anything waits; much cheaper than `read`."""
-        values = self._values
-        return bool(values[_QUEUED[0]] or values[_QUEUED[1]])
+        values = self._doubles
+        return bool(values[_QUEUED_TOKENS] or values[_QUEUED_PROMPT_TOKENS])
+
+    def waiting_tokens(self, asleep_tokens: int) -> float:
+        """Tokens that wait, of all kinds, and `asleep_tokens` more if the engine is not awake; as cheap."""
+        values = self._doubles
+        tokens: float = values[_QUEUED_TOKENS] + values[_QUEUED_PROMPT_TOKENS]
+        return tokens + asleep_tokens if values[_STATE] else tokens  # 0: awake
+
+
+class GroupStatus(StatusPage):
+    """The pages of several engines of one model, read as one."""
+
+    def __init__(self, readers: Sequence[StatusReader], are_ready: Callable[[], Sequence[bool]]) -> None:
+        """`are_ready` tells of each engine whether it gets requests."""
+        self._readers = readers
+        self._are_ready = are_ready
+
+    def _used(self) -> list[StatusReader]:
+        used = [reader for reader, is_ready in zip(self._readers, self._are_ready(), strict=True) if is_ready]
+        return used or list(self._readers)
+
+    @property
+    def has_backlog(self) -> bool:
+        return all(reader.has_backlog for reader in self._used())
+
+    def read(self) -> EngineStatus:
+        """What waits for all engines, and how fast all of them run it."""
+        pages = [reader.read() for reader in self._used()]
+        columns = {name: [getattr(page, name) for page in pages] for name in (*_SUMMED, *_RATES)}
+        totals: dict[str, Any] = {name: sum(columns[name]) for name in _SUMMED}
+        totals |= {name: _total_rate(columns[name]) for name in _RATES}
+        states = {page.sleep_state for page in pages}
+        return EngineStatus(
+            pid=pages[0].pid,
+            heartbeat_s=max(page.heartbeat_s for page in pages),
+            state=next(state for state in _MOST_AWAKE_FIRST if state in states),
+            last_request_s=max(page.last_request_s for page in pages),
+            **totals,
+        )
+
+
+_SUMMED = (
+    *("queued_tokens", "queued_rows", "queued_large_tokens", "queued_prompt_tokens", "device_bytes"),
+    *("small_weight", "large_weight", "prompt_weight"),
+)
+_RATES = ("tokens_per_s", "prompt_tokens_per_s")
+_MOST_AWAKE_FIRST = (
+    EngineSleep.AWAKE,
+    EngineSleep.WAKING,
+    EngineSleep.FALLING_ASLEEP,
+    EngineSleep.ASLEEP,
+)
+
+
+def _total_rate(rates: Sequence[float]) -> float:
+    """The rate of all engines; one that has not measured its own counts like the others."""
+    known = [rate for rate in rates if rate]
+    return sum(known) / len(known) * len(rates) if known else 0.0
 
 
 def create_status_page(path: Path) -> None:

@@ -148,11 +148,11 @@ def test_a_server_shows_aliases_only_where_it_is_told_to(tmp_path: Path) -> None
 
 def test_the_engines_that_are_up_are_told_by_model() -> None:
     up = {
-        labels[0][1]: value
-        for (name, labels), value in parsed(render(0, {"a": True, "b": False})).items()
+        (dict(labels)["model"], dict(labels)["engine"]): value
+        for (name, labels), value in parsed(render(0, {"a": [True], "b": [False, True]})).items()
         if name == "penstock_engine_up"
     }
-    assert up == {"a": 1, "b": 0}
+    assert up == {("a", "0"): 1, ("b", "0"): 0, ("b", "1"): 1}
 
 
 def test_an_unknown_set_of_aliases_is_refused() -> None:

@@ -67,15 +67,15 @@ def run_killed(parts: int, *args: object) -> None:
 _SIGNALS_ITSELF = """
 import os, sys
 from penstock.cli.main import main
-from penstock.cli.parts import Parts
-signal_number, parts, add = int(sys.argv.pop(1)), int(sys.argv.pop(1)), Parts.add
-def counted(self, count, write):
+from penstock.jobs.parts import PartWriter
+signal_number, parts, commit = int(sys.argv.pop(1)), int(sys.argv.pop(1)), PartWriter.commit
+def counted(self, *args):
     global parts
     if parts == 0:
         os.kill(os.getpid(), signal_number)
     parts -= 1
-    add(self, count, write)
-Parts.add = counted
+    commit(self, *args)
+PartWriter.commit = counted
 main()
 """
 

@@ -262,7 +262,7 @@ def test_flags_of_the_command_line_come_before_the_file(serve: Serve, tmp_path: 
         ("port: [", "is not valid YAML"),
         ("strict-fields: maybe", "use true or false"),
         ("port: many", "port"),
-        ("tensor-parallel-size: 2", "--tensor-parallel-size 2 is not supported"),
+        ("pipeline-parallel-size: 2", "--pipeline-parallel-size 2 is not supported"),
         ("config: other.yaml", "no flag of this command"),
     ],
 )

@@ -86,7 +86,7 @@ class Server:
         found = []
         for pid in self.children(ENGINE):
             with contextlib.suppress(OSError):
-                if "engine.status" in Path(f"/proc/{pid}/maps").read_text():
+                if re.search(r"/engine\d*\.status", Path(f"/proc/{pid}/maps").read_text()):
                     found.append(pid)
         return found
 

@@ -95,9 +95,14 @@ def test_a_process_that_stays_stopped_is_replaced(gates: Gates, background: Thre
                 server.wait_for(lambda: server.children(ENGINE) not in ([], [engine]))
         server.wait_ready()
         assert server.post(ROUTE, input="b").status_code == 200
-        counted = 'penstock_restarts_total{process="engine",reason="hung"} '
         lines = server.http.get("/metrics").text.splitlines()
-        assert any(line.startswith(counted) and not line.endswith(" 0.0") for line in lines)
+        counted = [
+            line
+            for line in lines
+            if line.startswith("penstock_restarts_total")
+            and all(label in line for label in ('process="engine"', 'reason="hung"', 'engine="0"'))
+        ]
+        assert len(counted) == 1 and not counted[0].endswith(" 0.0")
         with server.stopped(API) as api:
             server.wait_for(lambda: server.children(API) not in ([], [api]))
         server.wait_ready()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from penstock import Engine
 from penstock.types import Failure, Outcome, PooledOutput, PoolingParams, Request, Task
 from tests.engine.fakes import ManualRunner, PoisonedRunner, expected_values, make_core, run_to_the_end
+from tests.thinning import num_examples
 
 
 def request(
@@ -162,7 +163,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(actions=ACTIONS, tokens=st.integers(1, 6), depth=st.integers(1, 2))
 def test_any_mix_of_arrivals_failures_and_cancellations_ends_every_request_once(
     actions: list[object], tokens: int, depth: int

@@ -20,6 +20,7 @@ from tests.engine.chunked import LENGTHS, check_no_memory_is_held, chunked, rows
 from tests.engine.fakes import ManualRunner, compute, expected_values, make_core, run_to_the_end
 from tests.engine.pair_requests import PAIRS, TEXTS, run, score_request
 from tests.helpers import ints, make_request
+from tests.thinning import num_examples
 
 
 class SmallRunner:
@@ -64,7 +65,7 @@ def run_all(core: EngineCore, runner: SmallRunner) -> dict[str, PooledOutput | F
     raise AssertionError("the core is still busy")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(
     requests=st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=9), min_size=1, max_size=12),
     memory=st.integers(1, 60),

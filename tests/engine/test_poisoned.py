@@ -37,6 +37,7 @@ from penstock.types import (
 from tests.engine.chunked import check_no_memory_is_held, chunked, rows
 from tests.generation.fakes import generation_request
 from tests.helpers import ints
+from tests.thinning import num_examples
 from tests.waiting import wait_until
 
 BLOCK = 4
@@ -392,7 +393,7 @@ def test_a_real_model_gives_the_same_vectors_when_a_step_fails(
 TASKS = st.sampled_from([Task.EMBED, Task.EMBED, Task.TOKEN_EMBED, Task.SCORE])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=num_examples(400), deadline=None)
 @given(
     calls=st.lists(
         st.tuples(TASKS, st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(0, 2)),

@@ -14,6 +14,7 @@ from penstock.engine.loop import EngineCore
 from penstock.errors import DeviceOutOfMemory
 from penstock.types import GeneratePlan, StepPlan, StepResult
 from tests.generation.fakes import Answers, MemoryRunner, continued, generation_request, make_core
+from tests.thinning import num_examples
 
 _GARBAGE = -5
 
@@ -87,7 +88,7 @@ def test_sequences_continue_from_their_known_tokens_when_a_step_fails(depth: int
         assert answers.tokens[name, 0] == continued(prompt, 9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 @given(
     calls=st.lists(
         st.tuples(st.integers(1, 25), st.integers(1, 12), st.integers(0, 2)), min_size=2, max_size=6

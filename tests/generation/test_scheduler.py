@@ -33,6 +33,7 @@ from tests.generation.fakes import (
     run,
 )
 from tests.helpers import ints
+from tests.thinning import num_examples
 
 PROMPTS = [[5, 6, 7], [1], list(range(20)), [9] * 13, [*range(20), 3]]
 
@@ -69,7 +70,7 @@ def test_every_sequence_gets_the_tokens_it_would_get_alone(depth: int, prefixes:
     check_idle(core)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(data=st.data())
 def test_any_arrivals_cancellations_and_failures_leave_nothing_behind(data: st.DataObject) -> None:
     choose = data.draw

@@ -19,7 +19,8 @@ from tests.waiting import PATIENCE_S
 ROOT = Path(penstock.__file__).parent
 
 # Package or top-level module → what it may import besides itself. A line never names a lower line.
-BASE = {"types", "config", "errors", "content", "free_ranges", "handle", "isolation", "backlog", "logs"}
+BASE = {"types", "config", "errors", "content", "free_ranges", "handle", "isolation", "backlog"}
+BASE |= {"balance", "logs"}
 CPU_PACKAGES = BASE | {"checkpoint", "kvcache", "scheduler", "inputs", "outputs"}
 # What an API process may load.
 CLIENT_PACKAGES = BASE | {"checkpoint", "inputs", "outputs", "buffered_metrics"}
@@ -33,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "handle": {"types", "errors"},
     "isolation": set(),
     "backlog": {"errors"},
+    "balance": set(),
     "logs": set(),
     "buffered_metrics": set(),
     "checkpoint": BASE,
@@ -54,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serving": CLIENT_PACKAGES | {"runner", "engine", "wire"},
     "offline": CLIENT_PACKAGES | {"runner", "engine", "wire", "tasks"},
     "jobs": CLIENT_PACKAGES | {"tasks", "offline"},
-    "stores": BASE | {"checkpoint", "jobs"},
+    "stores": CLIENT_PACKAGES | {"offline", "jobs"},
     "batches": BASE,
     "planning": BASE | {"checkpoint"},
     "api": CLIENT_PACKAGES | {"wire", "tasks", "serving", "batches"},
@@ -66,6 +68,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"jobs", "stores", "planning"},
     "__main__": {"cli"},
 }
+# A Serve config file names `build_app` and has the same flags as the command, which it reads late.
+AGAINST_THE_ORDER = {("penstock.scale.serve", "penstock.cli.settings")}
 # An API process loads only these. None of them may import torch, not even inside a function.
 TORCH_FREE = CPU_PACKAGES | {"buffered_metrics", "tasks", "api"}
 HEAVY = {"torch", "triton", "transformers", "sentence_transformers"}
@@ -156,6 +160,7 @@ def test_every_import_is_allowed() -> None:
         str(found)
         for found in own_imports()
         if package(found.target) not in MAY_IMPORT[package(found.module)] | {package(found.module)}
+        and found[:2] not in AGAINST_THE_ORDER
     ]
     assert wrong == []
 

@@ -22,6 +22,7 @@ from penstock.inputs.tokenizer import Tokenizer
 from penstock.types import PoolingParams, Request, Task
 from tests.checkpoints import WORDS, wordpiece_tokenizer, wordpiece_vocabulary
 from tests.helpers import make_spec, row_tokens
+from tests.thinning import num_examples
 
 SCORE = PoolingParams(Task.SCORE)
 
@@ -60,7 +61,7 @@ words = st.lists(st.sampled_from(WORDS[:30]), max_size=12).map(" ".join)
 
 
 @pytest.mark.parametrize("tokenizer", [wordpiece_tokenizer, double_separator])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(
     queries=st.lists(words, min_size=1, max_size=4),
     documents=st.lists(words, min_size=1, max_size=6),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.thinning import ALL_CASES
 
 if find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -38,7 +39,7 @@ THINNED = {
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available() or os.environ.get("PENSTOCK_ALL_CASES"):
+    if torch.cuda.is_available() or ALL_CASES:
         return
     seen: Counter[str] = Counter()
     left_out = []

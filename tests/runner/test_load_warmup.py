@@ -46,7 +46,7 @@ def warm_up(runner: Runner, monkeypatch: pytest.MonkeyPatch, able: bool = True) 
 
     monkeypatch.setattr(language, "precompile", lambda threads: compiling() if able else None)
     settings: Any = SimpleNamespace(max_model_len=100, max_num_batched_tokens=64, chunked=False)
-    load._warm_up(runner, SimpleNamespace(), settings, 0, load.Stopwatch())  # type: ignore[arg-type]
+    load.warm_up_runner(runner, SimpleNamespace(), settings, 0, load.Stopwatch())  # type: ignore[arg-type]
     return runner.steps
 
 

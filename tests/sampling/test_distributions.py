@@ -12,8 +12,9 @@ from penstock.sampling.sampler import Sampler
 from penstock.types import SamplerParams
 from tests.helpers import ints
 from tests.sampling.plain import distribution
+from tests.thinning import num_examples
 
-VOCAB, ROWS, STEPS = 40, 256, 12
+VOCAB, ROWS, STEPS = 40, 256, num_examples(36) // 2
 PROMPT = [3, 3, 5, 20]
 CASES = {
     "temperature": SamplerParams(temperature=0.7),

@@ -17,6 +17,7 @@ from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
 from penstock.scheduler.scheduler import Budget, Chunking, Scheduler
 from tests.generation.fakes import generation_request
 from tests.helpers import make_request
+from tests.thinning import num_examples
 
 STEP = 100  # tokens
 STEP_S = 0.05
@@ -320,7 +321,7 @@ def test_clients_that_have_gone_are_forgotten() -> None:
         max_size=30,
     )
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 def test_with_several_clients_every_row_runs_once_and_the_books_are_right(
     stream: list[tuple[int, str, float, list[int], int, bool]],
 ) -> None:

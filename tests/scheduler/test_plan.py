@@ -11,6 +11,7 @@ from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import OutputDtype, PoolingParams, PoolPlan, Request
 from tests.helpers import ints, make_request, row_tokens
+from tests.thinning import num_examples
 
 PARAMS = [PoolingParams(), PoolingParams(dimensions=4), PoolingParams(dtype=OutputDtype.INT8)]
 
@@ -48,7 +49,7 @@ def rows_in_slots(plan: PoolPlan) -> dict[int, tuple[Request, int]]:
 
 
 @given(shares())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 def test_a_plan_holds_exactly_the_scheduled_rows(given_shares: list[ScheduledRows]) -> None:
     plan = build_plan(given_shares)
     placed = rows_in_slots(plan)
@@ -63,7 +64,7 @@ def test_a_plan_holds_exactly_the_scheduled_rows(given_shares: list[ScheduledRow
 
 
 @given(shares())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 def test_type_ids_and_skips_follow_their_rows_and_default_to_zero(
     given_shares: list[ScheduledRows],
 ) -> None:
@@ -82,7 +83,7 @@ def test_type_ids_and_skips_follow_their_rows_and_default_to_zero(
 
 
 @given(shares())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 def test_rows_are_ordered_by_length_and_groups_cover_them_all(given_shares: list[ScheduledRows]) -> None:
     plan = build_plan(given_shares)
     assert np.all(np.diff(plan.lengths) >= 0)
@@ -100,7 +101,7 @@ def test_rows_are_ordered_by_length_and_groups_cover_them_all(given_shares: list
 
 
 @given(shares())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 def test_every_row_is_in_the_variant_of_its_parameters(given_shares: list[ScheduledRows]) -> None:
     plan = build_plan(given_shares)
     kinds = {share.request.params for share in given_shares}
@@ -118,7 +119,7 @@ def test_every_row_is_in_the_variant_of_its_parameters(given_shares: list[Schedu
 
 
 @given(shares())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=num_examples(50), deadline=None)
 def test_all_integers_of_a_plan_are_int32(given_shares: list[ScheduledRows]) -> None:
     plan = build_plan(given_shares)
     arrays = [plan.token_ids, plan.positions, plan.cu_lengths, plan.lengths, plan.type_ids, plan.skip]
@@ -145,7 +146,7 @@ def test_a_plan_may_hold_a_single_row(lengths: list[int]) -> None:
 
 
 @given(shares())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 def test_rows_with_a_key_limit_form_their_own_groups(given_shares: list[ScheduledRows]) -> None:
     plan = build_plan(given_shares)
     seen: dict[int, int] = {}

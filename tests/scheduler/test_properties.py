@@ -14,6 +14,7 @@ from penstock.scheduler.queue import HEAD_START_S
 from penstock.scheduler.scheduler import Budget, ScheduledRows, Scheduler
 from penstock.types import Request
 from tests.helpers import make_request
+from tests.thinning import num_examples
 
 BUDGET = Budget(max_tokens=32, max_rows=5, max_queued_tokens=200)
 STEP_S = 0.25
@@ -43,7 +44,7 @@ def place(request: Request) -> tuple[float, int]:
 
 
 @given(arrivals)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 def test_every_request_finishes_within_the_steps_that_its_place_in_the_queue_allows(
     stream: list[Arrival],
 ) -> None:
@@ -177,5 +178,5 @@ class Line(RuleBasedStateMachine):
         assert tokens <= BUDGET.max_tokens or rows == 1
 
 
-Line.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+Line.TestCase.settings = settings(max_examples=num_examples(120), stateful_step_count=40, deadline=None)
 TestLine = Line.TestCase

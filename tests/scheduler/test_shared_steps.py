@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.scheduler.scheduler import Budget, ScheduledRows, Scheduler
 from tests.helpers import make_request
+from tests.thinning import num_examples
 
 
 def scheduler_of(tokens: int = 100, rows: int = 100, *, shared: bool = True) -> Scheduler:
@@ -183,7 +184,7 @@ def test_cancelling_a_large_request_keeps_the_books_right() -> None:
         max_size=30,
     )
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 def test_every_row_runs_once_within_the_budget_and_no_request_waits_for_later_ones_for_ever(
     stream: list[tuple[int, list[int], int]],
 ) -> None:

@@ -12,7 +12,9 @@ from penstock.checkpoint.describe import describe
 from penstock.config import EngineConfig, ModelConfig, ServerConfig
 from penstock.serving.child import Child
 from penstock.serving.control import EngineOrder, OrderDone, RoomMade, RoomWanted
+from penstock.serving.engines import ManagedEngine
 from penstock.serving.models import ManagedModel, ModelSet
+from penstock.serving.placement import Placement
 from penstock.serving.sleepers import ENGINE_GONE, Sleepers
 from penstock.wire.status import EngineSleep, EngineStatus, StatusWriter
 
@@ -44,22 +46,27 @@ class Engines:
             engine = EngineConfig(device="null", served_model_name=name)
             child = Child("nothing", process=Process(100 + position))  # type: ignore[arg-type]
             settings = ModelConfig(engine=engine, sleep_after_s=sleep_after_s)
-            model = ManagedModel(position, settings, describe(engine), child, config, folder)
-            model.started_s, model.link = 0.0, FakeLink()  # type: ignore[assignment]
+            spec = describe(engine)
+            model = ManagedModel(position, settings, spec, config, folder, [(child, Placement())])
+            (managed,) = model.engines
+            managed.started_s, managed.link = 0.0, FakeLink()  # type: ignore[assignment]
             self.models.add(model)
             self.pages[name] = StatusWriter(model.folder / "engine.status")
             self.set(name)
         self.sleepers = Sleepers(self.models, config)
 
-    def __getitem__(self, name: str) -> ManagedModel:
+    def model(self, name: str) -> ManagedModel:
         found = self.models.find(name)
         assert found is not None
         return found
 
+    def __getitem__(self, name: str) -> ManagedEngine:
+        return self.model(name).engines[0]
+
     def set(
         self, name: str, used_s: float = 1.0, state: EngineSleep = EngineSleep.AWAKE, num_bytes: int = 100
     ) -> None:
-        pid = self[name].engine_pid
+        pid = self[name].pid
         self.pages[name].publish(
             EngineStatus(pid=pid, last_request_s=used_s, state=state, device_bytes=num_bytes)
         )
@@ -91,6 +98,81 @@ class Engines:
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
+
+
+def two_engines(folder: Path, config: ServerConfig) -> tuple[ManagedModel, Sleepers, list[StatusWriter]]:
+    """A model with two engines, on two GPUs."""
+    engine = EngineConfig(device="null", served_model_name="twice")
+    children = [Child("nothing", process=Process(200 + index)) for index in range(2)]  # type: ignore[arg-type]
+    placements = [Placement(devices=(f"cuda:{index}",)) for index in range(2)]
+    model = ManagedModel(
+        0,
+        ModelConfig(engine=engine),
+        describe(engine),
+        config,
+        folder,
+        list(zip(children, placements, strict=True)),
+    )
+    models, pages = ModelSet(), []
+    models.add(model)
+    for each in model.engines:
+        each.link, each.started_s = FakeLink(), 0.0  # type: ignore[assignment]
+        pages.append(StatusWriter(Path(each.address.status_file or "")))
+        pages[-1].publish(EngineStatus(pid=each.pid, last_request_s=1.0, device_bytes=100))
+    return model, Sleepers(models, config), pages
+
+
+def sent_to(engine: ManagedEngine) -> list[EngineOrder]:
+    return [each for each in engine.link.sent if isinstance(each, EngineOrder)]  # type: ignore[union-attr]
+
+
+def test_an_order_goes_to_all_engines_and_is_done_with_the_last(folder: Path) -> None:
+    model, sleepers, _ = two_engines(folder, ServerConfig())
+    ends: list[str | None] = []
+    sleepers.order(model, "sleep", 1, ends.append)
+    for engine, expected in zip(model.engines, ([], [None]), strict=True):
+        (order,) = sent_to(engine)
+        assert engine.link is not None and order.level == 1
+        sleepers.order_done(engine.link, OrderDone(order.id))
+        assert ends == expected
+
+
+def test_an_order_tells_which_engine_could_not_follow_it(folder: Path) -> None:
+    model, sleepers, _ = two_engines(folder, ServerConfig())
+    model.engines[1].link = None
+    ends: list[str | None] = []
+    sleepers.order(model, "sleep", None, ends.append)
+    (order,) = sent_to(model.engines[0])
+    assert model.engines[0].link is not None and ends == []
+    sleepers.order_done(model.engines[0].link, OrderDone(order.id))
+    assert ends == ["engine 1 of twice does not run"]
+
+
+def test_a_model_is_idle_when_all_its_engines_are(folder: Path) -> None:
+    model, sleepers, pages = two_engines(folder, ServerConfig(sleep_after_s=10))
+    pages[1].publish(EngineStatus(pid=model.engines[1].pid, last_request_s=9.0))
+    sleepers.apply(15.0)
+    assert not sent_to(model.engines[0]) and not sent_to(model.engines[1])
+    sleepers.apply(19.0)
+    assert len(sent_to(model.engines[0])) == len(sent_to(model.engines[1])) == 1
+
+
+def test_for_memory_only_the_engines_of_the_device_sleep_and_never_those_of_the_same_model(
+    folder: Path,
+) -> None:
+    model, sleepers, _ = two_engines(folder, ServerConfig())
+    (folder / "others").mkdir()
+    others = Engines(folder / "others", ServerConfig(), "b")
+    others["b"].device = "cuda:1"
+    sleepers._models._models[9] = others.model("b")
+    link = others["b"].link
+    assert link is not None
+    sleepers.room_wanted(link, RoomWanted(1, 50))
+    assert not sent_to(model.engines[0]) and len(sent_to(model.engines[1])) == 1
+    own = model.engines[0].link
+    assert own is not None
+    sleepers.room_wanted(own, RoomWanted(2, 50))
+    assert [type(each) for each in own.sent] == [RoomMade]  # type: ignore[attr-defined]
 
 
 def test_an_idle_model_sleeps_once_and_a_used_one_does_not(folder: Path) -> None:
@@ -164,7 +246,7 @@ def test_the_memory_of_an_engine_that_dies_is_free(folder: Path) -> None:
     engines = Engines(folder, ServerConfig(), "ab")
     engines.want_room("a", 100)
     errors: list[str | None] = []
-    engines.sleepers.order(engines["b"], "wake", None, errors.append)
+    engines.sleepers.order(engines.model("b"), "wake", None, errors.append)
     engines.sleepers.engine_exited(engines["b"])
     assert engines.rooms_made("a") == 1 and errors == [ENGINE_GONE]
 
@@ -179,7 +261,7 @@ def test_models_of_another_device_do_not_sleep_for_it(folder: Path) -> None:
 def test_a_model_that_falls_asleep_already_is_waited_for(folder: Path) -> None:
     engines = Engines(folder, ServerConfig(sleep_after_s=10), "ab")
     ends: list[str | None] = []
-    engines.sleepers.order(engines["b"], "sleep", 1, ends.append)
+    engines.sleepers.order(engines.model("b"), "sleep", 1, ends.append)
     engines.want_room("a", 100)
     assert engines.orders("b") == ["sleep"] and engines.rooms_made("a") == 0
     engines.slept("b")

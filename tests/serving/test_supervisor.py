@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from unittest.mock import Mock
 
 import msgspec
@@ -18,6 +19,7 @@ from penstock.config import EngineConfig, ModelConfig, ServerConfig
 from penstock.errors import ConfigError, StartFailed
 from penstock.serving import supervisor as module
 from penstock.serving.control import ApiAttached, ApiConnected, ApiServes
+from penstock.serving.engines import ManagedEngine
 from penstock.serving.models import ManagedModel
 from penstock.serving.supervisor import Supervisor
 from penstock.wire.status import EngineStatus, StatusWriter
@@ -49,13 +51,18 @@ def engine_of(supervisor: Supervisor, name: str = "a") -> ManagedModel:
     return model
 
 
+def first_engine(supervisor: Supervisor, name: str = "a") -> ManagedEngine:
+    return engine_of(supervisor, name).engines[0]
+
+
 def fail_to_start(supervisor: Supervisor, kind: str, code: int, times: int) -> None:
     api, model = supervisor.apis[0], engine_of(supervisor)
-    child = model.child if kind == "engine" else api.child
+    (engine,) = model.engines
+    child = engine.child if kind == "engine" else api.child
     for _ in range(times):
         child.has_served, child.num_failed_starts = False, child.num_failed_starts + 1
         if kind == "engine":
-            supervisor._on_engine_exit(model, code)
+            supervisor._on_engine_exit(model, engine, code)
         else:
             supervisor._on_api_exit(api, code)
 
@@ -74,25 +81,25 @@ def test_the_third_failed_start_gives_up_with_the_reason(
 
 
 def test_a_process_that_has_ever_served_is_restarted_for_as_long_as_it_takes(supervisor: Supervisor) -> None:
-    for kind, child in (("engine", engine_of(supervisor).child), ("API", supervisor.apis[0].child)):
+    for kind, child in (("engine", first_engine(supervisor).child), ("API", supervisor.apis[0].child)):
         child.mark_served()
         fail_to_start(supervisor, kind, 1, 10)
 
 
 def test_a_process_has_served_once_it_says_so_itself(supervisor: Supervisor) -> None:
-    api, model = supervisor.apis[0], engine_of(supervisor)
-    api.child.process, model.child.process = Mock(pid=7), Mock(pid=7)
-    assert not api.serves and not model.serves
+    api, engine = supervisor.apis[0], first_engine(supervisor)
+    api.child.process, engine.child.process = Mock(pid=7), Mock(pid=7)
+    assert not api.serves and not engine.serves
     link = Mock()
     supervisor._handle(link, ApiAttached(7))
     assert not api.serves
     supervisor._handle(link, ApiServes())
-    StatusWriter(model.folder / "engine.status").publish(EngineStatus(pid=7))
-    assert api.serves and model.serves
-    assert not engine_of(supervisor, "b").serves
-    api.child.process, model.child.process = Mock(pid=8), Mock(pid=8)
-    assert not api.serves and not model.serves
-    api.child.process = model.child.process = None
+    StatusWriter(Path(engine.address.status_file or "")).publish(EngineStatus(pid=7))
+    assert api.serves and engine.serves
+    assert not first_engine(supervisor, "b").serves
+    api.child.process, engine.child.process = Mock(pid=8), Mock(pid=8)
+    assert not api.serves and not engine.serves
+    api.child.process = engine.child.process = None
 
 
 def test_two_models_need_different_names(supervisor: Supervisor) -> None:
@@ -154,8 +161,9 @@ def test_a_process_stands_by_beside_a_gpu_or_where_it_is_asked_for(
 
 def test_an_api_process_is_connected_once_it_names_the_engine_that_runs(supervisor: Supervisor) -> None:
     api, model, link = supervisor.apis[0], engine_of(supervisor), Mock()
-    api.child.process, model.child.process = Mock(pid=7), Mock(pid=8)
-    assert not api.is_connected_to(model)
+    (engine,) = model.engines
+    api.child.process, engine.child.process = Mock(pid=7), Mock(pid=8)
+    assert not api.is_connected_to(model, engine)
     supervisor._handle(link, ApiAttached(7))
     supervisor._handle(link, ApiServes())
     for number, engine_pid, expected in (
@@ -164,7 +172,7 @@ def test_an_api_process_is_connected_once_it_names_the_engine_that_runs(supervis
         (model.number, 8, True),
     ):
         supervisor._handle(link, ApiConnected(number, engine_pid))
-        assert api.is_connected_to(model) is expected
-    model.child.process = Mock(pid=10)
-    assert not api.is_connected_to(model), "its engine was replaced"
-    api.child.process = model.child.process = None
+        assert api.is_connected_to(model, engine) is expected
+    engine.child.process = Mock(pid=10)
+    assert not api.is_connected_to(model, engine), "its engine was replaced"
+    api.child.process = engine.child.process = None

@@ -36,7 +36,7 @@ async def metrics(call: Call) -> Reply:
     """Show the Prometheus metrics of all processes of this server."""
     call.metrics.publish()
     state = call.state
-    engines_up = {name: model.engine.ready for name, model in state.models.items()}
+    engines_up = {name: model.engines_ready for name, model in state.models.items()}
     kinds = {name: kind for name, model in state.models.items() if (kind := tei_kind(model.spec.tasks))}
     text = render(state.in_flight, engines_up, state.config.metric_aliases, kinds)
     return Reply(text, b"text/plain; version=0.0.4; charset=utf-8")

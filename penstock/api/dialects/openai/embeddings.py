@@ -52,6 +52,8 @@ class ModelEntry(msgspec.Struct, kw_only=True):
     late: LateLayout | None  # of a late-interaction model
     has_chat_template: bool  # /v1/chat/completions works
     token_style: TokenStyle  # how its tokens write spaces, parts of words and bytes
+    engines: int  # that hold the model (`--data-parallel-size`)
+    engines_ready: int  # of these, that can serve
     state: ModelState  # a model that sleeps wakes for a request; one that starts or restarts gives 503
 
 
@@ -96,6 +98,8 @@ def model_entry(name: str, model: ServedModel) -> ModelEntry:
         late=None if late is None else late.layout,
         has_chat_template=spec.generates and text.generation.chat.exists,
         token_style=text.tokenizer.token_style,
+        engines=len(model.engines_ready),
+        engines_ready=sum(model.engines_ready),
         state=model.state,
     )
 

@@ -1,0 +1,106 @@
+"""Which engine of a model gets a request. Pure: no sockets, no clock.
+
+A request goes to the engine with the fewest queued tokens. One whose query or prefix an engine has computed
+before prefers that engine, unless so much more waits there that computing it again elsewhere is sooner done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+MAX_KNOWN_KEYS = 1 << 15
+UNAVAILABLE = math.inf  # the load of an engine that gets no requests
+
+
+class Affinity(NamedTuple):
+    """What an engine may have kept of earlier requests."""
+
+    keys: Sequence[bytes]  # of ever longer prefixes, or of the query alone
+    tokens_per_key: int  # that need not run again where a key is known
+
+    def saved_tokens(self, number: int) -> int:
+        return (number + 1) * self.tokens_per_key
+
+
+class Balancer:
+    """Chooses engines, and remembers which of them last computed a prefix or a query."""
+
+    def __init__(self, max_known_keys: int = MAX_KNOWN_KEYS) -> None:
+        self._known: OrderedDict[bytes, int] = OrderedDict()  # key → engine, the least recently used first
+        self._max_known_keys = max_known_keys
+        self._next = 0  # breaks ties, so that idle engines take turns
+
+    def choose(
+        self, loads: Sequence[float], affinity: Affinity | None = None, *, slack_tokens: int = 0
+    ) -> int | None:
+        """The engine for a request; None if all are unavailable.
+
+        `loads` are the queued tokens of each engine. An engine that has what the request needs may have more
+        queued than the least loaded one: by as many tokens as it saves, or by `slack_tokens` if that is more.
+        """
+        least = self._least_loaded(loads)
+        if least is None or affinity is None:
+            return least
+        chosen = self._prefer(loads, loads[least], affinity, slack_tokens)
+        chosen = least if chosen is None else chosen
+        self._remember(affinity.keys, chosen)
+        return chosen
+
+    def _least_loaded(self, loads: Sequence[float]) -> int | None:
+        """The first of them from where the last search ended."""
+        size = len(loads)
+        least, index = UNAVAILABLE, self._next
+        found = None
+        for _ in range(size):
+            if loads[index := index % size] < least:
+                least, found = loads[index], index
+            index += 1
+        if found is not None:
+            self._next = (found + 1) % size
+        return found
+
+    def _prefer(
+        self, loads: Sequence[float], least: float, affinity: Affinity, slack_tokens: int
+    ) -> int | None:
+        """The engine that has the longest prefix, or where a new one belongs; None if it is too busy."""
+        for number in range(len(affinity.keys) - 1, -1, -1):
+            engine = self._known.get(affinity.keys[number])
+            if engine is not None and loads[engine] != UNAVAILABLE:
+                slack = max(slack_tokens, affinity.saved_tokens(number))
+                return engine if loads[engine] - least <= slack else None
+        first = home(affinity.keys[0], loads)
+        return first if loads[first] - least <= slack_tokens else None
+
+    def _remember(self, keys: Sequence[bytes], engine: int) -> None:
+        known = self._known
+        for key in keys:
+            known[key] = engine
+            known.move_to_end(key)
+        while len(known) > self._max_known_keys:
+            known.popitem(last=False)
+
+
+def home(key: bytes, loads: Sequence[float]) -> int:
+    """The available engine that a key belongs to. All processes agree, and only the keys of an engine that
+    becomes unavailable move (rendezvous hashing)."""
+    available = [index for index, load in enumerate(loads) if load != UNAVAILABLE]
+    return max(available, key=lambda index: hashlib.blake2b(key, salt=index.to_bytes(2)).digest())
+
+
+def divide(loads: Sequence[float], num_tokens: int, min_tokens: int) -> list[int]:
+    """How many tokens of a large request each engine takes, so that all finish at about the same time. An
+    engine that would get fewer than `min_tokens` gets none."""
+    taking = sorted((index for index, load in enumerate(loads) if load != UNAVAILABLE), key=loads.__getitem__)
+    shares = [0] * len(loads)
+    while taking:
+        level = (sum(loads[index] for index in taking) + num_tokens) / len(taking)
+        if len(taking) == 1 or level - loads[taking[-1]] >= min_tokens:
+            break
+        taking.pop()
+    for index in taking:
+        shares[index] = int(level - loads[index])
+    return shares

@@ -1,0 +1,254 @@
+"""Opens inputs: a file, stdin, several files, a folder, a pattern, a Lance dataset, or URIs of these."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, TypeVar, cast
+
+import msgspec
+
+from penstock.errors import BadValue
+from penstock.jobs.formats import InputFormat
+from penstock.jobs.records import RecordSource
+from penstock.jobs.remote import is_remote, local_path, open_file_system, version_of
+from penstock.jobs.rows import Chunk, Columns, Source, check_columns
+from penstock.jobs.tables import LanceSource, ParquetSource, TableSource
+
+STDIN = "-"
+BY_EXTENSION = {
+    ".jsonl": InputFormat.JSONL,
+    ".ndjson": InputFormat.JSONL,
+    ".csv": InputFormat.CSV,
+    ".parquet": InputFormat.PARQUET,
+    ".txt": InputFormat.TEXT,
+    ".text": InputFormat.TEXT,
+    ".lance": InputFormat.LANCE,
+}
+IMAGE_EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"})
+_BUFFER_BYTES = 1 << 20
+F = TypeVar("F")
+
+
+class InputFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One file of an input, or one Lance dataset."""
+
+    location: str  # path or URI
+    form: InputFormat
+    size: int | None = None  # bytes; None if unknown
+    version: str = ""  # changes when the file does
+
+    def open(self) -> Source:
+        if self.form is InputFormat.LANCE:
+            return LanceSource(self.location)
+        if is_remote(self.location):
+            file_system, path = open_file_system(self.location, "input")
+            stream: BinaryIO = file_system.open(path, "rb")
+            if self.form is InputFormat.PARQUET:
+                return ParquetSource(stream, self.location)
+            return RecordSource(stream, self.location, self.form, self.size)
+        if self.form is InputFormat.PARQUET:
+            return ParquetSource(self.location, self.location)
+        stream = cast(BinaryIO, open(self.location, "rb", buffering=_BUFFER_BYTES))  # noqa: SIM115, PTH123
+        return RecordSource(stream, self.location, self.form, self.size)
+
+
+def open_source(path: str, wanted: InputFormat | None) -> Source:
+    """One input of any kind."""
+    return open_inputs(find_files([path], wanted), wanted)
+
+
+def open_inputs(files: Sequence[InputFile], wanted: InputFormat | None) -> Source:
+    """Files that `find_files` has found; none of them: stdin."""
+    if not files:
+        return _open_stdin(wanted)
+    return files[0].open() if len(files) == 1 else ChainedSource(files)
+
+
+def find_files(inputs: Sequence[str], wanted: InputFormat | None) -> list[InputFile]:
+    """The files that the inputs name, in order; those of a folder or a pattern by name. None for stdin."""
+    if STDIN in inputs:
+        if len(inputs) > 1:
+            raise BadValue("stdin (-) cannot be combined with files", param="input")
+        _check_stdin(wanted)
+        return []
+    found = [file for each in inputs for file in _find(each, wanted)]
+    if not found:
+        raise BadValue(f"{', '.join(inputs)} names no files", param="input")
+    return found
+
+
+def describe_files(files: Sequence[InputFile]) -> dict[str, Any]:
+    """What tells this input from another, and from the same input after a change."""
+    if len(files) == 1:
+        file = files[0]
+        return {"input": file.location, "input_size": file.size, "input_version": file.version}
+    digest = hashlib.blake2b(msgspec.json.encode(list(files)), digest_size=16).hexdigest()
+    return {"input_files": len(files), "input_size": sum(file.size or 0 for file in files), "input": digest}
+
+
+def by_extension(name: str, known: Mapping[str, F], flag: str) -> F:
+    path = PurePosixPath(name)
+    if (form := known.get(path.suffix.lower())) is None:
+        raise BadValue(f"{path.name} has no known extension ({', '.join(known)}); give {flag}", param=flag)
+    return form
+
+
+def _find(given: str, wanted: InputFormat | None) -> list[InputFile]:
+    if is_remote(given):
+        return _find_remote(given, wanted)
+    path = Path(local_path(given))
+    if not path.exists() and glob.has_magic(given):
+        matches = sorted(glob.glob(local_path(given), recursive=True))  # noqa: PTH207 - may be absolute
+        if not matches:
+            raise BadValue(f"no file matches {given}", param="input")
+        return [file for match in matches for file in _find_local(Path(match), wanted)]
+    return _find_local(path, wanted)
+
+
+def _find_local(path: Path, wanted: InputFormat | None) -> list[InputFile]:
+    if path.is_dir():
+        if wanted is InputFormat.LANCE or (wanted is None and path.suffix == ".lance"):
+            return [_lance_dataset(str(path.resolve()))]
+        files = [file for file in sorted(path.rglob("*")) if file.is_file() and _is_visible(file, path)]
+        chosen = _with_known_extension([str(file) for file in files], str(path), wanted)
+        return [_local_file(Path(file), wanted) for file in chosen]
+    if not path.is_file():
+        raise BadValue(f"there is no file {path}", param="input")
+    return [_local_file(path, wanted)]
+
+
+def _local_file(path: Path, wanted: InputFormat | None) -> InputFile:
+    form = wanted or by_extension(path.name, BY_EXTENSION, "--format")
+    stat = path.stat()
+    return InputFile(
+        location=str(path.resolve()), form=form, size=stat.st_size, version=str(stat.st_mtime_ns)
+    )
+
+
+def _is_visible(file: Path, folder: Path) -> bool:
+    return not any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
+
+
+def _find_remote(given: str, wanted: InputFormat | None) -> list[InputFile]:
+    if wanted is InputFormat.LANCE or (wanted is None and given.rstrip("/").endswith(".lance")):
+        return [_lance_dataset(given)]
+    file_system, path = open_file_system(given, "input")
+    try:
+        if glob.has_magic(path):
+            found = sorted(file_system.glob(path))
+        elif file_system.isdir(path):
+            found = _with_known_extension(sorted(file_system.find(path)), given, wanted)
+        else:
+            found = [path]
+        infos = [(each, file_system.info(each)) for each in found]
+    except FileNotFoundError:
+        raise BadValue(f"there is no file {given}", param="input") from None
+    except OSError as error:
+        raise BadValue(f"{given} cannot be read: {error}", param="input") from None
+    return [
+        InputFile(
+            location=file_system.unstrip_protocol(each),
+            form=wanted or by_extension(each, BY_EXTENSION, "--format"),
+            size=info.get("size"),
+            version=version_of(info),
+        )
+        for each, info in infos
+        if info.get("type") != "directory"
+    ]
+
+
+def _lance_dataset(location: str) -> InputFile:
+    with LanceSource(location) as dataset:
+        assert isinstance(dataset, LanceSource)
+        return InputFile(location=location, form=InputFormat.LANCE, version=str(dataset.version))
+
+
+def _with_known_extension(files: Sequence[str], folder: str, wanted: InputFormat | None) -> list[str]:
+    """The files of a folder that can be read. With a format of its own, all of them."""
+    known = [file for file in files if wanted or PurePosixPath(file).suffix.lower() in BY_EXTENSION]
+    if known:
+        return known
+    if any(PurePosixPath(file).suffix.lower() in IMAGE_EXTENSIONS for file in files):
+        raise BadValue(
+            f"{folder} holds images; the models that Penstock runs read text only, so give texts",
+            param="input",
+        )
+    raise BadValue(f"{folder} holds no file of a known format ({', '.join(BY_EXTENSION)})", param="input")
+
+
+def _check_stdin(wanted: InputFormat | None) -> None:
+    if wanted not in (InputFormat.JSONL, InputFormat.CSV, InputFormat.TEXT):
+        raise BadValue("stdin needs --format jsonl, csv or text", param="--format")
+
+
+def _open_stdin(wanted: InputFormat | None) -> Source:
+    assert wanted is not None
+    stream = open(0, "rb", closefd=False)  # noqa: SIM115 - a reader of our own, not sys.stdin's, which is
+    # locked while a thread waits in it and would stop the interpreter from ending after ctrl-C.
+    return RecordSource(stream, "stdin", wanted, None)
+
+
+class ChainedSource(Source):
+    """Several files, one after another. A chunk never holds rows of two files."""
+
+    def __init__(self, files: Sequence[InputFile]) -> None:
+        self._files = files
+        self._counts: list[int | None] = [None] * len(files)
+        with files[0].open() as first:
+            super().__init__(f"{files[0].location} and {len(files) - 1} more", first.names, first.text_names)
+        if all(file.form in (InputFormat.PARQUET, InputFormat.LANCE) for file in files):
+            self._counts = [_num_rows(file) for file in files]
+
+    @property
+    def file_rows(self) -> tuple[int, ...] | None:
+        counts = tuple(count for count in self._counts if count is not None)
+        return counts if len(counts) == len(self._counts) else None
+
+    def chunks(self, columns: Columns, *, start: int, stop: int | None, size: int) -> Iterator[Chunk]:
+        before = 0  # rows of the files before this one
+        for index, file in enumerate(self._files):
+            if stop is not None and before >= stop:
+                return
+            count = self._counts[index]
+            if count is not None and before + count <= start:
+                before += count
+                continue
+            with file.open() as source:
+                source.skips_bad_rows = self.skips_bad_rows
+                if source.names:
+                    check_columns(source, columns)
+                end = before
+                for chunk in source.chunks(
+                    columns,
+                    start=0 if count is None else max(0, start - before),
+                    stop=_less(stop, before),
+                    size=size,
+                ):
+                    end = before + chunk.end
+                    if end > start:
+                        yield chunk.shifted(before, self._share_read(index, chunk.read))
+            before = end if count is None else before + count
+
+    def empty_chunk(self, columns: Columns) -> Chunk:
+        with self._files[0].open() as first:
+            return first.empty_chunk(columns)
+
+    def close(self) -> None:
+        pass
+
+    def _share_read(self, index: int, read: float | None) -> float | None:
+        sizes = [file.size or 1 for file in self._files]
+        return (sum(sizes[:index]) + sizes[index] * (read or 0.0)) / sum(sizes)
+
+
+def _less(stop: int | None, rows: int) -> int | None:
+    return None if stop is None else stop - rows
+
+
+def _num_rows(file: InputFile) -> int:
+    with file.open() as source:
+        assert isinstance(source, TableSource)
+        return source.file_rows[0]

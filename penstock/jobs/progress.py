@@ -1,0 +1,78 @@
+"""What a job says while it runs: a progress bar on a terminal, elsewhere a line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+LOG_SECONDS = 30.0
+Advance = Callable[[int, float | None], None]  # rows done, and the share of the input
+
+
+def report_line(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+@contextmanager
+def show_progress(rows: int) -> Iterator[Advance]:
+    """Progress of a run that begins with `rows` rows done."""
+    if sys.stderr.isatty():
+        with _bar(rows) as advance:
+            yield advance
+    else:
+        yield _log_lines(rows, time.monotonic)
+
+
+def _log_lines(rows: int, clock: Callable[[], float], every_s: float = LOG_SECONDS) -> Advance:
+    began_s = said_s = clock()
+    done, first_share = rows, None
+
+    def advance(count: int, share: float | None) -> None:
+        nonlocal done, said_s, first_share
+        done += count
+        first_share = share if first_share is None else first_share
+        if clock() - said_s < every_s:
+            return
+        said_s = clock()
+        report_line(f"{done:,} rows{_time_left(first_share, share, said_s - began_s)}")
+
+    return advance
+
+
+def _time_left(first_share: float | None, share: float | None, elapsed_s: float) -> str:
+    if share is None or first_share is None:
+        return ""
+    shown = f", {share:.1%}"
+    if share <= first_share:
+        return shown
+    left_s = elapsed_s * (1.0 - share) / (share - first_share)
+    return f"{shown}, {duration(left_s)} left"
+
+
+def duration(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
+
+
+@contextmanager
+def _bar(rows: int) -> Iterator[Advance]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        BarColumn(),
+        TextColumn("{task.fields[rows]:,} rows"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None, rows=rows)
+
+        def advance(count: int, share: float | None) -> None:
+            done = bar.tasks[0].fields["rows"] + count
+            bar.update(task, rows=done, total=None if share is None else 1.0, completed=share or 0.0)
+
+        yield advance

@@ -1,0 +1,163 @@
+"""What a corpus and its queries cost: GPU hours, vectors, traffic, memory. Pure arithmetic on a rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.errors import BadValue
+from penstock.planning.predict import Rate
+from penstock.planning.rates import ServingRate
+
+DTYPES = {"float32": 32, "float16": 16, "int8": 8, "binary": 1}  # bits of a stored number
+BYTES_PER_TOKEN = 4.5  # of English text; measured on a sample if there is one
+SPARSE_TERMS = 200  # non-zero weights of a SPLADE vector, unless the user knows better
+_TOKEN_ID_BYTES, _SPARSE_TERM_BYTES, _SCORE_BYTES, _ID_BYTES = 4, 8, 4, 8
+_BASE64 = 4 / 3
+_JSON_NUMBER_BYTES = 12  # of a float32 as decimal digits, with its comma
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The texts of a job."""
+
+    docs: int
+    lengths: Sequence[int]  # tokens of the texts: a sample, or the mean alone
+    bytes_per_doc: float
+    num_truncated: int = 0  # of `lengths`, which the model's limit has shortened
+    from_sample: bool = False
+
+    @property
+    def mean_tokens(self) -> float:
+        return float(np.mean(self.lengths))
+
+    @property
+    def tokens(self) -> float:
+        return self.docs * self.mean_tokens
+
+    def quantile(self, share: float) -> float:
+        return float(np.quantile(self.lengths, share))
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the model gives for a text."""
+
+    dense: int | None = None  # numbers of its vector
+    token_vector: int | None = None  # numbers of each token's vector, of a late-interaction model
+    sparse_terms: float | None = None
+    scores: int | None = None  # of a reranker or classifier
+
+
+@dataclass(frozen=True)
+class StoredKind:
+    """One kind of output in one number format."""
+
+    kind: str  # dense | multi-vector | sparse | scores
+    dtype: str
+    bytes_per_doc: float
+
+    def total(self, docs: int) -> float:
+        return self.bytes_per_doc * docs
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The job on GPUs."""
+
+    gpu_hours: float
+    low_hours: float  # the range of the rate
+    high_hours: float
+    gpus: int
+    price: float | None  # of a GPU for an hour
+
+    @property
+    def wall_hours(self) -> float:
+        return self.gpu_hours / self.gpus
+
+    @property
+    def cost(self) -> float | None:
+        return None if self.price is None else self.price * self.gpu_hours
+
+    def gpus_within(self, hours: float) -> int:
+        """GPUs that finish within `hours`."""
+        return max(1, math.ceil(self.gpu_hours / hours))
+
+
+@dataclass(frozen=True)
+class Serving:
+    """GPUs for a stream of queries."""
+
+    qps: float
+    query_tokens: float
+    utilization: float
+    qps_per_gpu: float  # at that utilization
+    limit: str  # device | host
+
+    @property
+    def gpus(self) -> int:
+        return max(1, math.ceil(self.qps / self.qps_per_gpu - 1e-9))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that cross the network, without headers."""
+
+    text: float
+    token_ids: float
+    vectors: dict[str, float]  # by encoding
+
+
+def compute(corpus: Corpus, rate: Rate, gpus: int, price: float | None) -> Compute:
+    """GPU hours of a corpus: the time of every row of the sample, for as many texts as there are."""
+    hours = corpus.docs * rate.seconds_of_rows(corpus.lengths) / len(corpus.lengths) / 3600
+    return Compute(hours, hours * rate.low, hours * rate.high, gpus, price)
+
+
+def storage(corpus: Corpus, outputs: Outputs) -> list[StoredKind]:
+    """Bytes of the stored outputs of a text, in every number format. Indexes and ids are not included."""
+    kinds = []
+    if outputs.dense is not None:
+        kinds += [
+            StoredKind("dense", name, packed_bytes(outputs.dense, bits)) for name, bits in DTYPES.items()
+        ]
+    if outputs.token_vector is not None:
+        kinds += [
+            StoredKind("multi-vector", name, corpus.mean_tokens * packed_bytes(outputs.token_vector, bits))
+            for name, bits in DTYPES.items()
+        ]
+    if outputs.sparse_terms is not None:
+        kinds.append(StoredKind("sparse", "int32 + float32", outputs.sparse_terms * _SPARSE_TERM_BYTES))
+    if outputs.scores is not None:
+        kinds.append(StoredKind("scores", "float32", float(outputs.scores * _SCORE_BYTES)))
+    return kinds
+
+
+def packed_bytes(numbers: int, bits: int) -> float:
+    """Bytes of a vector; one bit a number is packed into whole bytes."""
+    return float(-(-numbers * bits // 8))
+
+
+def traffic(corpus: Corpus, stored: Sequence[StoredKind]) -> Traffic:
+    """What a client and a server exchange for the corpus, with vectors in float32."""
+    plain = sum(kind.total(corpus.docs) for kind in stored if kind.dtype in ("float32", "int32 + float32"))
+    vectors = {"bytes": plain, "base64": plain * _BASE64, "JSON numbers": plain / 4 * _JSON_NUMBER_BYTES}
+    return Traffic(corpus.docs * corpus.bytes_per_doc, corpus.tokens * _TOKEN_ID_BYTES, vectors)
+
+
+def serving(
+    qps: float, query_tokens: float, utilization: float, rate: Rate, host: ServingRate | None
+) -> Serving:
+    """GPUs for `qps` single queries a second. `host`: what the processes around one engine answer at most."""
+    if not 0 < utilization <= 1:
+        raise BadValue(
+            f"--utilization is {utilization:g}; give a share above 0, up to 1, such as 0.6",
+            param="--utilization",
+        )
+    device = 1.0 / rate.seconds_of_rows([query_tokens])
+    answered = math.inf if host is None else host.requests_per_s
+    limit = "device" if device <= answered else "host"
+    return Serving(qps, query_tokens, utilization, utilization * min(device, answered), limit)

@@ -1,0 +1,254 @@
+"""The processes of the ranks from 1 on: rank 0 starts them, and watches them.
+
+They are children of the process that rank 0 is. They end with it, because their socket closes. If one of them
+ends first, or reports an error, rank 0 gives up: nothing can be computed without a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import shutil
+import socket
+import struct
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock, Thread
+from typing import IO, cast
+
+import msgspec
+
+from penstock.checkpoint.spec import ModelSpec
+from penstock.config import Resolved
+from penstock.errors import DeviceFailed, ModelLoadError
+from penstock.isolation import isolated_environment, isolated_python
+from penstock.logs import JsonFormatter
+from penstock.runner.parallel.plans import Message
+from penstock.runner.parallel.ring import PlanWriter, create_memory, receive
+
+log = logging.getLogger("penstock.parallel")
+RANK_MODULE = "penstock.runner.parallel.rank"
+_LENGTH = struct.Struct("<q")
+_STOP_TIMEOUT_S = 10.0
+
+
+class RankLaunch(msgspec.Struct, frozen=True):
+    """The configuration of one rank, which comes over its standard input."""
+
+    rank: int
+    device: str
+    uses_nccl: bool
+    spec: ModelSpec
+    settings: Resolved
+    memory: int  # descriptor of the plans' memory
+    connection: int  # descriptor of the socket to rank 0
+    meeting: str  # the file by which ranks meet
+    log_level: str
+    log_format: str
+
+
+class Built(msgspec.Struct, frozen=True, tag=True):
+    """A rank has its share of the model."""
+
+    num_blocks: int = 0  # of the KV cache, that its device has room for
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """All ranks have: meet, and take plans. Sent by rank 0."""
+
+    num_blocks: int = 0  # that every rank has
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A rank cannot go on."""
+
+    message: str
+
+
+RankMessage = Built | Failed
+
+
+def send_message(connection: socket.socket, message: msgspec.Struct) -> None:
+    content = msgspec.json.encode(message)
+    connection.sendall(_LENGTH.pack(len(content)) + content)
+
+
+def receive_message(connection: socket.socket) -> bytes | None:
+    """The next message as JSON; None if the other end is closed."""
+    if (length := receive(connection, _LENGTH.size)) is None:
+        return None
+    return receive(connection, _LENGTH.unpack(length)[0])
+
+
+class Ranks:
+    """The other ranks, as rank 0 sees them."""
+
+    def __init__(self, spec: ModelSpec, settings: Resolved, devices: list[str], *, uses_nccl: bool) -> None:
+        """Start a process for each rank from 1 on. `devices` has one for every rank."""
+        self.failure: DeviceFailed | None = None
+        self._uses_nccl = uses_nccl
+        self._on_failed: list[Callable[[DeviceFailed], None]] = []
+        self._lock = Lock()
+        self._is_closing = False
+        self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
+        self.meeting = str(self._folder / "meeting")
+        self._sockets: list[socket.socket] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._wake, self._woken = socket.socketpair()
+        self._watcher: Thread | None = None
+        self._plans: PlanWriter | None = None
+        memory = create_memory()
+        try:
+            for rank, device in enumerate(devices[1:], start=1):
+                self._spawn(rank, device, spec, settings, memory)
+            self._plans = PlanWriter(memory, self._sockets, self.check)
+        except BaseException:
+            self.close()
+            raise
+
+    def _spawn(self, rank: int, device: str, spec: ModelSpec, settings: Resolved, memory: int) -> None:
+        ours, theirs = socket.socketpair()
+        self._sockets.append(ours)
+        level, format = _logging()
+        launch = RankLaunch(
+            rank=rank,
+            device=device,
+            uses_nccl=self._uses_nccl,
+            spec=spec,
+            settings=settings,
+            memory=memory,
+            connection=theirs.fileno(),
+            meeting=self.meeting,
+            log_level=level,
+            log_format=format,
+        )
+        with theirs:
+            process = subprocess.Popen(
+                isolated_python("-m", RANK_MODULE),
+                stdin=subprocess.PIPE,
+                pass_fds=(memory, theirs.fileno()),
+                env=isolated_environment(),
+            )
+        self._processes.append(process)
+        stdin = cast(IO[bytes], process.stdin)
+        with contextlib.suppress(BrokenPipeError), stdin:  # its exit is seen at the socket
+            stdin.write(msgspec.json.encode(launch))
+
+    def wait_until_built(self) -> list[int]:
+        """The KV cache blocks that each of them has room for, once all have their share of the model."""
+        counts = []
+        for rank, connection in enumerate(self._sockets, start=1):
+            message = self._receive(rank, connection)
+            if isinstance(message, Failed):
+                raise ModelLoadError(f"rank {rank} cannot load the model: {message.message}", param="model")
+            counts.append(message.num_blocks)
+        return counts
+
+    def start(self, num_blocks: int) -> None:
+        """Let all of them meet this process, and watch them from here on."""
+        for connection in self._sockets:
+            send_message(connection, Start(num_blocks))
+        self._watcher = Thread(target=self._watch, name="penstock-ranks", daemon=True)
+        self._watcher.start()
+
+    def send(self, message: Message) -> None:
+        """Tell every rank to run a plan."""
+        self.check()
+        assert self._plans is not None
+        try:
+            self._plans.send(message)
+        except OSError as error:
+            raise self._fail(f"a rank of this engine is gone: {error}") from error
+
+    def check(self) -> None:
+        """Raise if a rank is gone."""
+        if self.failure is not None:
+            raise self.failure
+
+    def watch(self, on_failed: Callable[[DeviceFailed], None]) -> None:
+        """Call a function, on another thread, when a rank is gone; at once if one is."""
+        with self._lock:
+            self._on_failed.append(on_failed)
+            failure = self.failure
+        if failure is not None:
+            on_failed(failure)
+
+    def stop(self) -> None:
+        """Tell all of them to exit."""
+        self._is_closing = True
+        if self._plans is not None:
+            self._plans.stop()
+
+    def close(self) -> None:
+        """End all of them."""
+        self.stop()
+        with contextlib.suppress(OSError):
+            self._wake.send(b"!")
+        if self._watcher is not None:
+            self._watcher.join()
+        for each in (*self._sockets, self._wake, self._woken):
+            each.close()
+        for process in self._processes:
+            _end(process)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _receive(self, rank: int, connection: socket.socket) -> RankMessage:
+        content = receive_message(connection)
+        if content is None:
+            raise DeviceFailed(self._describe_exit(rank))
+        return msgspec.json.decode(content, type=RankMessage)
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ, 0)
+            for rank, connection in enumerate(self._sockets, start=1):
+                selector.register(connection, selectors.EVENT_READ, rank)
+            while not self._is_closing:
+                for key, _ in selector.select():
+                    if key.data and not self._is_closing:
+                        self._fail(self._explain(key.data, self._sockets[key.data - 1]))
+                        return
+
+    def _explain(self, rank: int, connection: socket.socket) -> str:
+        try:
+            message = self._receive(rank, connection)
+        except DeviceFailed as error:
+            return error.message
+        return f"rank {rank} failed: {message.message if isinstance(message, Failed) else message}"
+
+    def _describe_exit(self, rank: int) -> str:
+        process = self._processes[rank - 1]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_TIMEOUT_S)
+        code = process.returncode
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with code {code}"
+        return f"rank {rank} of this engine {how}"
+
+    def _fail(self, message: str) -> DeviceFailed:
+        with self._lock:
+            if self.failure is None:
+                self.failure = DeviceFailed(message)
+                log.error("%s", message)
+            waiting, self._on_failed = self._on_failed, []
+            failure = self.failure
+        for each in waiting:
+            each(failure)
+        return failure
+
+
+def _logging() -> tuple[str, str]:
+    """The level and the format of this process's logs."""
+    root = logging.getLogger()
+    is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in root.handlers)
+    return logging.getLevelName(root.getEffectiveLevel()), "json" if is_json else "text"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,160 @@
+"""A rank from 1 on: it holds its share of a model, and runs the model for every plan that rank 0 sends.
+
+It ends when rank 0 says so or is gone. It ends with an error when a step fails, because the ranks then stand
+at different places.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from threading import Thread
+from typing import cast
+
+import msgspec
+import torch
+from torch import Tensor
+
+from penstock.kvcache.store import KVCache
+from penstock.layers.cpu_shapes import pads_steps
+from penstock.layers.parallel import Shard
+from penstock.logs import configure
+from penstock.models.registry import CausalModel, Model
+from penstock.runner.cpu_memory import HeapTrimmer
+from penstock.runner.generator import TOKENS_AT_ONCE, SampleTensors, feed_tokens
+from penstock.runner.inputs import generation_arrays, generation_batch, pool_arrays, pool_batch
+from penstock.runner.load import allocate_cache, read_model
+from penstock.runner.model_runner import run_model
+from penstock.runner.parallel.group import RankGroup
+from penstock.runner.parallel.load import own_blocks, prepare_device
+from penstock.runner.parallel.plans import RankStep, decode_step
+from penstock.runner.parallel.processes import (
+    Built,
+    Failed,
+    RankLaunch,
+    Start,
+    receive_message,
+    send_message,
+)
+from penstock.runner.parallel.ring import PlanReader
+from penstock.runner.staging import Staging
+from penstock.types import GeneratePlan, PoolPlan, Task
+
+log = logging.getLogger("penstock.parallel")
+EXIT_FAILED = 1
+PARENT_POLL_S = 1.0
+
+
+class RankRunner:
+    """Runs the model for the plans of rank 0."""
+
+    def __init__(
+        self, model: Model, group: RankGroup, cache: KVCache | None, depth: int, num_slots: int
+    ) -> None:
+        self.model = model
+        self.group = group
+        self.cache = cache
+        self._staging = Staging(group.device, depth)
+        self._pads_steps = pads_steps(group.device)
+        # The newest token of each slot, and of one slot that padding rows have.
+        self._last = torch.zeros(num_slots + 1, dtype=torch.int32, device=group.device)
+
+    @torch.inference_mode()
+    def run(self, step: RankStep) -> None:
+        if isinstance(step.plan, PoolPlan):
+            plan, outputs = step.plan, step.outputs
+            sent = iter(self._staging.send(pool_arrays(plan, outputs)))
+            run_model(self.model, pool_batch(plan, outputs, self.cache, sent), pads=self._pads_steps)
+        else:
+            self._generate(step.plan)
+
+    def _generate(self, plan: GeneratePlan) -> None:
+        """Run the model and this rank's share of the logits, in the order of `Generator`."""
+        arrays = generation_arrays(plan) + SampleTensors.arrays(plan.sample)
+        sent = iter(self._staging.send(arrays))
+        batch = generation_batch(plan, self.cache, sent)
+        tensors = SampleTensors.take(plan.sample, sent)
+        hidden = run_model(self.model, feed_tokens(batch, tensors, self._last), pads=self._pads_steps)
+        project = self.model.heads[Task.GENERATE].project
+        if len(plan.sample.sampled_tokens):
+            project(hidden.index_select(0, tensors.sampled_tokens))
+            self._take_tokens(tensors.sampled_slots)
+        if tensors.prompts is not None:
+            for states in hidden.index_select(0, tensors.prompts.tokens).split(TOKENS_AT_ONCE):
+                project(states)
+
+    def _take_tokens(self, slots: Tensor) -> None:
+        """Receive the tokens that rank 0 has chosen for these slots."""
+        ids = torch.empty_like(slots)
+        self.group.broadcast(ids)
+        self._last.index_copy_(0, slots.long(), ids.clamp_min_(0))
+
+
+def serve(launch: RankLaunch, connection: socket.socket) -> None:
+    settings = msgspec.structs.replace(launch.settings, device=launch.device)
+    device, dtype = prepare_device(settings), getattr(torch, settings.dtype)
+    group = RankGroup(launch.rank, settings.tensor_parallel_size, device, uses_nccl=launch.uses_nccl)
+    model = read_model(launch.spec, settings, device, Shard(group))
+    send_message(connection, Built(own_blocks(model, settings, device)))
+    if (content := receive_message(connection)) is None:
+        return
+    start = msgspec.json.decode(content, type=Start)
+    group.connect(launch.meeting)
+    cache = None
+    if start.num_blocks:
+        # Running sums are pooled on rank 0.
+        own = msgspec.structs.replace(settings, chunked=False)
+        cache = allocate_cache(cast(CausalModel, model), own, dtype, device, start.num_blocks)
+    runner = RankRunner(model, group, cache, settings.pipeline_depth, settings.max_num_seqs)
+    plans, trimmer = PlanReader(launch.memory, launch.rank, connection), HeapTrimmer()
+    while (message := plans.next()) is not None:
+        runner.run(decode_step(message))
+        if device.type == "cpu":
+            trimmer.after_step(time.perf_counter())
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # they are for rank 0, which ends this process
+    launch = msgspec.json.decode(sys.stdin.buffer.read(), type=RankLaunch)
+    name = f"rank {launch.rank}"
+    configure(level=launch.log_level, format=launch.log_format, process=name, model=launch.spec.name)
+    for repeated in ("penstock.load", "penstock.models"):
+        logging.getLogger(repeated).setLevel(logging.ERROR)  # rank 0 has said it
+    parent = os.getppid()
+    Thread(target=_exit_when_orphaned, args=(parent,), name="parent", daemon=True).start()
+    connection = socket.socket(fileno=launch.connection)
+    try:
+        serve(launch, connection)
+    except BaseException as error:
+        if os.getppid() == parent:
+            log.exception("this rank failed")
+            _report(connection, error)
+        logging.shutdown()
+        os._exit(EXIT_FAILED)
+    logging.shutdown()
+    os._exit(0)  # the end of the interpreter could wait for the device
+
+
+def _report(connection: socket.socket, error: BaseException) -> None:
+    words = str(getattr(error, "message", error)).strip() or type(error).__name__
+    try:
+        send_message(connection, Failed(words))
+    except OSError:
+        log.debug("rank 0 is gone")
+
+
+def _exit_when_orphaned(parent: int) -> None:
+    """Exit with rank 0's process, also in the middle of a step. A signal on the parent's death would not do:
+    it comes when the thread that started this process ends."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_S)
+    os._exit(EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    main()

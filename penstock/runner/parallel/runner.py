@@ -1,0 +1,141 @@
+"""Rank 0 of a tensor-parallel model: it runs steps as any runner does, and tells the others to run them too.
+
+A step that fails while ranks compute together leaves them at different places, so it ends the engine
+(`DeviceFailed`). What only rank 0 does, pooling and the choice of tokens, may fail as on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from penstock.errors import DeviceFailed
+from penstock.kvcache.store import KVCache
+from penstock.layers.batch import Batch
+from penstock.layers.head import TaskHead
+from penstock.models.registry import Model
+from penstock.pooling.build import Pooler
+from penstock.runner.generator import GeneratedTensors, Generator, SampleTensors
+from penstock.runner.model_runner import ModelRunner
+from penstock.runner.parallel.group import RankGroup
+from penstock.runner.parallel.plans import encode_step
+from penstock.runner.parallel.processes import Ranks
+from penstock.types import GeneratePlan, PoolPlan, SamplePlan, StepPlan, StepResult
+
+
+class _OwnFailure(Exception):
+    """A failure of rank 0 alone, after which the other ranks have ended the step."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class ParallelGenerator(Generator):
+    """Chooses tokens on rank 0, and gives their ids to all ranks."""
+
+    def __init__(self, head: TaskHead, slots: int, group: RankGroup) -> None:
+        super().__init__(head, slots, group.device)
+        self._group = group
+
+    def __call__(self, hidden: Tensor, sample: SamplePlan, tensors: SampleTensors) -> GeneratedTensors:
+        try:
+            return super().__call__(hidden, sample, tensors)
+        except _OwnFailure as failure:
+            if tensors.prompts is None:
+                raise
+            raise failure.error from failure  # other ranks wait for the logits of the prompts
+
+    def choose(self, logits: Tensor, sample: SamplePlan, slots: Tensor) -> GeneratedTensors:
+        try:
+            generated = super().choose(logits, sample, slots)
+        except Exception as error:
+            self._group.broadcast(torch.zeros_like(slots))  # which other ranks wait for
+            raise _OwnFailure(error) from error
+        self._group.broadcast(generated.token_ids)
+        return generated
+
+
+class ParallelRunner(ModelRunner):
+    def __init__(
+        self,
+        model: Model,
+        pooler: Pooler,
+        depth: int,
+        group: RankGroup,
+        ranks: Ranks,
+        cache: KVCache | None,
+        generator: ParallelGenerator | None,
+    ) -> None:
+        super().__init__(model, pooler, group.device, depth, cache, generator)
+        self._group = group
+        self._ranks = ranks
+        self._is_together = False  # other ranks compute the step that runs here
+
+    def launch(self, plan: StepPlan) -> Future[StepResult]:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of the calling thread: kernels start on its device
+        return super().launch(plan)
+
+    def forward(self, plan: PoolPlan) -> list[Tensor]:
+        with self._whole_steps():
+            if self.runs_model(plan):
+                self._send(plan)
+            return super().forward(plan)
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        hidden = super()._hidden(batch)
+        self._is_together = batch.is_generation  # then the logits are computed together, too
+        return hidden
+
+    def generate(self, plan: GeneratePlan) -> GeneratedTensors:
+        plan = self._with_slots_updated(plan)
+        with self._whole_steps():
+            self._send(plan)
+            generated = super().generate(plan)
+            self._is_together = False
+            return generated
+
+    def _with_slots_updated(self, plan: GeneratePlan) -> GeneratePlan:
+        """Update the slots before other ranks are told of the step, because a request may fail there."""
+        sample = plan.sample
+        if self.generator is None or not (sample.leaves or sample.joins or sample.masks):
+            return plan
+        self.generator.update_slots(sample)
+        return replace(plan, sample=replace(sample, leaves=(), joins=(), masks=()))
+
+    def _send(self, plan: PoolPlan | GeneratePlan) -> None:
+        outputs = self._output_plan(plan) if isinstance(plan, PoolPlan) else None
+        message = encode_step(plan, outputs)
+        self._is_together = True
+        self._ranks.send(message)
+
+    @contextmanager
+    def _whole_steps(self) -> Iterator[None]:
+        """Turn an error in what ranks compute together into one that ends the engine."""
+        self._is_together = False
+        try:
+            yield
+        except _OwnFailure as failure:
+            raise failure.error from None
+        except DeviceFailed:
+            raise
+        except Exception as error:
+            if not self._is_together:
+                raise
+            self._ranks.check()  # the reason may be that a rank is gone
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise DeviceFailed(f"a step failed on rank 0 of {self._group.size}: {first_line}") from error
+
+    def close(self) -> None:
+        if self._ranks.failure is not None:
+            self._group.close()  # so that no sum waits for a rank that is gone
+        super().close()
+        self._ranks.stop()
+        self._group.close()
+        self._ranks.close()

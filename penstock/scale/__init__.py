@@ -1,0 +1,1 @@
+"""More than one machine, with Ray: Serve runs servers, Data runs jobs. Needs the extra `scale`."""

@@ -1,0 +1,155 @@
+"""An engine replica: the actor of a Ray Serve deployment that holds an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.checkpoint.revision import loaded_revision, portable_revision
+from penstock.errors import EngineUnavailable, PenstockError
+from penstock.logs import configure
+from penstock.offline.local import LocalEngine
+from penstock.offline.open import DescribedModel
+from penstock.scale.serving.config import AppConfig
+from penstock.scale.serving.fingerprint import fingerprint
+from penstock.scale.serving.transport import Frames, failure, pack_results, unpack_work
+from penstock.types import GeneratedTokens, Outcome, Request
+
+
+class EngineReplica:
+    """Runs requests of ingress processes on an engine in this process."""
+
+    def __init__(self, config: bytes, index: int) -> None:
+        """`config` is an encoded `AppConfig`, and `index` the place of this model in it."""
+        app = msgspec.json.decode(config, type=AppConfig)
+        model = app.models[index]
+        engine = model.config.engine
+        configure(level=app.server.log_level, format=app.server.log_format, process="engine")
+        if engine.threads is None and not model.gpu_share:
+            engine = msgspec.structs.replace(engine, threads=max(1, int(model.replicas.cpus)))
+        described = DescribedModel.of_config(engine)
+        settings = described.settings
+        if 0 < model.gpu_share < 1:  # other replicas have the rest of the device's memory
+            settings = msgspec.structs.replace(settings, kv_share=settings.kv_share * model.gpu_share)
+        published = msgspec.to_builtins(settings)
+        loaded = loaded_revision(described.spec, published)
+        self._engine = LocalEngine(described.spec, settings)
+        if app.server.result_cache_mb:  # replicas on several machines agree only on the content of files
+            loaded = portable_revision(described.spec, published, loaded)
+        self._step_timeout_s = app.server.engine_step_timeout_s
+        self._tokens_in_flight = 0
+        self._fingerprint = fingerprint(described.spec)
+        self._metadata = {"fingerprint": self._fingerprint, "revision": loaded, "settings": published}
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """What the routers of ingress processes learn about this replica. Called once by Serve."""
+        return self._metadata
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the autoscaling policy reads. Called by Serve."""
+        return {"queued_tokens": float(self._tokens_in_flight)}
+
+    def check_health(self) -> None:
+        """Raise if only another process can serve. Called by Serve, which then replaces this replica."""
+        if not self._engine.ready:
+            raise EngineUnavailable(self._engine.unavailable_reason)
+        began_s = self._engine.core.oldest_launch_s
+        if self._step_timeout_s and began_s and time.monotonic() - began_s > self._step_timeout_s:
+            raise EngineUnavailable(f"a step of the engine has taken more than {self._step_timeout_s:g} s")
+
+    async def hello(self, name: str, num_tokens: int) -> None:
+        """Do nothing. The first call of an ingress process makes it learn of the replicas."""
+
+    async def run(self, frames: Sequence[Any], name: str, num_tokens: int, fingerprint: str) -> Frames:
+        """The outcome of a request or a comparison."""
+        with self._counted(num_tokens):
+            try:
+                self._check_fingerprint(fingerprint)
+                work = unpack_work(frames)
+                engine = self._engine
+                output = await (engine.run(work) if isinstance(work, Request) else engine.compare(work))
+                return pack_results([output])
+            except Exception as error:
+                return pack_results([failure(name, error)])
+
+    async def stream(
+        self, frames: Sequence[Any], name: str, num_tokens: int, fingerprint: str
+    ) -> AsyncIterator[Frames]:
+        """The tokens of a request that generates. Those that wait to be read leave together."""
+        with self._counted(num_tokens):
+            try:
+                self._check_fingerprint(fingerprint)
+                work = unpack_work(frames)
+                if not isinstance(work, Request):
+                    raise EngineUnavailable("only requests can be streamed")
+                tokens = TokenQueue(work.id, work.num_rows)
+                unsubscribe = self._engine.stream(work, tokens)
+            except Exception as error:
+                yield pack_results([failure(name, error)])
+                return
+            try:
+                while outcomes := await tokens.take():
+                    yield pack_results(outcomes)
+            finally:
+                unsubscribe()
+
+    def _check_fingerprint(self, wanted: str) -> None:
+        if wanted != self._fingerprint:
+            raise EngineUnavailable("this engine replica has another model of this name; try again")
+
+    @contextlib.contextmanager
+    def _counted(self, num_tokens: int) -> Iterator[None]:
+        self._tokens_in_flight += num_tokens
+        try:
+            yield
+        finally:
+            self._tokens_in_flight -= num_tokens
+
+    def __del__(self) -> None:
+        if hasattr(self, "_engine"):
+            self._engine.close()
+
+
+class TokenQueue:
+    """Collects the tokens of a request until they are taken."""
+
+    def __init__(self, request_id: str, num_rows: int) -> None:
+        self._id = request_id
+        self._unfinished = set(range(num_rows))
+        self._outcomes: list[Outcome] = []
+        self._arrived = asyncio.Event()
+
+    @property
+    def finished(self) -> bool:
+        return not self._unfinished
+
+    def on_token(self, row: int, token_id: int) -> None:
+        self._add([GeneratedTokens(self._id, row, np.array([token_id], dtype=np.int32))])
+
+    def on_tokens(self, parts: list[GeneratedTokens]) -> None:
+        self._unfinished.difference_update(part.row for part in parts if part.finish_reason is not None)
+        self._add(parts)
+
+    def on_error(self, error: PenstockError) -> None:
+        self._unfinished.clear()
+        self._add([failure(self._id, error)])
+
+    def _add(self, outcomes: Sequence[Outcome]) -> None:
+        self._outcomes += outcomes
+        self._arrived.set()
+
+    async def take(self) -> list[Outcome]:
+        """What has arrived, at least one outcome; empty after the last."""
+        while not self._outcomes:
+            if self.finished:
+                return []
+            self._arrived.clear()
+            await self._arrived.wait()
+        taken, self._outcomes = self._outcomes, []
+        return taken

@@ -1,0 +1,28 @@
+"""Whether an ingress process and an engine replica mean the same model: tokens of one must fit the other.
+
+An update replaces them one after another, on machines that may hold different files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from penstock import __version__
+from penstock.checkpoint.spec import ModelSpec
+
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer.model", "tokenizer_config.json")
+_PLACES = ("folder", "root")  # differ between machines
+
+
+def fingerprint(spec: ModelSpec) -> str:
+    """Equal for equal descriptions and tokenizers, wherever the files are."""
+    described = {name: value for name, value in msgspec.to_builtins(spec).items() if name not in _PLACES}
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(msgspec.json.encode([__version__, described], order="deterministic"))
+    for name in _TOKENIZER_FILES:
+        file = spec.path / name
+        if file.is_file():
+            digest.update(hashlib.blake2b(file.read_bytes()).digest())
+    return digest.hexdigest()

@@ -1,0 +1,11 @@
+"""Vector stores as outputs of `penstock embed`, and the move of a store to another model.
+
+`open_store("qdrant:…")` gives a `VectorStore`. Each store's package is imported only when it is opened.
+"""
+
+from __future__ import annotations
+
+from penstock.stores.base import Hit, Metric, StoreFailed, VectorStore
+from penstock.stores.urls import open_store
+
+__all__ = ["Hit", "Metric", "StoreFailed", "VectorStore", "open_store"]

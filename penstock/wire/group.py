@@ -1,0 +1,390 @@
+"""Several engines of one model as one `EngineHandle`: balanced, with a second try where an engine is lost.
+
+Requests that were in flight on an engine that died or hangs run once more on another engine. Results are
+functions of their rows, so this is safe; it happens at most once, so that a request that kills engines does
+not kill all of them. A stream is tried again only before its first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from penstock.balance import UNAVAILABLE, Affinity, Balancer, divide
+from penstock.content import prefix_keys, query_key, select_rows
+from penstock.errors import EngineUnavailable, PenstockError
+from penstock.handle import EngineHandle, EngineStats, StreamListener, Unsubscribe
+from penstock.types import (
+    Array,
+    Comparison,
+    GeneratedTokens,
+    Ints,
+    PooledOutput,
+    Request,
+    Timings,
+    cumulative,
+)
+from penstock.wire.status import StatusReader
+
+log = logging.getLogger("penstock.client")
+CLOSED = "the server is closing"
+MIXED = "the engines of the model were replaced by others with other weights meanwhile; try again"
+PREFIX_BLOCK, MAX_PREFIX_BLOCKS = 64, 64  # tokens, and how many of them tell one prompt from another
+MAX_COUNTED_OUTPUT = 256  # tokens of an answer that count as load, before it is known how long it will be
+SPLIT_STEPS = 2  # a request of fewer steps is not split over engines
+MAX_QUERY_SHARE = 0.1  # of a request that is split: every part has all queries
+ASLEEP_STEPS = 4  # how much further behind the others may fall before a sleeping engine is woken
+MAX_LOOP_BYTES = 1 << 22  # of an output that is put together on the event loop
+
+
+class GroupedClient(EngineHandle, Protocol):
+    """What the group needs of the connection to one engine."""
+
+    on_ready: Callable[[int], None]
+
+    @property
+    def status(self) -> StatusReader | None: ...
+
+
+class _Member:
+    """One engine, and what this process has in flight there."""
+
+    __slots__ = ("client", "index", "num_background_tokens", "num_tokens", "status")
+
+    def __init__(self, index: int, client: GroupedClient) -> None:
+        self.index = index
+        self.client = client
+        self.status = client.status
+        self.num_tokens = 0  # of interactive requests
+        self.num_background_tokens = 0
+
+    def count(self, num_tokens: int, is_background: bool) -> None:
+        if is_background:
+            self.num_background_tokens += num_tokens
+        else:
+            self.num_tokens += num_tokens
+
+
+def affinity_of(request: Request, settings: Mapping[str, Any]) -> Affinity | None:
+    """What an engine with these settings may have kept that a request needs."""
+    if request.pairs is not None:
+        if not settings.get("share_identical"):
+            return None
+        return Affinity([query_key(request)], int(request.lengths[: request.num_queries].sum()))
+    kept = "prefix_caching" if request.sampling is None else "generate_prefixes"
+    if not request.reuse_prefix or not settings.get(kept):
+        return None
+    keys = prefix_keys(request, PREFIX_BLOCK, MAX_PREFIX_BLOCKS)
+    return Affinity(keys, PREFIX_BLOCK) if keys else None
+
+
+class EngineGroup(EngineHandle):
+    """The engines of one model. It serves while one of them does."""
+
+    def __init__(self, clients: Sequence[GroupedClient], name: str = "the model") -> None:
+        self._members = [_Member(index, client) for index, client in enumerate(clients)]
+        self._name = name
+        self._balancer = Balancer()
+        self._revision = ""
+        self._is_closed = False
+        self._step_tokens = 1
+        self._settings: dict[str, Any] = {}
+        self.uses_affinity = True
+        self.on_ready: Callable[[int, int], None] = lambda index, pid: None  # an engine and its process id
+        self.on_retry: Callable[[], None] = lambda: None
+        for member in self._members:
+            member.client.on_ready = partial(self._welcome, member)
+
+    # State.
+
+    @property
+    def ready(self) -> bool:
+        return any(member.client.ready for member in self._members)
+
+    @property
+    def unavailable_reason(self) -> str:
+        return "" if self.ready else self._members[0].client.unavailable_reason
+
+    @property
+    def engines_ready(self) -> list[bool]:
+        """Of each engine, whether it gets requests."""
+        usable = self._usable()
+        return [member in usable for member in self._members]
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._usable())
+
+    @property
+    def revision(self) -> str:
+        return self._usable()[0].client.revision if self.ready else ""
+
+    @property
+    def engine_settings(self) -> dict[str, Any]:
+        return self._usable()[0].client.engine_settings if self.ready else {}
+
+    @property
+    def tokens_in_flight(self) -> list[int]:
+        """What this process has submitted to each engine and has no answer to."""
+        return [member.num_tokens + member.num_background_tokens for member in self._members]
+
+    def stats(self) -> EngineStats:
+        return EngineStats(sum(member.client.stats().num_requests for member in self._members))
+
+    def start(self) -> None:
+        for member in self._members:
+            member.client.start()
+
+    def close(self) -> None:
+        self._is_closed = True
+        for member in self._members:
+            member.client.close()
+
+    def _usable(self) -> list[_Member]:
+        """The engines that are ready and have loaded the same revision. If none is left of those that had
+        another, that of the others holds."""
+        ready = [member for member in self._members if member.client.ready]
+        usable = [member for member in ready if member.client.revision == self._revision]
+        if ready and not usable:
+            self._revision = ready[0].client.revision
+            usable = [member for member in ready if member.client.revision == self._revision]
+        return usable
+
+    def _welcome(self, member: _Member, pid: int) -> None:
+        """An engine can serve."""
+        if member not in self._usable():
+            log.warning(
+                "engine %d of %s has loaded other files or settings than the engines that serve: it gets no "
+                "requests until these are gone; restart the server to use the new files",
+                *(member.index, self._name),
+            )
+        self._settings = member.client.engine_settings
+        self._step_tokens = int(self._settings.get("max_num_batched_tokens", 1))
+        self.on_ready(member.index, pid)
+
+    # Choice.
+
+    def _loads(self, tried: _Member | None = None, *, is_background: bool = False) -> list[float]:
+        """Tokens before a new request at each engine: of this process, and what waits there of all processes.
+        Background work yields, so it is only before other background work. Called for every request."""
+        revision, asleep_tokens = self._revision, ASLEEP_STEPS * self._step_tokens
+        loads = []
+        for member in self._members:
+            client = member.client
+            if member is tried or not client.ready or client.revision != revision:
+                loads.append(UNAVAILABLE)
+            elif (status := member.status) is None:
+                loads.append(float(member.num_tokens))
+            else:
+                loads.append(member.num_tokens + status.waiting_tokens(asleep_tokens))
+        if is_background:
+            pairs = zip(loads, self._members, strict=True)
+            return [load + member.num_background_tokens for load, member in pairs]
+        return loads
+
+    def _choose(
+        self,
+        affinity: Affinity | None = None,
+        tried: _Member | None = None,
+        error: Exception | None = None,
+        *,
+        is_background: bool = False,
+    ) -> _Member:
+        """The engine of a request; another than the one that was `tried`, or its error."""
+        slack, choose = self._step_tokens, self._balancer.choose
+        if self._is_closed:
+            raise error or EngineUnavailable(CLOSED)
+        index = choose(self._loads(tried, is_background=is_background), affinity, slack_tokens=slack)
+        if index is None and self._usable():  # another revision may hold from now on
+            index = choose(self._loads(tried, is_background=is_background), affinity, slack_tokens=slack)
+        if index is None:
+            raise error or EngineUnavailable(self.unavailable_reason)
+        return self._members[index]
+
+    def _affinity(self, request: Request) -> Affinity | None:
+        return affinity_of(request, self._settings) if self.uses_affinity else None
+
+    # Requests.
+
+    async def run(self, request: Request) -> PooledOutput:
+        if request.num_tokens >= SPLIT_STEPS * self._step_tokens and len(ranges := self._split(request)) > 1:
+            return await self._run_parts(request, ranges)
+        return await self._run_whole(request)
+
+    async def compare(self, comparison: Comparison) -> PooledOutput:
+        num_vectors = len(comparison.queries) + len(comparison.documents)
+        return await self._run_twice(
+            lambda member: member.client.compare(comparison), num_vectors, self._choose()
+        )
+
+    async def _run_whole(self, request: Request, member: _Member | None = None) -> PooledOutput:
+        is_background = request.is_background
+        if member is None:
+            member = self._choose(self._affinity(request), is_background=is_background)
+        return await self._run_twice(
+            lambda each: each.client.run(request), request.num_tokens, member, is_background=is_background
+        )
+
+    async def _run_twice(
+        self,
+        run: Callable[[_Member], Awaitable[PooledOutput]],
+        num_tokens: int,
+        member: _Member,
+        *,
+        is_background: bool = False,
+    ) -> PooledOutput:
+        """Run on an engine, and on another one if it is lost meanwhile."""
+        member.count(num_tokens, is_background)
+        try:
+            return await run(member)
+        except EngineUnavailable as error:
+            another = self._choose(tried=member, error=error, is_background=is_background)
+        finally:
+            member.count(-num_tokens, is_background)
+        self.on_retry()
+        another.count(num_tokens, is_background)
+        try:
+            return await run(another)
+        finally:
+            another.count(-num_tokens, is_background)
+
+    # Requests that are split.
+
+    def _split(self, request: Request) -> list[tuple[_Member, int, int]]:
+        """The engines of a large request, with the first row of each and one past its last. Documents count
+        as rows if there are pairs. Empty: it runs whole."""
+        queries = request.num_queries
+        query_tokens = int(request.lengths[:queries].sum())
+        loads = self._loads(is_background=request.is_background)
+        num_usable = len(loads) - loads.count(UNAVAILABLE)
+        if num_usable < 2 or query_tokens * num_usable > MAX_QUERY_SHARE * request.num_tokens:
+            return []
+        shares = divide(loads, request.num_tokens - query_tokens, self._step_tokens)
+        row_ends = cumulative(request.lengths[queries:])[1:]
+        ends = np.searchsorted(row_ends, np.cumsum(shares), side="right").tolist()
+        ranges, begin = [], 0
+        for member, end, share in zip(self._members, ends, shares, strict=True):
+            if share and end > begin:
+                ranges.append((member, begin, end))
+                begin = end
+        if ranges:  # what rounding has left
+            member, first, _ = ranges[-1]
+            ranges[-1] = member, first, request.num_rows - queries
+        return ranges
+
+    async def _run_parts(self, request: Request, ranges: Sequence[tuple[_Member, int, int]]) -> PooledOutput:
+        """Run a request in parts, each on its engine, and put the outputs together."""
+        revision = self.revision
+        tasks = [
+            asyncio.ensure_future(self._run_whole(_part(request, begin, end, number), member))
+            for number, (member, begin, end) in enumerate(ranges)
+        ]
+        try:
+            outputs = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # none runs, unless one of them failed
+                task.cancel()
+        if self.revision != revision:
+            raise EngineUnavailable(MIXED)
+        is_large = sum(output.values.nbytes for output in outputs) > MAX_LOOP_BYTES
+        return await asyncio.to_thread(_join, request, outputs) if is_large else _join(request, outputs)
+
+    # Streams.
+
+    def stream(self, request: Request, listener: StreamListener) -> Unsubscribe:
+        stream = _GroupStream(self, request, listener)
+        stream.begin(self._choose(self._affinity(request), is_background=request.is_background))
+        return stream.end
+
+
+class _GroupStream(StreamListener):
+    """A stream that begins on another engine if the first is lost before it has given a token."""
+
+    def __init__(self, group: EngineGroup, request: Request, listener: StreamListener) -> None:
+        self._group, self._request, self._listener = group, request, listener
+        self._has_token = self._is_retry = False
+        self._member: _Member | None = None
+        self._stop: Unsubscribe = lambda: None
+        max_tokens = 0 if request.sampling is None else request.sampling.max_tokens
+        self._num_tokens = request.num_tokens + request.num_rows * min(max_tokens, MAX_COUNTED_OUTPUT)
+
+    @property
+    def finished(self) -> bool:
+        return self._listener.finished
+
+    def begin(self, member: _Member) -> None:
+        self._stop = member.client.stream(self._request, self)
+        self._member = member
+        member.count(self._num_tokens, self._request.is_background)
+
+    def end(self) -> None:
+        """Stop listening. May be called more than once."""
+        if self._member is not None:
+            self._member.count(-self._num_tokens, self._request.is_background)
+            self._member = None
+        self._stop()
+
+    def on_token(self, row: int, token_id: int) -> None:
+        self._has_token = True
+        self._listener.on_token(row, token_id)
+
+    def on_tokens(self, parts: list[GeneratedTokens]) -> None:
+        self._has_token = True
+        self._listener.on_tokens(parts)
+
+    def on_error(self, error: PenstockError) -> None:
+        if self._has_token or self._is_retry or not isinstance(error, EngineUnavailable):
+            self._listener.on_error(error)
+            return
+        tried, self._is_retry = self._member, True
+        self.end()
+        try:
+            is_background = self._request.is_background
+            self.begin(self._group._choose(tried=tried, error=error, is_background=is_background))
+        except PenstockError as final:
+            self._listener.on_error(final)
+        else:
+            self._group.on_retry()
+
+
+def _part(request: Request, begin: int, end: int, number: int) -> Request:
+    """Some rows of a request; of one with pairs, some documents with all queries."""
+    rows: Ints = np.arange(begin, end, dtype=np.int32)
+    if request.pairs is None:
+        return select_rows(request, rows, f"{request.id}/{number}")
+    queries = request.num_queries
+    rows = np.concatenate([np.arange(queries, dtype=np.int32), queries + rows])
+    return replace(select_rows(request, rows, f"{request.id}/{number}"), pairs=request.pairs[begin:end])
+
+
+def _join(request: Request, outputs: Sequence[PooledOutput]) -> PooledOutput:
+    """The output of a whole request from those of its parts, which ran at the same time."""
+    timings = Timings(
+        max(output.timings.queue_s for output in outputs), max(output.timings.device_s for output in outputs)
+    )
+    columns = zip(*((output.values, *output.extra_values) for output in outputs), strict=True)
+    values, *extra = [_concatenate(column) for column in columns]
+    return PooledOutput(request.id, values, timings, tuple(extra))
+
+
+def _concatenate(parts: Sequence[Array]) -> Array:
+    """Rows after one another. Those of sparse outputs may have more terms in one part than in another."""
+    if parts[0].ndim == 3:
+        most = max(part.shape[1] for part in parts)
+        parts = [_with_terms(part, most) for part in parts]
+    return np.concatenate(parts)
+
+
+def _with_terms(part: Array, num_terms: int) -> Array:
+    missing = num_terms - part.shape[1]
+    if not missing:
+        return part
+    padding = np.zeros((len(part), missing, 2), dtype=part.dtype)
+    padding[..., 0] = -1
+    return np.concatenate([part, padding], axis=1)

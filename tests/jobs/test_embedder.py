@@ -1,0 +1,58 @@
+"""Reading ahead: in order, at most two items ahead, and without threads left behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.errors import BadValue
+from penstock.jobs.embedder import read_ahead
+
+
+def readers() -> int:
+    return sum(thread.name == "penstock-read" for thread in threading.enumerate())
+
+
+def test_items_come_in_order() -> None:
+    assert list(read_ahead(iter(range(50)))) == list(range(50))
+
+
+def test_the_next_item_is_read_while_this_one_is_used() -> None:
+    read, has_read = [], threading.Semaphore(0)
+
+    def items() -> Iterator[int]:
+        for number in range(100):
+            read.append(number)
+            has_read.release()
+            yield number
+
+    for used, _ in enumerate(read_ahead(items()), start=1):
+        assert len(read) <= used + 2  # one waits in the queue, and the thread holds one
+        if used == 1:
+            for _ in range(3):
+                assert has_read.acquire(timeout=60)
+
+
+def test_an_error_comes_after_the_items_before_it() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise BadValue("line 2 is bad")
+
+    found = []
+    with pytest.raises(BadValue, match="line 2"):
+        for item in read_ahead(items()):
+            found.append(item)
+    assert found == [1]
+
+
+def test_a_reader_thread_ends_when_its_consumer_stops() -> None:
+    before = readers()
+    for _ in read_ahead(iter(range(1000))):
+        break
+    deadline_s = time.monotonic() + 60
+    while readers() > before:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)

@@ -1,0 +1,143 @@
+"""Every family that is divided computes the same on several ranks as on one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.families import FAMILIES, find_architecture
+from penstock.layers.build import LayerBuilder
+from penstock.layers.parallel import Shard, Units
+from penstock.models.registry import Model, build_model
+from penstock.runner.inputs import pool_arrays, pool_batch
+from penstock.types import Task
+from tests.parallel.threads import NamedSource, ThreadGroup, run_ranks
+from tests.runner.small_models import SIZES, plan_of
+
+NAMED = {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48}  # DistilBERT
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GROWTH = {"rope_parameters": {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}}
+NOMIC_EXPERTS = {"activation_function": "gelu", "num_experts": 4, "moe_top_k": 2, "moe_every_n_layers": 2}
+NOMIC = {"rotary_emb_fraction": 1.0}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "albert": ("AlbertModel", {"embedding_size": 16}),
+    "bert": ("BertModel", {}),
+    "distilbert": ("DistilBertModel", NAMED),
+    "electra": ("ElectraModel", {"embedding_size": 16}),
+    "mpnet": ("MPNetModel", {}),
+    "roberta": ("RobertaModel", {"pad_token_id": 1}),
+    "eurobert": ("EuroBertModel", {}),
+    "gte": ("GteModel", {}),
+    "new": ("NewModel", {}),
+    "xlm-roberta": ("XLMRobertaModel", {"pad_token_id": 1}),
+    "xlm-roberta flash": ("XLMRobertaModel", {"pad_token_id": 1, "use_flash_attn": True}),
+    "modernbert": ("ModernBertModel", {"local_attention": 16, "attention_bias": True, "mlp_bias": True}),
+    "nomic": ("NomicBertModel", {}),
+    "nomic moe": ("NomicBertModel", NOMIC | NOMIC_EXPERTS),
+    "exaone4": ("Exaone4Model", {}),
+    "gemma": ("GemmaModel", {}),
+    "gemma2": ("Gemma2Model", {"sliding_window": 20}),
+    "gemma3": ("Gemma3TextModel", {"sliding_window": 20}),
+    "gemma3 tower": ("Gemma3ForConditionalGeneration", {"sliding_window": 20}),
+    "granite": ("GraniteModel", {"residual_multiplier": 0.5, "attention_bias": True}),
+    "gritlm": ("GritLM", {}),
+    "jina ranking": ("JinaForRanking", {}),
+    "llama": ("LlamaModel", {"attention_bias": True, "mlp_bias": True}),
+    "llama both ways": ("LlamaBidirectionalModel", {}),
+    "ministral3": ("Ministral3Model", GROWTH),
+    "mistral": ("MistralModel", {"sliding_window": 20}),
+    "mistral3 tower": ("Mistral3ForConditionalGeneration", {"text_model_type": "mistral"}),
+    "phi3": ("Phi3Model", {}),
+    "qwen2": ("Qwen2Model", {}),
+    "qwen3": ("Qwen3Model", {}),
+    "qwen3 moe": ("Qwen3MoeModel", EXPERTS),
+    "qwen3 moe, some layers": ("Qwen3MoeModel", EXPERTS | {"mlp_only_layers": [1]}),
+    "smollm3": ("SmolLM3Model", {}),
+    "voyage": ("VoyageQwen3BidirectionalEmbed", {"num_labels": 16}),
+}
+
+
+# Cases with four ranks: two key heads for four ranks, experts, and heads without groups.
+FOUR_RANKS = ("bert", "llama", "phi3", "qwen3 moe", "nomic moe")
+
+
+def build(
+    architecture: str,
+    more: dict[str, Any],
+    group: ThreadGroup | None = None,
+    without: tuple[str, ...] = (),
+    **options: Any,
+) -> Model:
+    builder = LayerBuilder(NamedSource(without=("rotary_emb", *without)))
+    builder.shard = None if group is None else Shard(group)
+    return build_model(architecture, SIZES | {"num_hidden_layers": 2} | more, builder, **options)
+
+
+def states(model: Model) -> Tensor:
+    plan = plan_of(skip=False, lengths=(5, 30, 2))
+    sent = iter([torch.from_numpy(array) for array in pool_arrays(plan, None)])
+    return model(pool_batch(plan, None, None, sent))
+
+
+def test_every_family_that_is_divided_has_a_case() -> None:
+    covered = {find_architecture(name, more).family.builder for name, more in CASES.values()}
+    assert covered == {family.builder for family in FAMILIES.values() if family.is_divided}
+
+
+@pytest.mark.parametrize(("case", "size"), [*((case, 2) for case in CASES), *((c, 4) for c in FOUR_RANKS)])
+def test_ranks_together_compute_what_one_device_does(case: str, size: int) -> None:
+    architecture, more = CASES[case]
+    with torch.inference_mode():
+        whole = states(build(architecture, more))
+    shares = run_ranks(size, lambda group: states(build(architecture, more, group)))
+    for share in shares:  # every rank ends with the same hidden states
+        torch.testing.assert_close(share, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_in_one_tensor_are_divided_too() -> None:
+    def joined(group: ThreadGroup | None) -> Tensor:
+        return states(build("Qwen3MoeModel", EXPERTS, group, without=("experts.0.",)))
+
+    with torch.inference_mode():
+        whole = joined(None)
+    torch.testing.assert_close(run_ranks(2, joined)[0], whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("vocabulary", [1000, 1001])
+def test_logits_of_all_ranks_meet_on_rank_0(size: int, tied: bool, vocabulary: int) -> None:
+    more = {"vocab_size": vocabulary, "tie_word_embeddings": tied, "logits_scaling": 2.0}
+    hidden = torch.randn(3, 32)
+
+    def logits(group: ThreadGroup | None) -> Tensor:
+        model = build("LlamaForCausalLM", more, group, generates=True)
+        return model.heads[Task.GENERATE].project(hidden)
+
+    with torch.inference_mode():
+        whole = logits(None)
+    torch.testing.assert_close(run_ranks(size, logits)[0], whole)
+
+
+def test_weights_are_held_once_except_for_tables_and_norms() -> None:
+    def count(group: ThreadGroup | None) -> int:
+        layer: Any = build("Qwen3Model", {}, group).layers[0]  # type: ignore[attr-defined]
+        parts = (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down)
+        return sum(part.in_features * part.out_features for part in parts)
+
+    with torch.inference_mode():
+        whole = count(None)
+    assert run_ranks(2, count) == [whole // 2] * 2
+
+
+def test_key_heads_are_shared_where_there_are_fewer_than_ranks() -> None:
+    def held(group: ThreadGroup) -> tuple[tuple[int, int], range]:
+        shard = Shard(group)
+        return shard.outputs(Units(2, 8)), shard.divide(4)
+
+    found = run_ranks(4, held)
+    assert [outputs for outputs, _ in found] == [(0, 8), (0, 8), (8, 16), (8, 16)]
+    assert [list(heads) for _, heads in found] == [[0], [1], [2], [3]]
