@@ -157,7 +157,7 @@ def embed(options: EmbedOptions, vectors: VectorFlags, ray: RayOptions, engine: 
       penstock embed articles.parquet -o vectors.parquet
       penstock embed articles.jsonl -o vectors.jsonl --column body --keep title
       penstock embed 'articles/*.parquet' -o vectors/ --on-error skip
-      penstock embed articles.jsonl --to qdrant:http://localhost:6333/articles --id-column url --keep title
+      penstock embed articles.jsonl --to qdrant:http://localhost:6333/articles
     """
     job = _job(options, vectors, engine)
     sink = _sink(options)
