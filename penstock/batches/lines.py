@@ -121,11 +121,12 @@ def _check_line(
 
 def _why_unreadable(raw: bytes, error: Exception) -> LineError:
     """What is wrong with a line that is not a request: no JSON object, or a field is missing or wrong."""
+    if isinstance(error, UnicodeDecodeError):
+        return LineError(code="invalid_json_line", message="this line is not a valid JSON object: not UTF-8")
     try:
         fields = _decode_fields(raw)
     except UNREADABLE:
-        why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else shortened(str(error), 200)
-        message = f"this line is not a valid JSON object: {why}"
+        message = f"this line is not a valid JSON object: {shortened(str(error), 200)}"
         return LineError(code="invalid_json_line", message=message)
     for name in RequestLine.__struct_fields__:
         if name not in fields:

@@ -25,7 +25,7 @@ class EmbedOptions(msgspec.Struct, frozen=True, kw_only=True):
     inputs: Annotated[
         list[str],
         typer.Argument(
-            metavar="INPUT…",
+            metavar="INPUT",
             help="Files, folders, patterns or URIs to read; or - for stdin, which needs --format.",
         ),
     ]
@@ -157,7 +157,7 @@ def embed(options: EmbedOptions, vectors: VectorFlags, ray: RayOptions, engine: 
       penstock embed articles.parquet -o vectors.parquet
       penstock embed articles.jsonl -o vectors.jsonl --column body --keep title
       penstock embed 'articles/*.parquet' -o vectors/ --on-error skip
-      penstock embed articles.jsonl --to qdrant:http://localhost:6333/articles
+      penstock embed articles.jsonl --to lancedb:./db/articles --id-column url
     """
     job = _job(options, vectors, engine)
     sink = _sink(options)

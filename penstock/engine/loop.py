@@ -397,9 +397,8 @@ class EngineCore:
         if step.is_background:
             self._lane.ran_background(plan.num_tokens, result.device_s, step.launched_s, self.clock())
         else:
-            if isinstance(plan, GeneratePlan):
-                self._lane.ran_generation(result.device_s)
-            elif plan.slices:  # one request of each step tells enough
+            self._lane.ran_interactive(result.device_s)
+            if isinstance(plan, PoolPlan) and plan.slices:  # one request of each step tells enough
                 arrival_s = plan.slices[0].request.arrival_s
                 self._lane.answered_interactive(arrival_s, step.launched_s, self.clock())
             self._fair_share.succeeded(step.generates, plan.num_tokens, step.estimate_s, result.device_s)

@@ -37,15 +37,15 @@ class Span(NamedTuple):
     """A block of rows of the input."""
 
     first: int
-    count: int
+    num_rows: int
 
     @property
     def end(self) -> int:
-        return self.first + self.count
+        return self.first + self.num_rows
 
     @property
     def name(self) -> str:
-        return f"{self.first:012d}-{self.count}"
+        return f"{self.first:012d}-{self.num_rows}"
 
 
 class Cut(msgspec.Struct, frozen=True):
@@ -131,7 +131,7 @@ class Parts:
         """Number of rows that are committed."""
         if self.manifest.input_rows is not None:
             return self.manifest.input_rows
-        return sum(span.count for span in self.spans)
+        return sum(span.num_rows for span in self.spans)
 
     @property
     def is_running(self) -> bool:
@@ -151,7 +151,7 @@ class Parts:
         for span in sorted(self.spans):
             if span.first != row:
                 raise EngineError(f"rows {row} to {span.first - 1} are missing; run again with --resume")
-            files.append(PartFile(f"{span.name}{self.writer.suffix}", span.first, span.count))
+            files.append(PartFile(f"{span.name}{self.writer.suffix}", span.first, span.num_rows))
             row = span.end
         return files
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -62,7 +63,7 @@ def measure(engine: Engine, rows: Sequence[Row], lengths: Sequence[int], seconds
     run = _task(engine)
     size = _rows_per_call(run, rows, min(_MAX_CALL_S, seconds / 3))
     starts = count()
-    found = None
+    found = Throughput(0, 0, seconds)
     for _ in range(_MAX_ROUNDS):
         before = found
         began = time.perf_counter()
@@ -70,9 +71,8 @@ def measure(engine: Engine, rows: Sequence[Row], lengths: Sequence[int], seconds
         elapsed = time.perf_counter() - began
         tokens = sum(sum(_window(lengths, start, size)) for start in done)
         found = Throughput(size * len(done), tokens, elapsed)
-        if before is not None and found.tokens_per_s < _FASTER * before.tokens_per_s:
+        if found.tokens_per_s < _FASTER * before.tokens_per_s:
             break
-    assert found is not None
     return found
 
 
@@ -124,15 +124,16 @@ def _window(items: Sequence[Any], start: int, size: int) -> list[Any]:
 
 def _task(engine: Engine) -> Callable[[list[Any]], object]:
     """The call that computes what this model is for."""
-    tasks = engine.spec.tasks
-    if engine.spec.late is None and Task.EMBED in tasks:
-        return lambda rows: engine.embed(rows, truncate_prompt_tokens=-1, progress=False)
-    if Task.TOKEN_EMBED in tasks:
-        return lambda rows: engine.token_embed(rows, truncate_prompt_tokens=-1, progress=False)
-    if Task.SPARSE in tasks:
-        return lambda rows: engine.sparse(rows, truncate_prompt_tokens=-1, progress=False)
-    if Task.CLASSIFY in tasks:
-        return lambda rows: engine.classify(rows, truncate_prompt_tokens=-1, progress=False)
-    raise BadValue(
-        f"{engine.spec.name} has no task that can be measured here; give --rate", param="--measure"
-    )
+    spec = engine.spec
+    order = [Task.EMBED, Task.TOKEN_EMBED, Task.SPARSE, Task.CLASSIFY]
+    if spec.late is not None:
+        order.insert(0, Task.TOKEN_EMBED)
+    elif spec.sparse is not None and spec.sparse.kind == "splade":
+        order.insert(0, Task.SPARSE)
+    elif spec.score is not None:
+        order.insert(0, Task.CLASSIFY)
+    for task in order:
+        if task in spec.tasks:
+            run = getattr(engine, task.value)
+            return partial(run, truncate_prompt_tokens=-1, progress=False)
+    raise BadValue(f"{spec.name} has no task that can be measured here; give --rate", param="--measure")

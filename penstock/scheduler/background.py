@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 QUIET_S = 1.0  # without interactive work for so long, background steps may be as large as any
 MAX_PASSED = 128  # interactive steps after which a background step runs: less than one in a hundred
-LATENCY_SHARE = 0.2  # of the 99th percentile of interactive latencies, that a background step may take
-STEP_SHARE = 0.25  # of an interactive generation step, that a background step may take
+STEP_SHARE = 0.2  # of an interactive step, that a background step may take
 DELAYED_SHARE = 0.003  # of interactive requests, that may wait for longer than that
 DELAYED_PER_S = 0.05  # that may in any case, so that rows too long for a short step run beside rare requests
 MAX_CREDIT = 1.0  # of requests that may be delayed
-_NUM_LATENCIES = 512  # the latest ones, of which the percentile is taken
-_MEASURE_EVERY = 64  # latencies
-_LATEST_WEIGHT = 0.1  # of the latest generation step in the moving average
+_LATEST_WEIGHT = 0.05  # of the latest interactive step in the moving average
 _MIN_CHANGE, _MAX_CHANGE = 0.5, 1.25  # of the size of steps, from one to the next
 _FIRST_SHARE = 1 / 16  # of a full step, before anything is measured
 
@@ -22,7 +17,7 @@ class BackgroundLane:
     """Keeps background steps short while interactive requests come, so that one that arrives waits little.
 
     The number of tokens of a short step follows the time that steps take. Its target is `step_s`, or a share
-    of what interactive requests take in any case, where that is longer.
+    of the mean interactive step where that is longer: a slow model has slow requests.
 
     A row that does not fit into a short step may delay whoever arrives meanwhile. Such rows run as long as
     very few interactive requests have been delayed by them, so that the 99th percentile stays where it is.
@@ -33,10 +28,7 @@ class BackgroundLane:
         self._max_tokens = max_tokens
         self._step_s = step_s
         self._short_tokens = max(1.0, max_tokens * _FIRST_SHARE)
-        self._latencies_s = np.zeros(_NUM_LATENCIES)  # without waits for this lane
-        self._num_latencies = 0
-        self._slow_s = 0.0  # the 99th percentile of the latencies
-        self._generation_step_s = 0.0
+        self._interactive_step_s = 0.0
         self._seen_s = -1e9  # when interactive work last arrived or ran
         self._num_passed = 0  # interactive steps since the last background step
         self._last_step_s = (0.0, 0.0)  # when the last background step began and ended
@@ -46,7 +38,7 @@ class BackgroundLane:
     @property
     def target_s(self) -> float:
         """How long a short step should take."""
-        return max(self._step_s, LATENCY_SHARE * self._slow_s, STEP_SHARE * self._generation_step_s)
+        return max(self._step_s, STEP_SHARE * self._interactive_step_s)
 
     @property
     def is_starving(self) -> bool:
@@ -80,20 +72,16 @@ class BackgroundLane:
         self._num_passed = 0 if is_background else self._num_passed + 1
 
     def answered_interactive(self, arrival_s: float, launched_s: float, now_s: float) -> None:
-        """Learn how long an interactive pooling request took, and for how long it waited for this lane."""
+        """Learn from an interactive request for how long it waited for a background step."""
         began_s, ended_s = self._last_step_s
-        waited_s = max(0.0, min(launched_s, ended_s) - max(arrival_s, began_s))
-        cost = DELAYED_SHARE - (1.0 if waited_s > 1.5 * self.target_s else 0.0)
-        self._credit, self._credit_at_s = min(MAX_CREDIT, self._credit_now(now_s) + cost), now_s
-        self._latencies_s[self._num_latencies % _NUM_LATENCIES] = now_s - arrival_s - waited_s
-        self._num_latencies += 1
-        if self._num_latencies % _MEASURE_EVERY == 0:
-            self._slow_s = float(np.percentile(self._latencies_s[: self._num_latencies], 99))
+        waited_s = min(launched_s, ended_s) - max(arrival_s, began_s)
+        change = DELAYED_SHARE - (1.0 if waited_s > 1.5 * self.target_s else 0.0)
+        self._credit, self._credit_at_s = min(MAX_CREDIT, self._credit_now(now_s) + change), now_s
 
-    def ran_generation(self, device_s: float) -> None:
-        """Learn how long an interactive generation step took."""
-        before_s = self._generation_step_s
-        self._generation_step_s = before_s + _LATEST_WEIGHT * (device_s - before_s) if before_s else device_s
+    def ran_interactive(self, device_s: float) -> None:
+        """Learn how long an interactive step took."""
+        before_s = self._interactive_step_s
+        self._interactive_step_s = before_s + _LATEST_WEIGHT * (device_s - before_s) if before_s else device_s
 
     def ran_background(self, num_tokens: int, device_s: float, began_s: float, now_s: float) -> None:
         """Adapt the size of short steps to one that took so long."""

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from penstock import Engine, SamplingParams
 from penstock.kernels.experts import run_experts
@@ -73,60 +74,73 @@ def two_ranks_on_one_gpu() -> Iterator[None]:
 SETUPS = {"NCCL with one rank": (one_rank, 1), "two ranks on one GPU": (two_ranks_on_one_gpu, 2)}
 
 
-@pytest.fixture(params=SETUPS)
+@pytest.fixture(params=SETUPS, scope="module")
 def ranks(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     setup, size = SETUPS[request.param]
     with setup():
         yield OPTIONS | {"tensor_parallel_size": size}
 
 
-def test_the_engine_uses_ranks(folders: dict[str, Path], ranks: dict[str, Any]) -> None:
-    with Engine(str(folders["embedder"]), **ranks) as engine:
+CHUNKED = {"enable_chunked_prefill": True, "enable_prefix_caching": True, "max_num_batched_tokens": 32}
+EXACT = {"dtype": "float32"}  # where sums in another order choose no other token
+
+
+def likelihoods(folder: Path, **options: Any) -> NDArray[np.float32]:
+    """Log probabilities of the first tokens, and of prompts."""
+    sampling = SamplingParams(max_tokens=1, temperature=0, logprobs=1, prompt_logprobs=1)
+    found = []
+    with Engine(str(folder), **options) as engine:
+        for each in engine.generate(TEXTS, sampling):
+            assert each.logprobs is not None and each.prompt_logprobs is not None
+            found += [each.logprobs.values[:, 0], each.prompt_logprobs.values[:, 0]]
+    return np.concatenate(found)
+
+
+@pytest.fixture(scope="module")
+def on_one_device(folders: dict[str, Path]) -> dict[str, Any]:
+    """The answers without ranks."""
+    with mock.patch.object(load, "is_parallel", return_value=False):
+        return {
+            "vectors": vectors(folders["embedder"], **OPTIONS),
+            "scores": scores(folders["reranker"], **OPTIONS),
+            "llama": tokens(folders["llama"], **OPTIONS, **EXACT),
+            "experts": tokens(folders["experts"], **OPTIONS, **EXACT),
+            "likelihoods": likelihoods(folders["experts"], **OPTIONS),
+        }
+
+
+def test_vectors_are_those_of_one_device(
+    folders: dict[str, Path], on_one_device: dict[str, Any], ranks: dict[str, Any]
+) -> None:
+    with Engine(str(folders["embedder"]), **ranks, **CHUNKED) as engine:
         runner = engine.local.engine.core.runner
         assert isinstance(runner, ParallelRunner)
         assert runner._group.uses_nccl is (ranks["tensor_parallel_size"] == 1)
+        found = np.concatenate([engine.embed(TEXTS), engine.embed(TEXTS[:1])])
+    assert cosines(on_one_device["vectors"], found).min() > MIN_COSINE
 
 
-def test_vectors_are_those_of_one_device(folders: dict[str, Path], ranks: dict[str, Any]) -> None:
-    plain = vectors(folders["embedder"], **OPTIONS)
-    assert cosines(plain, vectors(folders["embedder"], **ranks)).min() > MIN_COSINE
-
-
-def test_vectors_of_chunked_rows_are_those_of_one_device(
-    folders: dict[str, Path], ranks: dict[str, Any]
+def test_scores_are_those_of_one_device(
+    folders: dict[str, Path], on_one_device: dict[str, Any], ranks: dict[str, Any]
 ) -> None:
-    chunked = {"enable_chunked_prefill": True, "enable_prefix_caching": True, "max_num_batched_tokens": 32}
-    plain = vectors(folders["embedder"], **OPTIONS)
-    assert cosines(plain, vectors(folders["embedder"], **ranks, **chunked)).min() > MIN_COSINE
-
-
-def test_scores_are_those_of_one_device(folders: dict[str, Path], ranks: dict[str, Any]) -> None:
-    plain = scores(folders["reranker"], **OPTIONS)
-    np.testing.assert_allclose(scores(folders["reranker"], **ranks), plain, atol=0.02)
+    np.testing.assert_allclose(scores(folders["reranker"], **ranks), on_one_device["scores"], atol=0.02)
 
 
 @pytest.mark.parametrize("name", ["llama", "experts"])
 def test_greedy_tokens_are_those_of_one_device(
-    folders: dict[str, Path], ranks: dict[str, Any], name: str
+    folders: dict[str, Path], on_one_device: dict[str, Any], ranks: dict[str, Any], name: str
 ) -> None:
-    """In float32, where sums in another order choose no other token."""
-    exact = {"dtype": "float32"}
-    plain = tokens(folders[name], **OPTIONS, **exact)
-    assert tokens(folders[name], **ranks, **exact) == plain
+    assert tokens(folders[name], **ranks, **EXACT) == on_one_device[name]
 
 
-@pytest.mark.parametrize("name", ["llama", "experts"])
-def test_first_tokens_in_bfloat16_are_as_likely_as_on_one_device(
-    folders: dict[str, Path], ranks: dict[str, Any], name: str
+def test_experts_in_bfloat16_find_tokens_as_likely_as_on_one_device(
+    folders: dict[str, Path], on_one_device: dict[str, Any], ranks: dict[str, Any]
 ) -> None:
-    sampling = SamplingParams(max_tokens=1, temperature=0, logprobs=1, prompt_logprobs=1)
-
-    def likelihoods(**options: Any) -> list[float]:
-        with Engine(str(folders[name]), **options) as engine:
-            found = engine.generate(TEXTS, sampling)
-        return [float(each.logprobs.values[0, 0]) for each in found if each.logprobs is not None]
-
-    np.testing.assert_allclose(likelihoods(**ranks), likelihoods(**OPTIONS), atol=0.1)
+    """A sum in another order may be rounded to another number, and then a router may choose another expert
+    for a token: few tokens may differ, and in float32 none does (above)."""
+    difference = np.abs(likelihoods(folders["experts"], **ranks) - on_one_device["likelihoods"])
+    assert np.median(difference) < 0.03
+    assert np.mean(difference < 0.1) > 0.9
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 130, 1000])

@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("ray")
 from ray.exceptions import ActorDiedError
 
+from penstock.balance import Affinity
 from penstock.cli import ray as cli_ray
 from penstock.cli.main import app as cli
 from penstock.cli.settings import app_settings
@@ -373,6 +374,32 @@ async def test_the_revision_is_known_only_while_all_replicas_agree() -> None:
     assert engine.revision == "v"
     replica_table.replicas_of("app", "revisions").running["2"] = {"fingerprint": "same", "revision": "w"}
     assert engine.revision == ""
+
+
+def test_a_request_goes_where_the_fewest_tokens_are_in_flight() -> None:
+    table = replica_table.Replicas()
+    table.update({"a": {}, "b": {}, "c": {}})
+    assert table.order({"a": 30, "b": 10, "c": 20}) == ["b", "c", "a"]
+
+
+def test_a_query_goes_to_the_replica_that_has_it_until_that_is_too_busy() -> None:
+    table = replica_table.Replicas()
+    table.update({"a": {}, "b": {}})
+    table.affinities["asked"] = Affinity([b"query"], 100)
+    first, second = table.order({}, "asked")
+    assert table.order({first: 100, second: 0}, "asked")[0] == first
+    assert table.order({first: 101, second: 0}, "asked")[0] == second
+
+
+def test_a_replica_that_is_gone_gets_nothing_and_the_others_keep_what_they_have() -> None:
+    table = replica_table.Replicas()
+    table.update({"a": {}, "b": {}, "c": {}})
+    table.affinities["asked"] = Affinity([b"query"], 1000)
+    home = table.order({}, "asked")[0]
+    gone = next(name for name in "abc" if name != home)
+    table.update({name: {} for name in ("a", "b", "c", "d") if name != gone})
+    assert table.order({home: 5}, "asked")[0] == home
+    assert sorted(table.order({})) == sorted({"a", "b", "c", "d"} - {gone})
 
 
 class Listener:

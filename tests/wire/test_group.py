@@ -156,6 +156,20 @@ def test_requests_go_to_the_engine_with_the_fewest_tokens_in_flight() -> None:
     run(test())
 
 
+def test_background_work_is_in_nobodys_way_but_its_own() -> None:
+    async def test() -> None:
+        group, (a, b) = make_group()
+        await begin(group, request_of(90, name="background", is_background=True))
+        await begin(group, request_of(20, name="1"))
+        await begin(group, request_of(10, name="2"))
+        await begin(group, request_of(10, name="3"))
+        assert a.seen == ["background", "2", "3"] and b.seen == ["1"]
+        await begin(group, request_of(90, name="more", is_background=True))
+        assert b.seen == ["1", "more"] and group.tokens_in_flight == [110, 110]
+
+    run(test())
+
+
 def test_what_other_processes_have_queued_counts_and_a_sleeping_engine_is_spared(tmp_path: Path) -> None:
     async def test() -> None:
         clients, pages = [], []
@@ -282,6 +296,20 @@ def test_a_comparison_is_balanced_and_tried_again_too() -> None:
         await settle()
         b.requests["c"][1].set_result(PooledOutput("c", vectors, Timings()))
         assert (await task).values is vectors and b.seen == ["c"]
+
+    run(test())
+
+
+def test_nothing_is_tried_again_while_the_group_closes() -> None:
+    async def test() -> None:
+        group, (a, b) = make_group()
+        task = await begin(group, request_of(10))
+        group.close()
+        a.is_up = b.is_up = True
+        with pytest.raises(EngineUnavailable, match="closing"):
+            await task
+        with pytest.raises(EngineUnavailable, match="closing"):
+            await group.run(request_of(10))
 
     run(test())
 

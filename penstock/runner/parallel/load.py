@@ -33,11 +33,13 @@ log = logging.getLogger("penstock.load")
 def load_parallel(spec: ModelSpec, settings: Resolved) -> Loaded:
     devices = rank_devices(settings)
     settings = msgspec.structs.replace(settings, device=devices[0])
-    ranks = Ranks(spec, settings, devices, uses_nccl=uses_nccl(devices))
+    group = RankGroup(0, len(devices), prepare_device(settings), uses_nccl=uses_nccl(devices))
+    ranks = Ranks(spec, settings, devices, uses_nccl=group.uses_nccl)
     try:
-        group = RankGroup(0, len(devices), prepare_device(settings), uses_nccl=uses_nccl(devices))
         return _load(spec, settings, ranks, group)
     except BaseException:
+        ranks.stop()
+        group.close()
         ranks.close()
         raise
 

@@ -99,6 +99,7 @@ class Ranks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._wake, self._woken = socket.socketpair()
         self._watcher: Thread | None = None
+        self._plans: PlanWriter | None = None
         memory = create_memory()
         try:
             for rank, device in enumerate(devices[1:], start=1):
@@ -156,6 +157,7 @@ class Ranks:
     def send(self, message: Message) -> None:
         """Tell every rank to run a plan."""
         self.check()
+        assert self._plans is not None
         try:
             self._plans.send(message)
         except OSError as error:
@@ -174,11 +176,15 @@ class Ranks:
         if failure is not None:
             on_failed(failure)
 
+    def stop(self) -> None:
+        """Tell all of them to exit."""
+        self._is_closing = True
+        if self._plans is not None:
+            self._plans.stop()
+
     def close(self) -> None:
         """End all of them."""
-        self._is_closing = True
-        if hasattr(self, "_plans"):
-            self._plans.stop()
+        self.stop()
         with contextlib.suppress(OSError):
             self._wake.send(b"!")
         if self._watcher is not None:
@@ -193,7 +199,8 @@ class Ranks:
         content = receive_message(connection)
         if content is None:
             raise DeviceFailed(self._describe_exit(rank))
-        return msgspec.json.decode(content, type=RankMessage)
+        message: RankMessage = msgspec.json.decode(content, type=Built | Failed)
+        return message
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:

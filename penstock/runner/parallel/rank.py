@@ -115,7 +115,6 @@ def serve(launch: RankLaunch, connection: socket.socket) -> None:
         runner.run(decode_step(message))
         if device.type == "cpu":
             trimmer.after_step(time.perf_counter())
-    group.close()
 
 
 def main() -> None:

@@ -136,5 +136,6 @@ class ParallelRunner(ModelRunner):
         if self._ranks.failure is not None:
             self._group.close()  # so that no sum waits for a rank that is gone
         super().close()
-        self._ranks.close()
+        self._ranks.stop()
         self._group.close()
+        self._ranks.close()

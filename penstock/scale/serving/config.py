@@ -116,6 +116,13 @@ REFUSED = {
         ("sleep_after_s", "max_awake_models", "wake_timeout_s", "standby_engine"),
         "engine replicas do not sleep; Ray starts and stops them",
     ),
+    **dict.fromkeys(
+        (
+            *("batch_folder", "max_batch_file_mb", "max_batch_lines"),
+            *("batch_quota_gb", "batch_retention_days"),
+        ),
+        "files and batches are kept on the disk of one machine",
+    ),
     "engine_hang_timeout_s": "Ray Serve checks the health of replicas",
     "shared_memory_mb": "Ray carries large results",
 }
@@ -178,7 +185,7 @@ def _refuse_parallel(config: ModelConfig) -> None:
         (config, "data_parallel_size", "min_replicas in the section `ray` says how many engines there are"),
         (config.engine, "tensor_parallel_size", "an engine replica uses one device"),
     ):
-        if (size := getattr(owner, field, 1)) not in (1, None):
+        if (size := getattr(owner, field)) != 1:
             raise ConfigError(f"{field} is {size}, which cannot be used with Ray: {why}", param=field)
 
 

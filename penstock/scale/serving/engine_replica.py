@@ -72,8 +72,9 @@ class EngineReplica:
             try:
                 self._check_fingerprint(fingerprint)
                 work = unpack_work(frames)
-                run = self._engine.run if isinstance(work, Request) else self._engine.compare
-                return pack_results([await run(work)])  # type: ignore[operator]
+                engine = self._engine
+                output = await (engine.run(work) if isinstance(work, Request) else engine.compare(work))
+                return pack_results([output])
             except Exception as error:
                 return pack_results([failure(name, error)])
 
