@@ -123,7 +123,7 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True):
     ray_address: Annotated[
         str | None,
         typer.Option(
-            help="Address of the cluster, such as auto or ray://host:10001.",
+            help="Address of the cluster: auto on one of its machines, or host:6379.",
             show_default="RAY_ADDRESS, or a cluster on this machine for this run",
             rich_help_panel=_RAY,
         ),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.errors import BadValue, PenstockError
+from penstock.errors import BadValue, EngineUnavailable, PenstockError
 from penstock.jobs.blocks import Block, VectorColumns
 from penstock.jobs.embedder import Embedder, VectorOptions
 from penstock.jobs.formats import VectorKind
@@ -300,6 +300,8 @@ def _connect(address: str | None) -> None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **options)
     except (ConnectionError, ValueError) as error:
         raise BadValue(f"no Ray cluster answers: {error}", param="--ray-address") from None
+    except Exception as error:  # Ray has no class of its own for nodes that do not start
+        raise EngineUnavailable(f"Ray does not start: {error}") from error
 
 
 def settle_pool(pool: Pool, resources: dict[str, float], nodes: int) -> PoolSize:
