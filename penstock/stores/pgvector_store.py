@@ -318,7 +318,7 @@ class PgvectorStore(VectorStore):
             return self._bits(rows)
         if column.source == SPARSE:
             return [self._sparse(indices, values) for indices, values in sparse_rows(table)]
-        values = table.column(column.source).to_pylist()
+        values: list[Any] = table.column(column.source).to_pylist()
         if column.wire_type == "text" and not is_text(table.schema.field(column.source).type):
             return [value if isinstance(value, str) else _as_json(value) for value in values]
         return values

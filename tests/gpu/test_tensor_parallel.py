@@ -103,7 +103,8 @@ def on_one_device(folders: dict[str, Path]) -> dict[str, Any]:
         return {
             "vectors": vectors(folders["embedder"], **OPTIONS),
             "scores": scores(folders["reranker"], **OPTIONS),
-            "tokens": tokens(folders["llama"], **OPTIONS, **EXACT),
+            "llama": tokens(folders["llama"], **OPTIONS, **EXACT),
+            "experts": tokens(folders["experts"], **OPTIONS, **EXACT),
             "likelihoods": likelihoods(folders["experts"], **OPTIONS),
         }
 
@@ -125,17 +126,21 @@ def test_scores_are_those_of_one_device(
     np.testing.assert_allclose(scores(folders["reranker"], **ranks), on_one_device["scores"], atol=0.02)
 
 
+@pytest.mark.parametrize("name", ["llama", "experts"])
 def test_greedy_tokens_are_those_of_one_device(
-    folders: dict[str, Path], on_one_device: dict[str, Any], ranks: dict[str, Any]
+    folders: dict[str, Path], on_one_device: dict[str, Any], ranks: dict[str, Any], name: str
 ) -> None:
-    assert tokens(folders["llama"], **ranks, **EXACT) == on_one_device["tokens"]
+    assert tokens(folders[name], **ranks, **EXACT) == on_one_device[name]
 
 
-def test_experts_generate_as_on_one_device(
+def test_experts_in_bfloat16_find_tokens_as_likely_as_on_one_device(
     folders: dict[str, Path], on_one_device: dict[str, Any], ranks: dict[str, Any]
 ) -> None:
-    found = likelihoods(folders["experts"], **ranks)
-    np.testing.assert_allclose(found, on_one_device["likelihoods"], atol=0.1)
+    """A sum in another order may be rounded to another number, and then a router may choose another expert
+    for a token: few tokens may differ, and in float32 none does (above)."""
+    difference = np.abs(likelihoods(folders["experts"], **ranks) - on_one_device["likelihoods"])
+    assert np.median(difference) < 0.03
+    assert np.mean(difference < 0.1) > 0.9
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 130, 1000])

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from penstock.errors import EngineError
 
@@ -36,7 +37,7 @@ class RankGroup:
 
     def connect(self, file: str) -> None:
         """Meet the other ranks by way of a file; returns when all of them have come."""
-        self._store = dist.FileStore(file, self.size)
+        self._store = FileStore(file, self.size)
         self._store.set_timeout(timedelta(seconds=CONNECT_TIMEOUT_S))
         self._backend = self._nccl() if self.uses_nccl else self._gloo()
         met = torch.ones(1, device=self.device)
@@ -55,6 +56,10 @@ class RankGroup:
             self._backend.broadcast([near], options).wait()
 
     def gather(self, x: Tensor) -> list[Tensor]:
+        if self.uses_nccl:  # whose gather is made of single messages, and is slower than one to all ranks
+            found = x.new_empty((self.size, *x.shape))
+            self._backend._allgather_base(found, x).wait()
+            return list(found.unbind()) if self.rank == 0 else []
         options = dist.GatherOptions()
         options.rootRank = 0
         with self._exchangeable(x) as near:
@@ -81,10 +86,11 @@ class RankGroup:
                 backend.abort() if self.uses_nccl else backend.shutdown()
 
     def _gloo(self) -> Any:
-        options = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
         options._timeout = timedelta(seconds=STEP_TIMEOUT_S)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
-        return dist.ProcessGroupGloo(self._store, self.rank, self.size, options)
+        options._devices = [gloo.create_device(hostname=_LOOPBACK)]
+        return gloo(self._store, self.rank, self.size, options)
 
     def _nccl(self) -> Any:
         options = dist.ProcessGroupNCCL.Options()

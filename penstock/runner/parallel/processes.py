@@ -199,7 +199,8 @@ class Ranks:
         content = receive_message(connection)
         if content is None:
             raise DeviceFailed(self._describe_exit(rank))
-        return msgspec.json.decode(content, type=RankMessage)
+        message: RankMessage = msgspec.json.decode(content, type=Built | Failed)
+        return message
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
