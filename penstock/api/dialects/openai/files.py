@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
