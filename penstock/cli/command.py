@@ -28,6 +28,7 @@ _LAST_PANELS = (  # after a command's own, in this order
     "Memory",
     "Generation",
     "Observability",
+    "Ray",
 )
 
 

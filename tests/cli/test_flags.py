@@ -104,6 +104,7 @@ def test_help_of_serve_groups_all_flags() -> None:
     titles = re.findall(r"^(\w[\w ]*):$", shown, re.MULTILINE)
     assert titles == [
         *("Arguments", "Options", "Model", "Server", "Scheduling", "Memory", "Generation", "Observability"),
+        "Ray",
     ]
     alone = shown.split("Options:")[1].split("Model:")[0]
     assert alone.split() == ["--help", "Show", "this", "message", "and", "exit."]
