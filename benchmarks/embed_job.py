@@ -201,9 +201,9 @@ def measure(
 HEADER = """# `penstock embed --ray`: every row once, and what Ray costs
 
 `python -m benchmarks.embed_job --save`. Short texts (5 to 17 words) from one JSONL file to a folder of
-Parquet parts, {workers} worker(s), blocks of {batch_rows:,} rows, {cpus} cores, load average {load:.1f} at the
-start. "plain" is `penstock embed` without `--ray` on the same texts and flags. Rates count the rows after the
-first part until the last; the seconds are whole runs with start-up. In the run with kills the driver is
+Parquet parts, {workers} worker(s), blocks of {batch_rows:,} rows, {cpus} cores, load average {load:.1f} at
+the start. "plain" is `penstock embed` without `--ray` on the same texts and flags. Rates count the rows after
+the first part until the last; the seconds are whole runs with start-up. In the run with kills the driver is
 killed twice with SIGKILL and resumed, and workers are killed at random; afterwards every id is there once
 and the vectors equal those of the plain run up to "largest difference". Memory: median resident size in the
 second and in the last fifth of the undisturbed run.

@@ -2,8 +2,8 @@
 
     python -m benchmarks.migrate_docstrings OLD_MODEL NEW_MODEL
 
-Embeds the first paragraphs of 1,000 docstrings with the old model, moves them to the new one, and compares them
-with the names of 200 of the functions as queries, whose own docstring is the relevant document.
+Embeds the first paragraphs of 1,000 docstrings with the old model and moves them to the new one. The names of
+200 of the functions are the queries, and each one's own docstring is the relevant document.
 """
 
 from __future__ import annotations

@@ -175,7 +175,16 @@ def _migration(options: MigrateOptions, vectors: VectorFlags, engine: EngineFiel
     from penstock.stores.migrate import Migration
     from penstock.stores.queries import QueryPrompt
 
-    same = ("old", "new", "text_column", "texts", "updated_column", "queries", "query_column", "judgements")
+    same: tuple[str, ...] = (
+        "old",
+        "new",
+        "text_column",
+        "texts",
+        "updated_column",
+        "queries",
+        "query_column",
+        "judgements",
+    )
     same += ("top_k", "old_model", "cut_over", "switch_only", "min_overlap", "min_ndcg_ratio", "batch_rows")
     return Migration(
         engine=engine,

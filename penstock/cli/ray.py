@@ -116,7 +116,10 @@ def flag_names() -> dict[str, str]:
 
 def check_installed() -> None:
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError("--ray needs Ray; run `pip install 'penstock[scale]'`", param="--ray")
+        raise ConfigError(
+            "--ray needs Ray; run `pip install 'penstock[scale]'`, or `pip install '.[scale]'` in the clone",
+            param="--ray",
+        )
 
 
 def run_with_ray(config: AppConfig, address: str | None) -> int:

@@ -66,7 +66,10 @@ class VectorFlags(msgspec.Struct, frozen=True, kw_only=True):
     ] = EmbedDtype.FLOAT32
     prompt_name: Annotated[
         str | None,
-        typer.Option(help="One of the model's own prompts for the texts.", rich_help_panel=_VECTORS),
+        typer.Option(
+            help="One of the model's own prompts to put before each text; penstock info lists them.",
+            rich_help_panel=_VECTORS,
+        ),
     ] = None
     prompt: Annotated[
         str | None,

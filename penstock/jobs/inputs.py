@@ -6,7 +6,7 @@ import glob
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -51,7 +51,7 @@ class InputFile(msgspec.Struct, frozen=True, kw_only=True):
             return RecordSource(stream, self.location, self.form, self.size)
         if self.form is InputFormat.PARQUET:
             return ParquetSource(self.location, self.location)
-        stream = cast(BinaryIO, open(self.location, "rb", buffering=_BUFFER_BYTES))  # noqa: SIM115, PTH123
+        stream = open(self.location, "rb", buffering=_BUFFER_BYTES)  # noqa: SIM115, PTH123
         return RecordSource(stream, self.location, self.form, self.size)
 
 

@@ -268,7 +268,7 @@ def _embed_rows(opened: OpenedJob, stats: RunStats) -> None:
             opened.writer.commit(block)
             parts.spans.add(block.span)
             stats.add(prepared)
-            advance(block.span.count, prepared.chunk.read)
+            advance(block.span.num_rows, prepared.chunk.read)
 
 
 @contextmanager

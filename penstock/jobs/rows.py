@@ -87,14 +87,14 @@ class Chunk:
         value = self.carried[columns.id][index]
         return value.as_py() if hasattr(value, "as_py") else value
 
-    def split(self, max_bytes: int) -> Iterator[Chunk]:
-        """The chunk in pieces of about `max_bytes` of text, so that pieces of long texts have fewer rows."""
-        if self.bad or sum(map(len, self.texts)) <= max_bytes:
+    def split(self, max_chars: int) -> Iterator[Chunk]:
+        """The chunk in pieces of at most `max_chars`, so that pieces of long texts have fewer rows."""
+        if self.bad or sum(map(len, self.texts)) <= max_chars:
             yield self
             return
         begin, size = 0, 0
         for at, text in enumerate(self.texts):
-            if size and size + len(text) > max_bytes:
+            if size and size + len(text) > max_chars:
                 yield self._slice(begin, at)
                 begin, size = at, 0
             size += len(text)

@@ -7,16 +7,19 @@ down while engines are busy: memory holds a few chunks for each engine.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
+import pickle
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.errors import BadValue, PenstockError
+from penstock.errors import BadValue, EngineUnavailable, PenstockError
 from penstock.jobs.blocks import Block, VectorColumns
 from penstock.jobs.embedder import Embedder, VectorOptions
 from penstock.jobs.formats import VectorKind
@@ -156,14 +159,19 @@ class JobWorker:
     def __call__(self, batch: pa.Table) -> dict[str, list[Any]]:
         from penstock.scale.chunks import unpacked
 
-        counts: list[dict[str, Any]] = []
-        for chunk in unpacked(batch):
+        counts = [self._commit(chunk) for chunk in unpacked(batch)]
+        return {name: [each[name] for each in counts] for name in counts[0]}
+
+    def _commit(self, chunk: Chunk) -> dict[str, Any]:
+        """Embed and write a chunk; what was counted, or the error, of which Ray would keep only the text."""
+        stats, error = RunStats(), b""
+        try:
             prepared, vectors = self._embedder.run(chunk, self._columns)
             self._writer.commit(self._maker.block(prepared.chunk, vectors))
-            stats = RunStats()
             stats.add(prepared)
-            counts.append({"count": chunk.count, "read": chunk.read, **stats.as_dict()})
-        return {name: [each[name] for each in counts] for name in counts[0]}
+        except PenstockError as found:
+            error = pickle.dumps(found)
+        return {"count": chunk.count, "read": chunk.read, "error": error, **stats.as_dict()}
 
 
 def _embed_rows(opened: OpenedJob, size: PoolSize, stats: RunStats) -> None:
@@ -175,8 +183,11 @@ def _embed_rows(opened: OpenedJob, size: PoolSize, stats: RunStats) -> None:
     share = 0.0
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # the progress is ours, and the errors
     with show_progress(rows) as advance, _own_errors():
-        for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+        batches: Any = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
+        for batch in batches:
             for done in batch.to_pylist():
+                if done["error"]:
+                    raise pickle.loads(done["error"])
                 stats.add_counts(done)
                 share = max(share, done["read"] or 0.0)
                 advance(done["count"], share or None)
@@ -208,7 +219,7 @@ def _dataset(opened: OpenedJob, size: PoolSize) -> Dataset | None:
             concurrency=max(1, size.workers),
             num_cpus=_READER_CPUS,
         )
-        return chunks.map_batches(
+        counts: Dataset = chunks.map_batches(
             JobWorker,
             fn_constructor_args=(job, opened.columns, opened.maker, opened.writer),
             batch_format="pyarrow",
@@ -217,13 +228,16 @@ def _dataset(opened: OpenedJob, size: PoolSize) -> Dataset | None:
             compute=_actor_pool(size.workers),
             num_cpus=size.cpus,
             num_gpus=size.gpus or None,
-            ray_remote_args_fn=_retries,
+            **_retries(chunks),
         )
+        return counts
 
 
-def _retries() -> dict[str, Any]:
-    """A chunk that kills every worker that gets it ends the run, not a worker after another."""
-    return {"max_task_retries": _MAX_RETRIES}
+def _retries(dataset: Dataset) -> dict[str, Any]:
+    """A chunk that kills every worker that gets it ends the run, where Ray has an option for it."""
+    if "ray_remote_args" in inspect.signature(dataset.map_batches).parameters:  # until 2.64
+        return {"max_restarts": -1, "max_task_retries": _MAX_RETRIES}
+    return {}
 
 
 def _with_threads(job: Job, size: PoolSize) -> Job:
@@ -253,7 +267,9 @@ def _data_context() -> Iterator[None]:
     before = context.target_max_block_size, context.enable_progress_bars
     context.target_max_block_size, context.enable_progress_bars = 1, False
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of options that Ray deprecates: `_retries` knows when they go
+            yield
     finally:
         context.target_max_block_size, context.enable_progress_bars = before
 
@@ -278,11 +294,14 @@ def _cluster(pool: Pool) -> Iterator[PoolSize]:
 def _connect(address: str | None) -> None:
     import ray
 
-    local = {"include_dashboard": False} if address is None and "RAY_ADDRESS" not in os.environ else {}
+    starts_one = address is None and "RAY_ADDRESS" not in os.environ
+    options: dict[str, Any] = {"include_dashboard": False} if starts_one else {}
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="warning", **local)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **options)
     except (ConnectionError, ValueError) as error:
         raise BadValue(f"no Ray cluster answers: {error}", param="--ray-address") from None
+    except Exception as error:  # Ray has no class of its own for nodes that do not start
+        raise EngineUnavailable(f"Ray does not start: {error}") from error
 
 
 def settle_pool(pool: Pool, resources: dict[str, float], nodes: int) -> PoolSize:
@@ -303,7 +322,7 @@ def settle_pool(pool: Pool, resources: dict[str, float], nodes: int) -> PoolSize
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """Errors of workers and readers as they were raised there."""
+    """Errors of readers as they were raised there."""
     try:
         yield
     except Exception as error:

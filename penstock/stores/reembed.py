@@ -83,7 +83,7 @@ def _common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
 
 
 def _text_column(old: VectorStore, schema: pa.Schema, wanted: str | None) -> str:
-    names = [field.name for field in schema if is_text(field.type) and field.name != ID]
+    names: list[str] = [field.name for field in schema if is_text(field.type) and field.name != ID]
     if wanted is not None:
         if wanted not in schema.names:
             raise BadValue(

@@ -284,3 +284,46 @@ def test_a_failed_write_leaves_no_draft(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="full"):
         folder.commit("a", fails)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_of_a_run_that_was_given_up_writes_nothing(output: Path) -> None:
+    with open_output(output) as old:
+        add(old, 0)
+    with open_output(output, overwrite=True) as run:
+        with pytest.raises(EngineError, match="another run writes"):
+            add(old, 2)
+        add(run, 0)
+        run.finish()
+    with pytest.raises((EngineError, FileNotFoundError)):
+        add(old, 2)
+    assert ids(output) == [0]
+    assert list(output.parent.iterdir()) == [output]
+
+
+def test_a_worker_whose_draft_was_removed_writes_nothing(output: Path) -> None:
+    with open_output(output) as old:
+        pass
+
+    def is_overtaken(file: Path) -> None:
+        file.write_text("of the old run")
+        with open_output(output, overwrite=True):
+            pass
+
+    with pytest.raises((EngineError, FileNotFoundError)):
+        old.parts.writer.commit(Span(0, 1), is_overtaken)
+    assert [file.name for file in parts_folder(output).iterdir()] == [MANIFEST]
+
+
+def test_a_run_killed_while_it_clears_an_old_one_starts_from_the_beginning(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(*_: object) -> None:
+        raise Killed
+
+    with open_output(output) as old:
+        add(old, 0)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("penstock.jobs.parts._clear", dies)
+        open_output(output, overwrite=True, settings={"model": "n"})
+    with open_output(output, resume=True, settings={"model": "n"}) as run:
+        assert run.parts.rows == 0

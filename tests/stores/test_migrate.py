@@ -92,8 +92,8 @@ def assert_moved(url: str, engine: Engine, texts: dict[Any, str], stand_in: Stan
 
 PAIRS = [
     ("lancedb", "qdrant"),
-    ("qdrant", "opensearch"),
-    ("opensearch", "lancedb"),
+    pytest.param("qdrant", "opensearch", marks=pytest.mark.stores),
+    pytest.param("opensearch", "lancedb", marks=pytest.mark.stores),
     pytest.param("pgvector", "pgvector", marks=pytest.mark.stores),
     pytest.param("qdrant", "pgvector", marks=pytest.mark.stores),
     pytest.param("pgvector", "lancedb", marks=pytest.mark.stores),
