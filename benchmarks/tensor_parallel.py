@@ -28,7 +28,7 @@ from tests.parallel.checkpoints import EXPERTS, LLAMA, QWEN3, RERANKER, write_ch
 
 CPU: dict[str, Any] = {"device": "cpu", "kv_cache_gb": 0.25}
 RERANK = {"pooler_config": {"score_labels": [1, 0]}}
-TEXTS = ["water and oil do not mix " * 10] * 64
+TEXTS = [f"{number} " + "water and oil do not mix " * 10 for number in range(64)]  # no two are the same
 Answer = Callable[..., Any]
 
 

@@ -30,7 +30,15 @@ class RequestLine(msgspec.Struct, kw_only=True):
 _decode_line = msgspec.json.Decoder(RequestLine).decode
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_text = msgspec.json.Decoder(str).decode
-_decode_model = msgspec.json.Decoder(str | None).decode
+
+
+class _ModelField(msgspec.Struct):
+    """The field of a body that names its model."""
+
+    model: str | None = None
+
+
+_decode_model = msgspec.json.Decoder(_ModelField).decode
 
 
 @dataclass(slots=True)
@@ -148,6 +156,6 @@ def _bad_field(name: str, message: str) -> LineError:
 
 def _model_of(raw: bytes) -> str | None:
     try:
-        return _decode_model(_decode_fields(_decode_line(raw).body).get("model", b"null"))
+        return _decode_model(_decode_line(raw).body).model
     except UNREADABLE:
         return None

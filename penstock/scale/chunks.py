@@ -64,7 +64,7 @@ def _own_buffers(values: Any) -> Any:
     return pa.concat_arrays([values, values.slice(0, 0)])
 
 
-class ChunkSource(Datasource):  # type: ignore[misc]  # Ray has no types for it
+class ChunkSource(Datasource):  # type: ignore[misc]
     """A datasource with one read task for each range of rows."""
 
     def __init__(self, reading: Reading, ranges: list[RowRange]) -> None:

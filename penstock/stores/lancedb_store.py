@@ -9,8 +9,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.errors import BadValue, NotPossible
-from penstock.stores.base import MARK_KEY, Found, Hit, Id, Mark, VectorStore, need, query_column, read_mark
+from penstock.errors import BadValue, NotPossible, PenstockError
+from penstock.stores.base import (
+    MARK_KEY,
+    Found,
+    Hit,
+    Id,
+    Mark,
+    StoreFailed,
+    VectorStore,
+    need,
+    query_column,
+    read_mark,
+)
 from penstock.stores.columns import (
     ID,
     MULTI_VECTOR,
@@ -77,7 +88,10 @@ class LanceStore(VectorStore):
     def _create(self, layout: Layout, mark: Mark) -> None:
         fields = [self._field(field, layout) for field in layout.schema]
         schema = pa.schema(fields, metadata={MARK_KEY: mark.text()})
-        self._table = self._database().create_table(self.location.collection, schema=schema)
+        try:
+            self._table = self._database().create_table(self.location.collection, schema=schema)
+        except (RuntimeError, ValueError) as error:
+            raise self._explained(error) from None
 
     def _field(self, field: pa.Field, layout: Layout) -> pa.Field:
         kind = field.type
@@ -114,6 +128,11 @@ class LanceStore(VectorStore):
         self._num_writes += 1
         if self._num_writes % _WRITES_BETWEEN_COMPACTIONS == 0:
             self._table.optimize()
+
+    def _explained(self, error: Exception) -> Exception:
+        """LanceDB raises built-in errors."""
+        is_store = isinstance(error, RuntimeError | ValueError) and not isinstance(error, PenstockError)
+        return StoreFailed(f"{self}: {error}") if is_store else error
 
     def finish(self) -> None:
         if self._table is None:

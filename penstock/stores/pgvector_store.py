@@ -19,7 +19,18 @@ import orjson
 import pyarrow as pa
 
 from penstock.errors import BadValue, NotPossible
-from penstock.stores.base import Found, Hit, Id, Mark, StoreFailed, VectorStore, need, query_column, read_mark
+from penstock.stores.base import (
+    Found,
+    Hit,
+    Id,
+    Mark,
+    StoreFailed,
+    StoreUnreachable,
+    VectorStore,
+    need,
+    query_column,
+    read_mark,
+)
 from penstock.stores.columns import (
     ID,
     SPARSE,
@@ -86,10 +97,7 @@ class PgvectorStore(VectorStore):
     @property
     def _connection(self) -> Any:
         if self._open_connection is None or self._open_connection.closed:
-            try:
-                self._open_connection = self._psycopg.connect(self.location.address, autocommit=True)
-            except self._psycopg.OperationalError as error:
-                raise StoreFailed(f"{self}: {' '.join(str(error).split())}") from None
+            self._open_connection = self._psycopg.connect(self.location.address, autocommit=True)
             self._register_types()
         return self._open_connection
 
@@ -111,17 +119,14 @@ class PgvectorStore(VectorStore):
         try:
             with self._lock, self._connection.transaction(), self._connection.cursor() as cursor:
                 yield cursor
-        except self._psycopg.OperationalError:
-            raise  # may pass
+        except self._psycopg.OperationalError as error:
+            raise StoreUnreachable(f"{self}: {' '.join(str(error).split())}") from None
         except (errors.InsufficientPrivilege, errors.UndefinedFile, errors.FeatureNotSupported) as error:
             raise StoreFailed(f"{self}: {error}") from None
         except self._psycopg.DataError as error:
             raise BadValue(f"{self}: {' '.join(str(error).split())}", param="--to") from None
         except self._psycopg.Error as error:
             raise StoreFailed(f"{self}: {' '.join(str(error).split())}") from None
-
-    def _is_transient(self, error: Exception) -> bool:
-        return isinstance(error, self._psycopg.OperationalError)
 
     @property
     def _table(self) -> Any:

@@ -234,6 +234,9 @@ class QdrantStore(VectorStore):
             is_answer and status in (429, 502, 503)
         )
 
+    def _explained(self, error: Exception) -> Exception:
+        return StoreFailed(f"{self}: {error}") if type(error).__name__ == "UnexpectedResponse" else error
+
     def read(self, batch_rows: int, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
         at: Any = None
         names = None if columns is None else [*columns, ID]

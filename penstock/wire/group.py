@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,8 @@ MAX_COUNTED_OUTPUT = 256  # tokens of an answer that count as load, before it is
 SPLIT_STEPS = 2  # a request of fewer steps is not split over engines
 MAX_QUERY_SHARE = 0.1  # of a request that is split: every part has all queries
 ASLEEP_STEPS = 4  # how much further behind the others may fall before a sleeping engine is woken
+RETRY_PATIENCE_S = 5.0  # how long a request of a lost engine waits for one, if no other serves
+RETRY_POLL_S = 0.02
 MAX_LOOP_BYTES = 1 << 22  # of an output that is put together on the event loop
 
 
@@ -96,6 +99,7 @@ class EngineGroup(EngineHandle):
         self._step_tokens = 1
         self._settings: dict[str, Any] = {}
         self.uses_affinity = True
+        self.retry_patience_s = RETRY_PATIENCE_S
         self.on_ready: Callable[[int, int], None] = lambda index, pid: None  # an engine and its process id
         self.on_retry: Callable[[], None] = lambda: None
         for member in self._members:
@@ -244,7 +248,7 @@ class EngineGroup(EngineHandle):
         try:
             return await run(member)
         except EngineUnavailable as error:
-            another = self._choose(tried=member, error=error, is_background=is_background)
+            another = await self._another(member, error, is_background)
         finally:
             member.count(-num_tokens, is_background)
         self.on_retry()
@@ -253,6 +257,20 @@ class EngineGroup(EngineHandle):
             return await run(another)
         finally:
             another.count(-num_tokens, is_background)
+
+    async def _another(self, tried: _Member, error: EngineUnavailable, is_background: bool) -> _Member:
+        """Another engine for a request whose engine is lost. If there is none, the first that comes back
+        soon, which may be the same one."""
+        until_s = time.monotonic() + self.retry_patience_s
+        excluded: _Member | None = tried
+        while True:
+            try:
+                return self._choose(tried=excluded, error=error, is_background=is_background)
+            except EngineUnavailable:
+                if self._is_closed or time.monotonic() >= until_s:
+                    raise
+            await asyncio.sleep(RETRY_POLL_S)
+            excluded = None
 
     # Requests that are split.
 

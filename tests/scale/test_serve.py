@@ -37,6 +37,7 @@ from penstock.types import (
     Request,
     Timings,
 )
+from tests.deploy.files import check_config
 
 ENGINE_PACKAGES = ("penstock.engine", "penstock.runner", "penstock.scheduler", "penstock.models")
 MODEL = {"model": "some/model", "served_model_name": "m"}
@@ -156,6 +157,19 @@ def test_the_ingress_imports_nothing_of_the_engine() -> None:
     loaded = ran.stdout.split()
     assert "penstock.scale.serving.ingress" in loaded
     assert [name for name in loaded if name == "torch" or name.startswith(ENGINE_PACKAGES)] == []
+
+
+def test_a_plain_server_takes_the_same_file(tmp_path: Path) -> None:
+    check_config({"models": [{**MODEL, "ray": {"cpus": 1}}], "ray": {"cpus": 2}}, tmp_path)
+
+
+def test_another_number_of_replicas_restarts_none() -> None:
+    def started_with(**ray: int) -> list[bytes]:
+        application = build_app({"models": [MODEL, {"model": "other/model"}], "ray": ray})
+        config, *engines = application._bound_deployment.init_args
+        return [config, *(each._bound_deployment.init_args[0] for each in engines)]
+
+    assert started_with(min_replicas=1) == started_with(min_replicas=2, max_replicas=5)
 
 
 # --- the command --------------------------------------------------------------------------------------------

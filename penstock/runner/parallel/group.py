@@ -44,6 +44,7 @@ class RankGroup:
         self.all_reduce(met)
         if int(met.item()) != self.size:
             raise EngineError(f"{int(met.item())} of {self.size} ranks have met")
+        self._store.set_timeout(timedelta(seconds=1))  # nothing is waited for there any more
 
     def all_reduce(self, x: Tensor) -> None:
         with self._exchangeable(x) as near:
@@ -79,7 +80,7 @@ class RankGroup:
 
     def close(self) -> None:
         """Leave the other ranks. Where a rank is gone, sums that wait for it end. The file by which ranks met
-        has to be there until then: NCCL looks at it every second, and waits for it if it is gone."""
+        has to be open until then: NCCL looks at it every second, and waits for it if it is gone."""
         backend, self._backend, self._store = self._backend, None, None
         if backend is not None:
             with contextlib.suppress(Exception):

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import selectors
-import shutil
 import socket
 import struct
 import subprocess
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from threading import Lock, Thread
 from typing import IO, cast
 
@@ -45,7 +43,7 @@ class RankLaunch(msgspec.Struct, frozen=True):
     settings: Resolved
     memory: int  # descriptor of the plans' memory
     connection: int  # descriptor of the socket to rank 0
-    meeting: str  # the file by which ranks meet
+    meeting: str  # the file by which ranks meet, of a descriptor that every rank has
     log_level: str
     log_format: str
 
@@ -66,6 +64,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """A rank cannot go on."""
 
     message: str
+    is_lasting: bool = False  # another start would fail in the same way
 
 
 RankMessage = Built | Failed
@@ -92,9 +91,10 @@ class Ranks:
         self._uses_nccl = uses_nccl
         self._on_failed: list[Callable[[DeviceFailed], None]] = []
         self._lock = Lock()
-        self._is_closing = False
-        self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
-        self.meeting = str(self._folder / "meeting")
+        self._is_closing = self._is_closed = False
+        # A file in no folder, by which ranks meet: nothing is left behind however the processes end.
+        self._meeting = os.memfd_create("penstock-ranks", os.MFD_CLOEXEC)
+        self.meeting = f"/proc/self/fd/{self._meeting}"
         self._sockets: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._wake, self._woken = socket.socketpair()
@@ -108,6 +108,8 @@ class Ranks:
         except BaseException:
             self.close()
             raise
+        finally:
+            os.close(memory)  # which stays mapped
 
     def _spawn(self, rank: int, device: str, spec: ModelSpec, settings: Resolved, memory: int) -> None:
         ours, theirs = socket.socketpair()
@@ -129,7 +131,7 @@ class Ranks:
             process = subprocess.Popen(
                 isolated_python("-m", RANK_MODULE),
                 stdin=subprocess.PIPE,
-                pass_fds=(memory, theirs.fileno()),
+                pass_fds=(memory, self._meeting, theirs.fileno()),
                 env=isolated_environment(),
             )
         self._processes.append(process)
@@ -143,7 +145,8 @@ class Ranks:
         for rank, connection in enumerate(self._sockets, start=1):
             message = self._receive(rank, connection)
             if isinstance(message, Failed):
-                raise ModelLoadError(f"rank {rank} cannot load the model: {message.message}", param="model")
+                words = f"rank {rank} cannot load the model: {message.message}"
+                raise ModelLoadError(words, param="model") if message.is_lasting else DeviceFailed(words)
             counts.append(message.num_blocks)
         return counts
 
@@ -193,7 +196,9 @@ class Ranks:
             each.close()
         for process in self._processes:
             _end(process)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if not self._is_closed:
+            os.close(self._meeting)
+            self._is_closed = True
 
     def _receive(self, rank: int, connection: socket.socket) -> RankMessage:
         content = receive_message(connection)

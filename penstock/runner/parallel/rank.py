@@ -19,6 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from penstock.errors import ClientError
 from penstock.kvcache.store import KVCache
 from penstock.layers.cpu_shapes import pads_steps
 from penstock.layers.parallel import Shard
@@ -143,7 +144,7 @@ def main() -> None:
 def _report(connection: socket.socket, error: BaseException) -> None:
     words = str(getattr(error, "message", error)).strip() or type(error).__name__
     try:
-        send_message(connection, Failed(words))
+        send_message(connection, Failed(words, isinstance(error, ClientError)))
     except OSError:
         log.debug("rank 0 is gone")
 

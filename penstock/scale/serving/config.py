@@ -83,12 +83,41 @@ class DeployedModel(msgspec.Struct, frozen=True):
         return 1.0 if self.config.engine.device == "cuda" else 0.0
 
 
+class ReplicaLaunch(msgspec.Struct, frozen=True):
+    """What an engine replica is started with. An update restarts the replicas for which it changes."""
+
+    engine: EngineConfig
+    cpus: float
+    gpu_share: float
+    log_level: str
+    log_format: str
+    step_timeout_s: float  # 0: no limit
+    is_cached: bool  # results are kept, so replicas must agree on the revision
+
+
 class AppConfig(msgspec.Struct, frozen=True):
-    """Everything that the replicas of an application are started with."""
+    """The whole application."""
 
     server: ServerConfig
     models: tuple[DeployedModel, ...]
     ingress: IngressConfig
+
+    def replica_launch(self, model: DeployedModel) -> ReplicaLaunch:
+        server = self.server
+        return ReplicaLaunch(
+            engine=model.config.engine,
+            cpus=model.replicas.cpus,
+            gpu_share=model.gpu_share,
+            log_level=server.log_level,
+            log_format=server.log_format,
+            step_timeout_s=server.engine_step_timeout_s,
+            is_cached=server.result_cache_mb > 0,
+        )
+
+    def for_ingress(self) -> AppConfig:
+        """What an ingress replica is started with: the number of engine replicas does not matter to it."""
+        models = (msgspec.structs.replace(model, replicas=ReplicaConfig()) for model in self.models)
+        return msgspec.structs.replace(self, models=tuple(models))
 
 
 REFUSED = {
