@@ -114,9 +114,9 @@ def run_ray(cluster: JobCluster, args: list[object], folder: Path, rows: int, *,
         driver = cluster.embed(*args, *resume)
         next_kill_s = 0.0
         while driver.poll() is None:
-            time.sleep(0.2)
-            sample(cluster, driver.pid, run.memory)
+            time.sleep(1.0)  # looking for workers costs time that a plain run does not spend
             workers = cluster.workers()
+            sample(workers, driver.pid, run.memory)
             if kills and workers and not next_kill_s:
                 next_kill_s = time.monotonic() + chance.uniform(3, 8)  # the first one of this driver
             if kills and workers and time.monotonic() > next_kill_s:
@@ -133,10 +133,10 @@ def run_ray(cluster: JobCluster, args: list[object], folder: Path, rows: int, *,
     return run
 
 
-def sample(cluster: JobCluster, driver: int, memory: Memory) -> None:
+def sample(workers: list[int], driver: int, memory: Memory) -> None:
     now_s = time.monotonic()
     memory.driver.append((now_s, resident_bytes(driver)))
-    for pid in cluster.workers():
+    for pid in workers:
         memory.workers.setdefault(pid, []).append((now_s, resident_bytes(pid)))
 
 
