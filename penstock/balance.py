@@ -51,12 +51,17 @@ class Balancer:
         return chosen
 
     def _least_loaded(self, loads: Sequence[float]) -> int | None:
+        """The first of them from where the last search ended."""
         size = len(loads)
-        least = min(range(size), key=lambda index: (loads[index], (index - self._next) % size))
-        if loads[least] == UNAVAILABLE:
-            return None
-        self._next = (least + 1) % size
-        return least
+        least, index = UNAVAILABLE, self._next
+        found = None
+        for _ in range(size):
+            if loads[index := index % size] < least:
+                least, found = loads[index], index
+            index += 1
+        if found is not None:
+            self._next = (found + 1) % size
+        return found
 
     def _prefer(
         self, loads: Sequence[float], least: float, affinity: Affinity, slack_tokens: int

@@ -118,6 +118,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             )
         if self.sleep_after_s is not None and not self.sleep_after_s >= 0:
             raise ValueError(f"sleep_after_s is {self.sleep_after_s}; use 0 or more seconds")
+        if self.sleep_after_s and self.engine.tensor_parallel_size > 1:
+            raise ValueError(
+                f"sleep_after_s is {self.sleep_after_s:g}, but a model with tensor_parallel_size = "
+                f"{self.engine.tensor_parallel_size} cannot sleep; use 0"
+            )
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -176,6 +181,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     drain_s: float = 30.0
     wake_timeout_s: float = 30.0  # of a request for a model that sleeps; 0: it does not wait
     standby_engine: bool | None = None  # None: beside an engine on a GPU
+    engine_affinity: bool = True  # equal queries and prefixes prefer the engine that has them
     sleep_after_s: float = 0.0  # a model that is idle for so long goes to sleep; 0: never
     max_awake_models: int = 0  # beyond it, the least recently used model goes to sleep; 0: no limit
     engine_hang_timeout_s: float = 10.0  # without a sign of life of the engine's loop; 0: never replaced

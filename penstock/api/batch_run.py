@@ -170,23 +170,18 @@ class BatchRun:
         return len(self._tasks) < max_lines and self._bytes_in_flight < max_bytes
 
     def _window(self) -> tuple[int, int]:
-        """How many lines, and bytes of lines, should be in flight to fill the engine's steps."""
-        settings = self._settings()
-        step_tokens = settings.get("max_num_batched_tokens", 1024)
-        bytes_per_token = self._num_known_bytes / max(1.0, self._num_known_tokens)
-        max_bytes = min(MAX_BYTES_IN_FLIGHT, int(STEPS_IN_FLIGHT * step_tokens * bytes_per_token))
-        if self._endpoint is not None and self._endpoint.use is Task.GENERATE:
-            return max(1, settings.get("max_num_seqs", 64) // 2), MAX_BYTES_IN_FLIGHT
-        return MAX_LINES_IN_FLIGHT, max_bytes
-
-    def _settings(self) -> dict[str, int]:
+        """How many lines, and bytes of lines, should be in flight to fill the steps of all engines."""
         try:
-            model, _ = self._state.find(
-                self.batch.model, None if self._endpoint is None else self._endpoint.use
-            )
-            return model.engine.engine_settings
+            use = None if self._endpoint is None else self._endpoint.use
+            engine = self._state.find(self.batch.model, use)[0].engine
         except PenstockError:
-            return {}
+            return MAX_LINES_IN_FLIGHT, _FIRST_BYTES
+        settings, num_engines = engine.engine_settings, max(1, getattr(engine, "num_ready", 1))
+        if self._endpoint is not None and self._endpoint.use is Task.GENERATE:
+            return max(1, num_engines * settings.get("max_num_seqs", 64) // 2), MAX_BYTES_IN_FLIGHT
+        num_tokens = num_engines * STEPS_IN_FLIGHT * settings.get("max_num_batched_tokens", 1024)
+        bytes_per_token = self._num_known_bytes / max(1.0, self._num_known_tokens)
+        return MAX_LINES_IN_FLIGHT, min(MAX_BYTES_IN_FLIGHT, int(num_tokens * bytes_per_token))
 
     def _begin(self, number: int, raw: bytes) -> None:
         task = asyncio.create_task(self._run_line(number, raw))

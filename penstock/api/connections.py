@@ -74,12 +74,10 @@ class Exchange(RequestResponseCycle):
         self.body: bytes | bytearray = b""  # type: ignore[assignment]
         self._num_held = 0  # of the bytes that the process may hold
         self._is_delivered = False
-        self._max_body_bytes = connection.limits.max_body_bytes
         self._is_streamed = False
 
-    def stream_body(self, max_bytes: int) -> None:
-        """Deliver the body in pieces as it arrives. It may have so many bytes, of which few wait here."""
-        self._max_body_bytes = max_bytes
+    def stream_body(self) -> None:
+        """Deliver the body in pieces as it arrives. Few of its bytes wait here; the reader has a limit."""
         self._is_streamed = True
 
     def add_body(self, piece: bytes) -> None:
@@ -91,8 +89,8 @@ class Exchange(RequestResponseCycle):
         table = self.connection.table
         table.buffered.held += len(piece)
         self._num_held += len(piece)
-        if size > self._max_body_bytes:
-            self.fail(BodyTooLarge(f"the body exceeds the limit of {self._max_body_bytes} bytes"))
+        if size > table.limits.max_body_bytes and not self._is_streamed:
+            self.fail(BodyTooLarge(f"the body exceeds the limit of {table.limits.max_body_bytes} bytes"))
         elif table.buffered.held > table.buffered.limit and size > ALWAYS_READ_BYTES:
             table.count("buffered_bytes")
             self.fail(table.buffered.full())

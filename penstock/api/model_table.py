@@ -61,6 +61,7 @@ def build_model(launch: ModelLaunch, server: ServerConfig) -> ServedModel:
     num_engines: Callable[[], int] = lambda: 1  # noqa: E731
     if len(clients) > 1:
         engine = group = EngineGroup(clients, spec.name)
+        group.uses_affinity = server.engine_affinity
         group.on_retry = RETRIED.labels(spec.name).inc
         status = _group_status(group, clients)
         num_engines = lambda: max(1, group.num_ready)  # noqa: E731

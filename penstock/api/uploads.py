@@ -18,6 +18,8 @@ class BodyStream:
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._scope = scope
         self._receive = receive
+        if (announce := scope.get(STREAM_BODY)) is not None:
+            announce()  # before anything is awaited: the body is on its way
 
     def header(self, name: bytes) -> bytes:
         """The last value of a header; empty if there is none."""
@@ -33,8 +35,6 @@ class BodyStream:
         declared = self.header(b"content-length")
         if declared.isdigit() and (len(declared) > _MAX_DIGITS or int(declared) > max_bytes):
             raise BodyTooLarge(f"the body has {declared[:24].decode()} bytes; the limit is {max_bytes}")
-        if (announce := self._scope.get(STREAM_BODY)) is not None:
-            announce(max_bytes)
         received, has_more = 0, True
         while has_more:
             message = await self._receive()

@@ -30,7 +30,15 @@ class RequestLine(msgspec.Struct, kw_only=True):
 _decode_line = msgspec.json.Decoder(RequestLine).decode
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_text = msgspec.json.Decoder(str).decode
-_decode_model = msgspec.json.Decoder(str | None).decode
+
+
+class _ModelField(msgspec.Struct):
+    """The field of a body that names its model."""
+
+    model: str | None = None
+
+
+_decode_model = msgspec.json.Decoder(_ModelField).decode
 
 
 @dataclass(slots=True)
@@ -121,11 +129,12 @@ def _check_line(
 
 def _why_unreadable(raw: bytes, error: Exception) -> LineError:
     """What is wrong with a line that is not a request: no JSON object, or a field is missing or wrong."""
+    if isinstance(error, UnicodeDecodeError):
+        return LineError(code="invalid_json_line", message="this line is not a valid JSON object: not UTF-8")
     try:
         fields = _decode_fields(raw)
     except UNREADABLE:
-        why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else shortened(str(error), 200)
-        message = f"this line is not a valid JSON object: {why}"
+        message = f"this line is not a valid JSON object: {shortened(str(error), 200)}"
         return LineError(code="invalid_json_line", message=message)
     for name in RequestLine.__struct_fields__:
         if name not in fields:
@@ -147,6 +156,6 @@ def _bad_field(name: str, message: str) -> LineError:
 
 def _model_of(raw: bytes) -> str | None:
     try:
-        return _decode_model(_decode_fields(_decode_line(raw).body).get("model", b"null"))
+        return _decode_model(_decode_line(raw).body).model
     except UNREADABLE:
         return None

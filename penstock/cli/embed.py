@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -10,31 +9,15 @@ import typer
 
 from penstock.cli.command import with_options
 from penstock.cli.flags import ENGINE, EngineFields
+from penstock.cli.vector_flags import VectorFlags
 from penstock.errors import BadValue
 from penstock.jobs.formats import InputFormat, OnError, OutputFormat, VectorKind
 
 if TYPE_CHECKING:
-    from penstock.jobs.job import Job
+    from penstock.jobs.job import Job, Sink
 
 
-class EmbedDtype(enum.StrEnum):
-    """The values of `penstock.types.OutputDtype`, without its import of NumPy."""
-
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-    INT8 = "int8"
-    UINT8 = "uint8"
-    BINARY = "binary"
-    UBINARY = "ubinary"
-
-
-class Side(enum.StrEnum):
-    LEFT = "left"
-    RIGHT = "right"
-
-
-_ROWS, _VECTORS, _RUN = "Rows", "Vectors", "Run"
+_ROWS, _RUN, _RAY = "Rows", "Run", "Ray"
 _BY_EXTENSION = "by the file's extension"
 
 
@@ -42,7 +25,7 @@ class EmbedOptions(msgspec.Struct, frozen=True, kw_only=True):
     inputs: Annotated[
         list[str],
         typer.Argument(
-            metavar="INPUT…",
+            metavar="INPUT",
             help="Files, folders, patterns or URIs to read; or - for stdin, which needs --format.",
         ),
     ]
@@ -105,60 +88,6 @@ class EmbedOptions(msgspec.Struct, frozen=True, kw_only=True):
     limit: Annotated[
         int | None, typer.Option(min=1, help="Stop after this number of rows.", rich_help_panel=_ROWS)
     ] = None
-    vectors: Annotated[
-        list[VectorKind],
-        typer.Option(
-            help="Kind of vectors to compute. Repeat the flag for several at once.",
-            show_default="dense",
-            rich_help_panel=_VECTORS,
-        ),
-    ] = []
-    dimensions: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Keep the first N numbers of each vector, and normalise again.",
-            show_default="all",
-            rich_help_panel=_VECTORS,
-        ),
-    ] = None
-    normalize: Annotated[
-        bool | None,
-        typer.Option(
-            "--normalize/--no-normalize",
-            help="Scale vectors to length 1.",
-            show_default="as the model says",
-            rich_help_panel=_VECTORS,
-        ),
-    ] = None
-    embed_dtype: Annotated[
-        EmbedDtype, typer.Option(help="Number format of the output.", rich_help_panel=_VECTORS)
-    ] = EmbedDtype.FLOAT32
-    prompt_name: Annotated[
-        str | None,
-        typer.Option(
-            help="One of the model's own prompts to put before each text; penstock info lists them.",
-            rich_help_panel=_VECTORS,
-        ),
-    ] = None
-    prompt: Annotated[
-        str | None,
-        typer.Option(
-            help="Words to put before each text, such as 'query: '.",
-            rich_help_panel=_VECTORS,
-        ),
-    ] = None
-    truncate: Annotated[
-        bool,
-        typer.Option(
-            "--truncate/--no-truncate",
-            help="Truncate texts at the model's limit, or treat longer ones as bad rows.",
-            rich_help_panel=_VECTORS,
-        ),
-    ] = True
-    truncation_side: Annotated[
-        Side, typer.Option(help="End of the text to truncate.", rich_help_panel=_VECTORS)
-    ] = Side.RIGHT
     on_error: Annotated[
         OnError,
         typer.Option(
@@ -185,8 +114,39 @@ class EmbedOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = 2048
 
 
-@with_options(EmbedOptions, ENGINE)
-def embed(options: EmbedOptions, engine: EngineFields) -> None:
+class RayOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a job runs."""
+
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Run on a Ray cluster, with several engines.", rich_help_panel=_RAY)
+    ] = False
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of the cluster: auto on one of its machines, or host:6379.",
+            show_default="RAY_ADDRESS, or a cluster on this machine for this run",
+            rich_help_panel=_RAY,
+        ),
+    ] = None
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Number of engines.", show_default="one a GPU, or one a node", rich_help_panel=_RAY
+        ),
+    ] = None
+    gpus_per_worker: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="GPUs of an engine; 0.5 lets two share one.",
+            show_default="1 if the cluster has GPUs",
+            rich_help_panel=_RAY,
+        ),
+    ] = None
+
+
+@with_options(EmbedOptions, VectorFlags, RayOptions, ENGINE)
+def embed(options: EmbedOptions, vectors: VectorFlags, ray: RayOptions, engine: EngineFields) -> None:
     """Embed every text of a file into a file of vectors.
 
     Reads JSONL, CSV, Parquet, Lance and plain text. Reads, computes and writes at the same time, a few
@@ -197,27 +157,41 @@ def embed(options: EmbedOptions, engine: EngineFields) -> None:
       penstock embed articles.parquet -o vectors.parquet
       penstock embed articles.jsonl -o vectors.jsonl --column body --keep title
       penstock embed 'articles/*.parquet' -o vectors/ --on-error skip
-      penstock embed articles.jsonl --to qdrant:http://localhost:6333/articles --id-column url --keep title
+      penstock embed articles.jsonl --to lancedb:./db/articles --id-column url
     """
+    job = _job(options, vectors, engine)
+    sink = _sink(options)
+    if ray.ray:
+        from penstock.scale.data import Pool, run_job
+
+        pool = Pool(workers=ray.workers, gpus_per_worker=ray.gpus_per_worker, address=ray.ray_address)
+        run_job(job, pool, sink=sink)
+        return
+    if given := [name for name in ("ray_address", "workers", "gpus_per_worker") if getattr(ray, name)]:
+        flag = "--" + given[0].replace("_", "-")
+        raise BadValue(f"{flag} needs --ray", param=flag)
     from penstock.jobs.job import run
 
-    job = _job(options, engine)
+    run(job, sink)
+
+
+def _sink(options: EmbedOptions) -> Sink | None:
+    """The store that --to names."""
     if options.to is None:
-        run(job)
-        return
+        return None
     from penstock.stores.sink import store_sink
 
-    run(job, store_sink(options.to, adopt=options.adopt))
+    return store_sink(options.to, adopt=options.adopt)
 
 
-def _job(options: EmbedOptions, engine: EngineFields) -> Job:
+def _job(options: EmbedOptions, vectors: VectorFlags, engine: EngineFields) -> Job:
     from penstock.jobs.job import Job
 
-    fields = msgspec.structs.asdict(options)
+    fields = msgspec.structs.asdict(options) | msgspec.structs.asdict(vectors)
     fields["output"] = _output(fields.pop("to"), fields.pop("adopt"), options)
     fields["inputs"] = tuple(options.inputs)
-    fields["vectors"] = tuple(options.vectors) or (VectorKind.DENSE,)
-    fields["truncation_side"] = options.truncation_side.value
+    fields["vectors"] = tuple(vectors.vectors) or (VectorKind.DENSE,)
+    fields["truncation_side"] = vectors.truncation_side.value
     return Job(engine=engine, **fields)
 
 

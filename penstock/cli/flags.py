@@ -811,6 +811,12 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         help="Time to finish requests after SIGTERM. A second signal ends the server at once.",
     ),
     Flag(
+        field="engine_affinity",
+        panel=SCHEDULING,
+        help="Where a model has several engines, send a query or prefix to the engine that has computed it "
+        "before, unless much more waits there.",
+    ),
+    Flag(
         field="sleep_after_s",
         names=("--sleep-after",),
         panel=SERVER_PANEL,

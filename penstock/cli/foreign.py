@@ -165,7 +165,10 @@ def _switch(target: Target, name: str, value: Any) -> Callable[[Given, str], Non
     return _setting(target, name, lambda _: value)
 
 
-_ONE_DEVICE = "one engine runs on one device; start a server for each and put a proxy before them"
+_ONE_MACHINE = (
+    "a server runs on one machine, with --data-parallel-size and --tensor-parallel-size; for several "
+    "machines use --ray"
+)
 _STEPS = "steps are planned by Penstock's own scheduler"
 _KERNELS = "Penstock chooses its kernels and CUDA graphs itself"
 _LOADING = "weights are read by Penstock's own loader"
@@ -246,8 +249,8 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     no_effect("--prefix-caching-hash-algo", server=VLLM, value="NAME", why=_CACHE),
     no_effect("--calculate-kv-scales", server=VLLM, why=_CACHE),
     no_effect("--enable-expert-parallel", server=VLLM, why="one device holds all experts of a model"),
-    no_effect("--distributed-executor-backend", server=VLLM, value="NAME", why=_ONE_DEVICE),
-    no_effect("--disable-custom-all-reduce", server=VLLM, why=_ONE_DEVICE),
+    no_effect("--distributed-executor-backend", server=VLLM, value="NAME", why=_ONE_MACHINE),
+    no_effect("--disable-custom-all-reduce", server=VLLM, why=_ONE_MACHINE),
     no_effect("--max-parallel-loading-workers", server=VLLM, value="N", why=_LOADING),
     no_effect("--safetensors-load-strategy", server=VLLM, value="NAME", why=_LOADING),
     no_effect("--model-loader-extra-config", server=VLLM, value="JSON", why=_LOADING),
@@ -283,9 +286,9 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     no_effect("--enable-server-load-tracking", server=VLLM, why="/load always counts requests"),
     no_effect("--enable-request-id-headers", server=VLLM, why="x-request-id is always honoured"),
     # --- of which only some values work ---
-    only("--pipeline-parallel-size", "-pp", accepts=("1",), server=VLLM, why=_ONE_DEVICE, value="N"),
-    only("--nnodes", accepts=("1",), server=VLLM, why=_ONE_DEVICE, value="N"),
-    only("--node-rank", accepts=("0",), server=VLLM, why=_ONE_DEVICE, value="N"),
+    only("--pipeline-parallel-size", "-pp", accepts=("1",), server=VLLM, why=_ONE_MACHINE, value="N"),
+    only("--nnodes", accepts=("1",), server=VLLM, why=_ONE_MACHINE, value="N"),
+    only("--node-rank", accepts=("0",), server=VLLM, why=_ONE_MACHINE, value="N"),
     only(
         "--cpu-offload-gb",
         accepts=("0", "0.0"),
@@ -339,7 +342,7 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     refused("--enable-lora", server=VLLM, why=_ADAPTERS),
     refused("--lora-modules", server=VLLM, value="MODULES", why=_ADAPTERS),
     refused("--enable-force-include-usage", server=VLLM, why="set stream_options in requests"),
-    refused("--headless", server=VLLM, why=_ONE_DEVICE),
+    refused("--headless", server=VLLM, why=_ONE_MACHINE),
     refused("--grpc", server=VLLM, why="the server speaks HTTP only"),
 )
 

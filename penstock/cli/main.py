@@ -19,6 +19,7 @@ from penstock.cli.doctor import doctor
 from penstock.cli.embed import embed
 from penstock.cli.generate import generate
 from penstock.cli.info import info
+from penstock.cli.migrate import migrate
 from penstock.cli.plan import plan
 from penstock.cli.rank import rerank, score
 from penstock.cli.serve import serve
@@ -79,6 +80,7 @@ def _options(
 
 app.command(cls=ServeCommand)(serve)
 app.command(cls=Command)(embed)
+app.command(cls=Command)(migrate)
 app.command(cls=Command)(rerank)
 app.command(cls=Command)(score)
 app.command(cls=Command)(generate)

@@ -116,7 +116,10 @@ def flag_names() -> dict[str, str]:
 
 def check_installed() -> None:
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError("--ray needs Ray; run `pip install 'penstock[scale]'`", param="--ray")
+        raise ConfigError(
+            "--ray needs Ray; run `pip install 'penstock[scale]'`, or `pip install '.[scale]'` in the clone",
+            param="--ray",
+        )
 
 
 def run_with_ray(config: AppConfig, address: str | None) -> int:
@@ -125,20 +128,13 @@ def run_with_ray(config: AppConfig, address: str | None) -> int:
     import ray
     from ray import serve
 
-    from penstock.scale.serve import bind
-
     ended = threading.Event()
     server = config.server
     _connect(address)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     try:
-        serve.start(http_options={"host": server.host, "port": server.port})
-        _check_port(server.port)
-        try:
-            serve.run(bind(config), name=APP_NAME, route_prefix="/")
-        except Exception as error:
-            raise StartFailed(f"Ray Serve cannot start the application: {error}") from None
+        _start(config)
         names = ", ".join(model.deployment for model in config.models)
         log.info("%s on Ray Serve is ready at http://%s:%d", names, server.host, server.port)
         while not ended.wait(1.0):
@@ -148,6 +144,42 @@ def run_with_ray(config: AppConfig, address: str | None) -> int:
     finally:
         ray.shutdown()  # ends a cluster that this process has started
     return 0
+
+
+def _start(config: AppConfig) -> None:
+    """Start Serve and the application, and wait until its replicas run."""
+    from ray import serve
+
+    from penstock.scale.serve import bind
+
+    server = config.server
+    try:
+        serve.start(http_options={"host": server.host, "port": server.port})
+    except Exception as error:
+        raise StartFailed(f"Ray Serve cannot start: {error}") from None
+    _check_port(server.port)
+    try:
+        serve.run(bind(config), name=APP_NAME, route_prefix="/")
+    except Exception as error:
+        reason = why_deployments_fail() or str(error)
+        serve.delete(APP_NAME)
+        raise StartFailed(f"Ray Serve cannot start the application: {reason}") from None
+
+
+def why_deployments_fail() -> str:
+    """What Serve says about deployments that are not well; of a traceback, its last line."""
+    from ray import serve
+
+    reasons = []
+    application = serve.status().applications.get(APP_NAME)
+    for name, deployment in () if application is None else application.deployments.items():
+        if deployment.status != "HEALTHY" and deployment.message:
+            lines = [line.strip() for line in deployment.message.splitlines() if line.strip()]
+            raised = [
+                line for line in lines if re.match(r"[\w.]+(Error|Exception|Failed|NotFound)\b.*: ", line)
+            ]
+            reasons.append(f"{name}: {(raised or lines)[-1]}")
+    return "; ".join(reasons)
 
 
 def _check_port(wanted: int) -> None:

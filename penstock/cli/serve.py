@@ -106,7 +106,10 @@ def serve(
     for warning in foreign.warnings:
         log.warning("%s", warning)
     if ray.ray:
-        shared = {**engine, "enable_generation": generation(engine.get("enable_generation"), runner)}
+        if foreign.tasks:
+            raise ConfigError(f"{next(iter(foreign.tasks))} cannot be used with --ray; leave it out")
+        wants_generation = generation(engine.get("enable_generation"), runner)
+        shared = {**engine, **model, "enable_generation": wants_generation}
         raise typer.Exit(serve_with_ray(ray, config, server, models or [], shared))
     ray.check_unused()
     device = engine.get("device", EngineConfig().device)

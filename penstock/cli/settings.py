@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.config_file import MODELS, RAY, Convert, models_in, read_mapping
-from penstock.cli.flags import SERVED_ENGINE, SERVER
+from penstock.cli.flags import SERVED_ENGINE, SERVED_MODEL, SERVER
 from penstock.cli.ray import flag_names
 from penstock.cli.serve import model_settings, settings_of_models
 from penstock.errors import ConfigError
@@ -48,10 +48,10 @@ def app_settings(config: Mapping[str, Any] | str | Path) -> AppConfig:
 
 
 def _flags() -> dict[str, tuple[bool, Convert]]:
-    """Every flag by name without hyphens in front: whether it is the engine's, and how to read its value."""
+    """Every flag by name without hyphens in front: whether it is a model's, and how to read its value."""
     return {
-        name.lstrip("-"): (group is SERVED_ENGINE, partial(group.from_file, flag))
-        for group in (SERVED_ENGINE, SERVER)
+        name.lstrip("-"): (group is not SERVER, partial(group.from_file, flag))
+        for group in (SERVED_ENGINE, SERVED_MODEL, SERVER)
         for flag in group.flags
         for name in flag.all_names
         if name.startswith("--")

@@ -47,6 +47,10 @@ def build_core(
     core.sleeper = loaded.sleeper
     if loaded.watch is not None:
         loaded.watch(partial(_device_failed, core))
+    if settings.tensor_parallel_size > 1:
+        core.why_not_sleep = (
+            f"an engine of {settings.tensor_parallel_size} tensor-parallel ranks cannot sleep"
+        )
     if generation is not None:
         core.grammars = _grammars(spec)
     return core

@@ -116,6 +116,7 @@ class EngineCore:
         self.grammars: Grammars | None = None  # compiles grammars before their requests join `generation`
         self.max_queue_s = 0.0  # until a request starts; 0: no limit
         self.sleeper: Sleeper | None = None  # None: this engine cannot sleep
+        self.why_not_sleep = "this engine cannot sleep"  # where it has no sleeper
         self.held = HeldWork()  # while the engine sleeps
         self.dedup = Deduplicator(scheduler.runs_soon) if share_identical else None
         self.pending = PendingRequests(scheduler, self.dedup)
@@ -279,12 +280,15 @@ class EngineCore:
         return compiling or (self.generation is not None and request_id in self.generation)
 
     def next_deadline_s(self) -> float | None:
-        """The earliest deadline of all requests."""
+        """The earliest deadline of all requests, or when background rows that wait may run."""
         waiting = self.scheduler.queue.next_deadline_s()
         generating = None if self.generation is None else self.generation.next_deadline_s()
         compiling = None if self.grammars is None else self.grammars.next_deadline_s()
         comparing = self._comparisons.next_deadline_s() if self._comparisons else None
-        deadlines = (waiting, generating, compiling, comparing)
+        background = None
+        if self._has_background_work and not self._in_flight:
+            background = self._lane.next_chance_s()
+        deadlines = (waiting, generating, compiling, comparing, background)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def step(self) -> list[Outcome]:
@@ -391,9 +395,12 @@ class EngineCore:
     def _collect_result(self, step: InFlightStep, result: StepResult) -> list[Outcome]:
         plan, generation = step.plan, self.generation
         if step.is_background:
-            self._lane.ran_background(plan.num_tokens, result.device_s)
+            self._lane.ran_background(plan.num_tokens, result.device_s, step.launched_s, self.clock())
         else:
             self._lane.ran_interactive(result.device_s)
+            if isinstance(plan, PoolPlan) and plan.slices:  # one request of each step tells enough
+                arrival_s = plan.slices[0].request.arrival_s
+                self._lane.answered_interactive(arrival_s, step.launched_s, self.clock())
             self._fair_share.succeeded(step.generates, plan.num_tokens, step.estimate_s, result.device_s)
         self._recovery.step_succeeded(step)
         outcomes: list[Outcome] = []
@@ -518,6 +525,8 @@ class EngineCore:
 
     def _background_pooling(self, max_tokens: int) -> NextStep | None:
         scheduled = self.scheduler.schedule_background(max_tokens)
+        if not scheduled and self._lane.may_run_long(self.clock()):
+            scheduled = self.scheduler.schedule_background(max_tokens, first_fits=True)
         return self._planned(scheduled, is_background=True) if scheduled else None
 
     def _background_generation(self, max_tokens: int) -> NextStep | None:

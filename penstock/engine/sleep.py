@@ -265,7 +265,7 @@ class SleepController:
         if isinstance(command, WakeCommand):
             return None
         if self._sleeper is None:
-            return "this engine cannot sleep"
+            return self._core.why_not_sleep
         if command.level is not None and command.level not in SLEEP_LEVELS:
             return f"level {command.level} is unknown; use {' or '.join(map(str, SLEEP_LEVELS))}"
         return None

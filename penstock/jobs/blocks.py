@@ -64,7 +64,7 @@ class VectorColumns:
 
         columns = {name: carried_array(values) for name, values in block.carried.items()}
         for kind in self.kinds:
-            columns[self.name(kind)] = self._array(kind, block.vectors[kind])
+            columns[self.name(kind)] = self.array(kind, block.vectors[kind])
         return pa.table(columns).replace_schema_metadata(self.stamp.metadata)
 
     def json_columns(self, block: Block) -> dict[str, Sequence[Any]]:
@@ -81,7 +81,7 @@ class VectorColumns:
             return [{"indices": row.ids, "values": row.weights} for row in values]
         return [np.ascontiguousarray(self._numbers(row)) for row in values]
 
-    def _array(self, kind: VectorKind, values: Any) -> Any:
+    def array(self, kind: VectorKind, values: Any) -> Any:
         if kind is VectorKind.SPARSE:
             return _sparse_array(values)
         width = self.widths[kind]

@@ -107,12 +107,13 @@ class Embedder:
         self.options = options
         self._input_options = options.input_options()
         self._params = options.params()
-        self._skips_bad_rows = skips_bad_rows
+        self.skips_bad_rows = skips_bad_rows
         self._text = TextModel(self.spec)
         self._prompt = self._text.processor.prompt(self._input_options)
         for params in self._params:
             self._text.processor.check(params)
         self._task([""]).check(self._text)
+        self._running: deque[tuple[PreparedChunk, Future[PooledOutput] | None]] = deque()
         self._max_tokens = self._text.processor.row_limit(self._params[0], self._input_options).max_tokens
 
     def columns(self) -> VectorColumns:
@@ -180,6 +181,9 @@ class Embedder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for _prepared, future in self._running:  # none, unless the run was interrupted
+            if future is not None:
+                future.cancel()
         self._local.close()
         self._loop.close()
 
@@ -187,18 +191,13 @@ class Embedder:
         self, chunks: Iterator[Chunk], columns: Columns
     ) -> Iterator[tuple[PreparedChunk, dict[VectorKind, Any]]]:
         """Chunks with their vectors, in order."""
-        running: deque[tuple[PreparedChunk, Future[PooledOutput] | None]] = deque()
-        try:
-            for prepared in read_ahead(self.prepare(chunk, columns) for chunk in chunks):
-                running.append((prepared, self.submit(prepared)))
-                if len(running) == MAX_CHUNKS_IN_FLIGHT:
-                    yield self._complete(*running.popleft())
-            while running:
+        running = self._running
+        for prepared in read_ahead(self.prepare(chunk, columns) for chunk in chunks):
+            running.append((prepared, self.submit(prepared)))
+            if len(running) == MAX_CHUNKS_IN_FLIGHT:
                 yield self._complete(*running.popleft())
-        finally:
-            for _, future in running:  # none, unless the run was interrupted
-                if future is not None:
-                    future.cancel()
+        while running:
+            yield self._complete(*running.popleft())
 
     def run(self, chunk: Chunk, columns: Columns) -> tuple[PreparedChunk, dict[VectorKind, Any]]:
         """One chunk with its vectors. Several threads may call it at the same time."""
@@ -268,7 +267,7 @@ class Embedder:
     def _bad(self, at: int, reason: str, flag: str, chunk: Chunk, columns: Columns) -> BadRow:
         """A row without a vector; an error unless such rows are skipped."""
         row = chunk.numbers[at]
-        if self._skips_bad_rows:
+        if self.skips_bad_rows:
             return BadRow(row, chunk.id_of(at, columns), reason, columns.text)
         advice = "shorten it, leave out --no-truncate, " if flag == "--no-truncate" else "give it a text, "
         raise BadValue(f"row {row} {reason}; {advice}or skip it with --on-error skip", param=flag)

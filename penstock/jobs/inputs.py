@@ -6,7 +6,7 @@ import glob
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -51,7 +51,7 @@ class InputFile(msgspec.Struct, frozen=True, kw_only=True):
             return RecordSource(stream, self.location, self.form, self.size)
         if self.form is InputFormat.PARQUET:
             return ParquetSource(self.location, self.location)
-        stream = cast(BinaryIO, open(self.location, "rb", buffering=_BUFFER_BYTES))  # noqa: SIM115, PTH123
+        stream = open(self.location, "rb", buffering=_BUFFER_BYTES)  # noqa: SIM115, PTH123
         return RecordSource(stream, self.location, self.form, self.size)
 
 
@@ -203,9 +203,9 @@ class ChainedSource(Source):
             self._counts = [_num_rows(file) for file in files]
 
     @property
-    def num_rows(self) -> int | None:
-        counts = [count for count in self._counts if count is not None]
-        return sum(counts) if len(counts) == len(self._counts) else None
+    def file_rows(self) -> tuple[int, ...] | None:
+        counts = tuple(count for count in self._counts if count is not None)
+        return counts if len(counts) == len(self._counts) else None
 
     def chunks(self, columns: Columns, *, start: int, stop: int | None, size: int) -> Iterator[Chunk]:
         before = 0  # rows of the files before this one
@@ -251,4 +251,4 @@ def _less(stop: int | None, rows: int) -> int | None:
 def _num_rows(file: InputFile) -> int:
     with file.open() as source:
         assert isinstance(source, TableSource)
-        return source.num_rows
+        return source.file_rows[0]

@@ -7,7 +7,7 @@ process and a run on Ray share: the plan of blocks, the output, and the report.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -34,6 +34,7 @@ from penstock.jobs.outputs import (
     open_output,
 )
 from penstock.jobs.parts import Cut, Span, read_manifest
+from penstock.jobs.plan import first_missing, read_chunks, without_committed
 from penstock.jobs.progress import report_line, show_progress
 from penstock.jobs.rows import Chunk, Columns, Source, choose_columns
 from penstock.jobs.storage import open_folder
@@ -113,6 +114,16 @@ class RunStats:
         self.tokens += prepared.num_tokens
         self.truncated += prepared.num_truncated
 
+    def as_dict(self) -> dict[str, int]:
+        return {"rows": self.rows, "bad": self.bad, "tokens": self.tokens, "truncated": self.truncated}
+
+    def add_counts(self, counts: Mapping[str, int]) -> None:
+        """Add what another process has counted."""
+        self.rows += counts["rows"]
+        self.bad += counts["bad"]
+        self.tokens += counts["tokens"]
+        self.truncated += counts["truncated"]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockMaker:
@@ -158,7 +169,7 @@ class OpenedJob:
 
     def missing_chunks(self) -> Iterator[Chunk]:
         """The chunks that are not committed yet."""
-        start = self.output.parts.first_missing
+        start = first_missing(self.output.parts.spans)
         chunks = read_chunks(self.source, self.columns, self.cut, start, self.job.limit)
         return without_committed(chunks, self.output.parts.spans)
 
@@ -170,19 +181,6 @@ class OpenedJob:
             self.writer.commit(self.maker.block(empty, {}))
             parts.refresh()
         self.output.finish()
-
-
-def read_chunks(source: Source, columns: Columns, cut: Cut, start: int, stop: int | None) -> Iterator[Chunk]:
-    """The chunks of an input from the one that holds row `start`, cut at the same places in every run."""
-    for chunk in source.chunks(columns, start=start, stop=stop, size=cut.rows):
-        yield from chunk.split(cut.chars)
-
-
-def without_committed(chunks: Iterator[Chunk], done: set[Span]) -> Iterator[Chunk]:
-    ends = {span.first: span.end for span in done}
-    for chunk in chunks:
-        if ends.get(chunk.first) != chunk.end:
-            yield chunk
 
 
 def run(job: Job, sink: Sink | None = None) -> None:
@@ -270,7 +268,7 @@ def _embed_rows(opened: OpenedJob, stats: RunStats) -> None:
             opened.writer.commit(block)
             parts.spans.add(block.span)
             stats.add(prepared)
-            advance(block.span.count, prepared.chunk.read)
+            advance(block.span.num_rows, prepared.chunk.read)
 
 
 @contextmanager

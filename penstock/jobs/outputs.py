@@ -7,6 +7,7 @@ harmless, because a file has the same name and a store replaces rows by their id
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -224,35 +225,41 @@ class SinkBlocks:
     """Writes a block to a vector store, then records it in the folder of the run."""
 
     def __init__(self, parts: PartWriter, open_sink: OpenSink, columns: VectorColumns) -> None:
-        self._parts = parts
-        self._open_sink = open_sink
-        self._columns = columns
-        self._sink: TableSink | None = None
+        self.__setstate__((parts, open_sink, columns))
 
     def __getstate__(self) -> tuple[PartWriter, OpenSink, VectorColumns]:
         return self._parts, self._open_sink, self._columns
 
     def __setstate__(self, state: tuple[PartWriter, OpenSink, VectorColumns]) -> None:
         self._parts, self._open_sink, self._columns = state
-        self._sink = None
+        self._sink: TableSink | None = None
+        self._lock = threading.Lock()  # a worker on Ray commits on several threads
 
     def commit(self, block: Block) -> None:
         table = self._columns.table(block)
-        self.sink(table.schema).write(table)
-        self._parts.commit(block.span, lambda file: file.write_bytes(b""), block.bad)
+        with self._lock:
+            self._opened(table.schema).write(table)
+        schema = table.schema.serialize().to_pybytes()
+        self._parts.commit(block.span, lambda file: file.write_bytes(schema), block.bad)
 
-    def sink(self, schema: Any) -> TableSink:
+    def finish(self, committed: str) -> None:
+        """Finish the store. `committed` names a part: where other processes wrote, it has the schema."""
+        if self._sink is None:
+            import pyarrow as pa
+
+            schema = self._parts.folder.read(committed)
+            assert schema is not None
+            self._opened(pa.ipc.read_schema(pa.py_buffer(schema)))
+        assert self._sink is not None
+        self._sink.finish()
+
+    def _opened(self, schema: Any) -> TableSink:
         """The open sink; it sees the schema of the first block."""
         if self._sink is None:
             sink = self._open_sink()
             sink.open(schema, self._columns.stamp)
             self._sink = sink
         return self._sink
-
-    def finish(self) -> None:
-        if self._sink is None:
-            self._sink = self._open_sink()
-        self._sink.finish()
 
 
 class SinkOutput(Output):
@@ -285,8 +292,7 @@ class SinkOutput(Output):
         return self._progress.with_name(self._progress.name.removesuffix(".parts") + ".errors.jsonl")
 
     def finish(self) -> None:
-        self.parts.files()  # nothing is missing
-        self.writer.finish()
+        self.writer.finish(self.parts.files()[0].name)
         if self.parts.commit_errors():
             move(self._folder.path / ERRORS, self._errors)
         self.parts.discard()

@@ -4,12 +4,15 @@ It holds `_manifest.json`, one file for each block of rows, named by first row a
 each block that has some. A file gets its name only when it is complete and on disk. A run that is killed at
 any moment leaves complete parts, and drafts, which are ignored:
 
+    clearing   parts of a run that is given up    --resume starts from the beginning
     running    manifest, parts …                 --resume computes the blocks that are missing
     joined     manifest says so, `whole` is OUT   --resume only moves it into place
     complete   a folder of parts is the output    the manifest lists its files
 
 A block is named by its rows, and every run cuts blocks at the same places, as the first run said. So a block
-that is computed twice, by a worker that was thought dead, has the same name and the same content.
+that is computed twice, by a worker that was thought dead, has the same name and the same content. A worker
+of a run that was given up sees another run's name in the manifest, or finds its draft removed, and writes
+nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -37,15 +41,15 @@ class Span(NamedTuple):
     """A block of rows of the input."""
 
     first: int
-    count: int
+    num_rows: int
 
     @property
     def end(self) -> int:
-        return self.first + self.count
+        return self.first + self.num_rows
 
     @property
     def name(self) -> str:
-        return f"{self.first:012d}-{self.count}"
+        return f"{self.first:012d}-{self.num_rows}"
 
 
 class Cut(msgspec.Struct, frozen=True):
@@ -66,7 +70,8 @@ class PartFile(msgspec.Struct, frozen=True):
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     layout: int = _LAYOUT
-    state: Literal["running", "joined", "complete"] = "running"
+    run: str = ""  # a random name that a resumed run keeps
+    state: Literal["clearing", "running", "joined", "complete"] = "running"
     cut: Cut = Cut()
     overwrite: bool = False  # the run may replace an existing output
     input_rows: int | None = None  # of the finished output, bad ones included
@@ -80,15 +85,24 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 class PartWriter:
     """Commits blocks. Picklable: workers on other machines commit into the same folder."""
 
-    def __init__(self, folder: Folder, suffix: str) -> None:
+    def __init__(self, folder: Folder, suffix: str, run: str) -> None:
         self.folder = folder
         self.suffix = suffix
+        self._run = run
 
     def commit(self, span: Span, write: Write, bad: Sequence[BadRow] = ()) -> None:
         """Save a block. Its bad rows come first: they count only if the block is there."""
         if bad:
-            self.folder.commit(f"_errors-{span.name}.jsonl", lambda file: file.write_bytes(_lines(bad)))
-        self.folder.commit(f"{span.name}{self.suffix}", write)
+            content = _lines(bad)
+            self.folder.commit(
+                f"_errors-{span.name}.jsonl", lambda file: file.write_bytes(content), self._check_current
+            )
+        self.folder.commit(f"{span.name}{self.suffix}", write, self._check_current)
+
+    def _check_current(self) -> None:
+        manifest = read_manifest(self.folder)
+        if manifest is None or (manifest.run, manifest.state) != (self._run, "running"):
+            raise EngineError(f"another run writes {self.folder.location}")
 
 
 def _lines(bad: Iterable[BadRow]) -> bytes:
@@ -112,15 +126,16 @@ class Parts:
     ) -> None:
         """`check` sees the manifest of the run to resume, if any; it refuses what would destroy an output."""
         self.folder = folder
-        self.writer = PartWriter(folder, suffix)
         folder.create()
         self._lock = folder.lock()
         try:
             self._refuse_foreign_files()
             found = read_manifest(folder) if resume else None
             check(found)
-            fresh = Manifest(settings=settings, overwrite=overwrite, cut=cut, stamp=stamp or {})
+            run = uuid.uuid4().hex
+            fresh = Manifest(run=run, settings=settings, overwrite=overwrite, cut=cut, stamp=stamp or {})
             self.manifest = self._begin(found, fresh)
+            self.writer = PartWriter(folder, suffix, self.manifest.run)
             self.spans = self._committed()
         except BaseException:
             self.close()
@@ -131,17 +146,7 @@ class Parts:
         """Number of rows that are committed."""
         if self.manifest.input_rows is not None:
             return self.manifest.input_rows
-        return sum(span.count for span in self.spans)
-
-    @property
-    def first_missing(self) -> int:
-        """The first row that is not committed."""
-        row = 0
-        for span in sorted(self.spans):
-            if span.first != row:
-                break
-            row = span.end
-        return row
+        return sum(span.num_rows for span in self.spans)
 
     @property
     def is_running(self) -> bool:
@@ -161,7 +166,7 @@ class Parts:
         for span in sorted(self.spans):
             if span.first != row:
                 raise EngineError(f"rows {row} to {span.first - 1} are missing; run again with --resume")
-            files.append(PartFile(f"{span.name}{self.writer.suffix}", span.first, span.count))
+            files.append(PartFile(f"{span.name}{self.writer.suffix}", span.first, span.num_rows))
             row = span.end
         return files
 
@@ -184,6 +189,7 @@ class Parts:
         """Remove everything, the manifest last, because it describes the rest."""
         if self.folder.exists():
             _clear(self.folder)
+            self.folder.remove(MANIFEST)
             self.folder.remove_folder()
 
     def close(self) -> None:
@@ -198,7 +204,8 @@ class Parts:
         self.close()
 
     def _begin(self, found: Manifest | None, fresh: Manifest) -> Manifest:
-        if found is None:
+        if found is None or found.state == "clearing":
+            self._save(msgspec.structs.replace(fresh, state="clearing"))
             _clear(self.folder)
             return self._save(fresh)
         if changed := _changes(found.settings, fresh.settings):
@@ -311,8 +318,8 @@ def _shown(value: Any) -> str:
 
 
 def _clear(folder: Folder) -> None:
+    """Remove everything but the manifest."""
     folder.remove_drafts()
     for name in folder.names():
         if name != MANIFEST:
             folder.remove(name)
-    folder.remove(MANIFEST)

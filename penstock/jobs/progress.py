@@ -23,17 +23,19 @@ def show_progress(rows: int) -> Iterator[Advance]:
         with _bar(rows) as advance:
             yield advance
     else:
-        yield _log_lines(rows, time.monotonic)
+        yield log_lines(rows, time.monotonic)
 
 
-def _log_lines(rows: int, clock: Callable[[], float], every_s: float = LOG_SECONDS) -> Advance:
+def log_lines(rows: int, clock: Callable[[], float], every_s: float = LOG_SECONDS) -> Advance:
+    """Progress as a line on stderr, at most one in `every_s` seconds."""
     began_s = said_s = clock()
     done, first_share = rows, None
 
     def advance(count: int, share: float | None) -> None:
-        nonlocal done, said_s, first_share
+        nonlocal done, said_s, began_s, first_share
         done += count
-        first_share = share if first_share is None else first_share
+        if first_share is None:
+            first_share, began_s = share, clock()
         if clock() - said_s < every_s:
             return
         said_s = clock()
@@ -43,6 +45,7 @@ def _log_lines(rows: int, clock: Callable[[], float], every_s: float = LOG_SECON
 
 
 def _time_left(first_share: float | None, share: float | None, elapsed_s: float) -> str:
+    """`elapsed_s` is the time from `first_share` to `share`."""
     if share is None or first_share is None:
         return ""
     shown = f", {share:.1%}"

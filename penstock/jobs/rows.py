@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from penstock.errors import BadValue
 
@@ -86,14 +87,14 @@ class Chunk:
         value = self.carried[columns.id][index]
         return value.as_py() if hasattr(value, "as_py") else value
 
-    def split(self, max_bytes: int) -> Iterator[Chunk]:
-        """The chunk in pieces of about `max_bytes` of text, so that pieces of long texts have fewer rows."""
-        if self.bad or sum(map(len, self.texts)) <= max_bytes:
+    def split(self, max_chars: int) -> Iterator[Chunk]:
+        """The chunk in pieces of at most `max_chars`, so that pieces of long texts have fewer rows."""
+        if self.bad or sum(map(len, self.texts)) <= max_chars:
             yield self
             return
         begin, size = 0, 0
         for at, text in enumerate(self.texts):
-            if size and size + len(text) > max_bytes:
+            if size and size + len(text) > max_chars:
                 yield self._slice(begin, at)
                 begin, size = at, 0
             size += len(text)
@@ -107,7 +108,9 @@ class Chunk:
 
 
 def _taken(values: Any, indices: list[int]) -> Any:
-    return [values[index] for index in indices] if isinstance(values, list) else values.take(indices)
+    if isinstance(values, list):
+        return [values[index] for index in indices]
+    return values.take(np.array(indices, np.int64))  # Arrow knows no type for an empty list
 
 
 class Source(ABC):
@@ -123,8 +126,8 @@ class Source(ABC):
         self.skips_bad_rows = False
 
     @property
-    def num_rows(self) -> int | None:
-        """Rows of the whole input, if that is known without reading it. Then any range is quick to read."""
+    def file_rows(self) -> tuple[int, ...] | None:
+        """Rows of each file, if they are known without reading it. Then any range is quick to read."""
         return None
 
     @abstractmethod

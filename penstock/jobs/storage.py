@@ -37,8 +37,11 @@ class Folder(ABC):
         """Names of its files, in order. Drafts are left out."""
 
     @abstractmethod
-    def commit(self, name: str, write: Write) -> None:
-        """Write a file through `write`, which gets a local path; then let it appear under `name`."""
+    def commit(self, name: str, write: Write, check: Callable[[], None] = lambda: None) -> None:
+        """Write a file through `write`, which gets a local path; then let it appear under `name`.
+
+        `check` is called between the two, and raises if the file must not appear any more.
+        """
 
     @abstractmethod
     def read(self, name: str) -> bytes | None:
@@ -83,11 +86,12 @@ class LocalFolder(Folder):
     def names(self) -> list[str]:
         return sorted(file.name for file in self.path.iterdir() if not file.name.startswith(DRAFT))
 
-    def commit(self, name: str, write: Write) -> None:
+    def commit(self, name: str, write: Write, check: Callable[[], None] = lambda: None) -> None:
         draft = self.path / f"{DRAFT}{uuid.uuid4().hex}"
         try:
             write(draft)
             sync(draft)
+            check()
             move(draft, self.path / name)
         except BaseException:
             with suppress(OSError):
@@ -165,10 +169,11 @@ class RemoteFolder(Folder):
         names = [str(each).rstrip("/").rsplit("/", 1)[-1] for each in found]
         return sorted(name for name in names if not name.startswith(DRAFT))
 
-    def commit(self, name: str, write: Write) -> None:
+    def commit(self, name: str, write: Write, check: Callable[[], None] = lambda: None) -> None:
         with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
             draft = Path(folder, "draft")
             write(draft)
+            check()
             if self._puts_whole:
                 self._file_system.put_file(str(draft), self._path(name))
                 return

@@ -21,8 +21,8 @@ class TableSource(Source):
         super().__init__(name, schema.names, [field.name for field in schema if is_text(field.type)])
 
     @property
-    def num_rows(self) -> int:
-        return self._rows
+    def file_rows(self) -> tuple[int, ...]:
+        return (self._rows,)
 
     @abstractmethod
     def _batches(self, columns: list[str], start: int, stop: int, size: int) -> Iterator[Any]:

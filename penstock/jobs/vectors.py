@@ -105,9 +105,7 @@ class ParquetVectors:
         import pyarrow.parquet as pq
 
         schemas = [pq.read_schema(part) for part in parts]
-        fields = [
-            (name, _common_type({one.field(name).type for one in schemas})) for name in schemas[0].names
-        ]
+        fields = [(name, common_type({one.field(name).type for one in schemas})) for name in schemas[0].names]
         stamp = self._columns.stamp
         about = {"model": stamp.model, "dimensions": str(stamp.dimension), "embed_dtype": stamp.dtype}
         return pa.schema(
@@ -152,11 +150,11 @@ def _row_groups(parts: Iterable[Path], schema: Any) -> Iterator[Any]:
 def _fitted(table: Any, schema: Any) -> Any:
     import pyarrow as pa
 
-    columns = [_fitted_column(table[field.name], field.type) for field in schema]
+    columns = [fitted_column(table[field.name], field.type) for field in schema]
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def _fitted_column(column: Any, kind: Any) -> Any:
+def fitted_column(column: Any, kind: Any) -> Any:
     import pyarrow as pa
 
     if column.type == kind:
@@ -166,7 +164,7 @@ def _fitted_column(column: Any, kind: Any) -> Any:
     return column.cast(kind, safe=False)
 
 
-def _common_type(kinds: set[Any]) -> Any:
+def common_type(kinds: set[Any]) -> Any:
     """One type for a column whose parts have different types; text if no other type fits all."""
     import pyarrow as pa
 

@@ -462,9 +462,8 @@ def run_experts(
         return out
     plan = plan or expert_tiling_for(tokens, chosen, logits.shape[1], fp8=fp8)
     routes = route(logits, chosen, normalize, plan.rows)
-    allocate = torch.empty
     if first_expert is not None:
-        routes, allocate = _held_routes(routes, first_expert, experts), torch.zeros
+        routes = _held_routes(routes, first_expert, experts)
     slots = tokens * chosen
     middle: Tensor | GroupQuantized
     if fp8 and plan.up.cols == GROUP:  # a tile holds whole groups, so the product can quantise its output
@@ -472,7 +471,9 @@ def run_experts(
     else:
         middle = torch.empty((slots, inner), dtype=x.dtype, device=x.device)
     rows = quantize_groups(x) if fp8 and plan.early else x
-    expert_outputs = allocate((slots, hidden), dtype=x.dtype, device=x.device)
+    expert_outputs = torch.empty((slots, hidden), dtype=x.dtype, device=x.device)
+    if first_expert is not None:
+        expert_outputs.zero_()
     expert_matmul(rows, up, middle, routes, plan.rows, plan.up, chosen, ACTIVATION_CODES[act], gated)
     expert_matmul(middle, down, expert_outputs, routes, plan.rows, plan.down, chosen, None)
     sum_expert_outputs(expert_outputs, residual, out, chosen, bias)

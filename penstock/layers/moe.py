@@ -180,6 +180,7 @@ class ShardedExperts(SparseMLP):
     ) -> None:
         super().__init__(router, gate_up, down, shape, act, bias if group.rank == 0 else None)
         self.held = held
+        self.first_expert = held.start
         self.group = group
 
     def __call__(
@@ -194,10 +195,6 @@ class ShardedExperts(SparseMLP):
         total = self._own_sum(x) if kernel is None else self._run(kernel, x.contiguous(), None)
         self.group.all_reduce(total)
         return total if residual is None else total.add_(residual)
-
-    @property
-    def first_expert(self) -> int:
-        return self.held.start
 
     def _own_sum(self, x: Tensor) -> Tensor:
         """The sum over the experts of this rank, [tokens, hidden]."""

@@ -8,7 +8,7 @@ row layer. Everything else of a layer is the same on every rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,8 @@ class Group(Protocol):
         ...
 
 
-class Units(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Units:
     """Outputs or inputs of a layer, which are divided among ranks in whole units."""
 
     count: int  # attention heads, or neurons of a feed-forward block

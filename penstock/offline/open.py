@@ -32,6 +32,12 @@ class DescribedModel:
     def of(cls, model: str | None, options: Mapping[str, Any]) -> DescribedModel:
         """`options` are fields of `EngineConfig`; `model` there is used if none is named here."""
         named = options if model is None else {**options, "model": model}
+        if "data_parallel_size" in named:
+            raise ConfigError(
+                "data_parallel_size is for `penstock serve`: an engine in a Python process is a single one; "
+                "serve the model, or run several processes, for example with Ray",
+                param="data_parallel_size",
+            )
         config = from_mapping(EngineConfig, dict(named))
         if config.pooler_config.enable_chunked_processing:
             raise ConfigError(

@@ -36,9 +36,9 @@ def build_app(config: Mapping[str, Any] | str | Path) -> Application:
 
 def bind(config: AppConfig) -> Application:
     """The application of settled settings."""
-    encoded = msgspec.json.encode(config)
     engines = [
-        _engine_deployment(config, model).bind(encoded, index) for index, model in enumerate(config.models)
+        _engine_deployment(config, model).bind(msgspec.json.encode(config.replica_launch(model)))
+        for model in config.models
     ]
     ingress = serve.deployment(
         serve.ingress()(Ingress),
@@ -52,7 +52,7 @@ def bind(config: AppConfig) -> Application:
         health_check_period_s=HEALTH_PERIOD_S,
         logging_config=LOGGING,
     )
-    return ingress.bind(encoded, *engines)
+    return ingress.bind(msgspec.json.encode(config.for_ingress()), *engines)
 
 
 def _engine_deployment(config: AppConfig, model: DeployedModel) -> Any:

@@ -69,6 +69,7 @@ class _StepRoom:
     output_bytes: int  # of token vectors
     token_bytes: int = 0  # output of each token of the request that is being scheduled
     has_output: bool = False  # whether token vectors leave the step already
+    first_fits: bool = True  # a first row runs whatever its length
 
     @property
     def is_full(self) -> bool:
@@ -286,14 +287,14 @@ class Scheduler:
         # Background rows may hold the blocks that those of the queue wait for.
         return self.schedule() if self._preempt_queued_rows(self.background) else scheduled
 
-    def schedule_background(self, max_tokens: int) -> list[ScheduledRows]:
+    def schedule_background(self, max_tokens: int, *, first_fits: bool = False) -> list[ScheduledRows]:
         """Fill a step with background rows alone: those of other requests never wait for the rows beside
-        them. A first row runs whatever its length, unless it can be chunked."""
+        them. With `first_fits` a first row runs whatever its length."""
         if not len(self.background) or self.isolated:
             return []
         scheduled: list[ScheduledRows] = []
         room = self._step_room()
-        room.tokens = min(room.tokens, max_tokens)
+        room.tokens, room.first_fits = min(room.tokens, max_tokens), first_fits
         num_visited = self._fill(self.background.of_kind(large=False), room, scheduled)
         if scheduled:
             self.background.settle(num_visited)
@@ -431,7 +432,7 @@ class Scheduler:
                 if chunking is not None:
                     entry = self._schedule_chunks(queued, room, chunking)
                 else:
-                    entry = self._schedule_whole_rows(queued, room, alone=not scheduled)
+                    entry = self._schedule_whole_rows(queued, room, alone=not scheduled and room.first_fits)
             if entry is not None:
                 queued.has_started = True
                 scheduled.append(entry)

@@ -17,19 +17,19 @@ from penstock.wire.shared_memory import SharedMemory
 _TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _FILL = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0)
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_ENGINE = ("model", "engine")  # labels: of several engines, each has its own
 STEP_SECONDS = Histogram(
     "penstock_step_seconds",
     "Time from the launch of a step to the collection of its results",
     ["model"],
     buckets=_SECONDS,
 )
-DEVICE_SECONDS = Counter("penstock_device_seconds", "Time that steps spent on the device", ["model"])
+DEVICE_SECONDS = Counter("penstock_device_seconds", "Time that steps spent on the device", _ENGINE)
 STEP_TOKENS = Histogram("penstock_step_tokens", "Tokens in a step", ["model"], buckets=_TOKENS)
-STEP_ROWS = Counter("penstock_step_rows", "Rows that were run in steps", ["model"])
+STEP_ROWS = Counter("penstock_step_rows", "Rows that were run in steps", _ENGINE)
 BATCH_FILL = Histogram(
     "penstock_batch_fill", "Tokens of a step divided by the token budget", ["model"], buckets=_FILL
 )
-_ENGINE = ("model", "engine")  # labels: of several engines, each has its own
 QUEUED_ROWS = Gauge("penstock_queue_rows", "Rows waiting", _ENGINE, multiprocess_mode="livesum")
 QUEUED_TOKENS = Gauge("penstock_queue_tokens", "Tokens waiting", _ENGINE, multiprocess_mode="livesum")
 QUEUE_WAIT_SECONDS = Gauge(
@@ -132,9 +132,9 @@ class EngineMetrics:
         self.shared_bytes = SHARED_BYTES.labels(model)
         self._buffer = BufferedMetrics()
         self.step_seconds = self._buffer.histogram(STEP_SECONDS, model)
-        self.device_seconds = self._buffer.counter(DEVICE_SECONDS, model)
+        self.device_seconds = self._buffer.counter(DEVICE_SECONDS, model, number)
         self.step_tokens = self._buffer.histogram(STEP_TOKENS, model)
-        self.step_rows = self._buffer.counter(STEP_ROWS, model)
+        self.step_rows = self._buffer.counter(STEP_ROWS, model, number)
         self.batch_fill = self._buffer.histogram(BATCH_FILL, model)
         self.queued_rows = QUEUED_ROWS.labels(model, number)
         self.queued_tokens = QUEUED_TOKENS.labels(model, number)

@@ -22,7 +22,7 @@ import msgspec
 from penstock.checkpoint.revision import loaded_revision
 from penstock.checkpoint.spec import with_max_model_len
 from penstock.engine.build import build_core
-from penstock.errors import PenstockError
+from penstock.errors import DeviceFailed, PenstockError
 from penstock.logs import configure
 from penstock.runner.load import settle
 from penstock.runner.profile import ProfiledRunner
@@ -91,6 +91,8 @@ def main() -> None:
         settings = settle(launch.engine_on_device, launch.spec)
         if launch.kv_share is not None:
             settings = msgspec.structs.replace(settings, kv_share=launch.kv_share)
+        if settings.tensor_parallel_size > 1:
+            settings = msgspec.structs.replace(settings, devices=launch.devices)
         published = msgspec.to_builtins(settings)
         revision = loaded_revision(launch.spec, published)
         if control is not None and launch.control is not None:
@@ -106,6 +108,9 @@ def main() -> None:
         core = build_core(
             with_max_model_len(launch.spec, settings.max_model_len), settings, server.wake, metrics.step
         )
+    except DeviceFailed as error:  # a restart may help
+        log.error("%s", error.message)
+        sys.exit(EXIT_DEVICE_FAILED)
     except PenstockError as error:
         log.error("%s", error.message)
         if control is not None:

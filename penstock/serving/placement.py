@@ -104,17 +104,16 @@ def place(config: ModelConfig, hardware: Hardware, used: Counter[str]) -> list[P
 
 
 def _on_gpus(config: ModelConfig, hardware: Hardware, used: Counter[str]) -> list[Placement]:
-    device, ranks, size = config.engine.device, tensor_parallel_size(config), config.data_parallel_size
-    is_one = size == ranks == 1
+    device, ranks, size = config.engine.device, config.engine.tensor_parallel_size, config.data_parallel_size
     if device.startswith("cuda:"):
-        if not is_one:
+        if size != 1:
             raise ConfigError(
-                f"device {device} is one GPU, and {_wanted(size, ranks)} may take more; use device cuda, and "
+                f"device {device} names one GPU, and data_parallel_size is {size}; use device cuda, and "
                 "choose among the GPUs with CUDA_VISIBLE_DEVICES",
                 param="device",
             )
-        return [Placement()]
-    if is_one and not used:
+        return [Placement(devices=_following(device, ranks))]
+    if size == ranks == 1 and not used:
         return [Placement()]  # the first GPU, without counting them
     groups = [range(first, first + ranks) for first in range(0, hardware.num_gpus - ranks + 1, ranks)]
     num_engines = max(1, len(groups)) if isinstance(size, str) else size
@@ -138,8 +137,12 @@ def _wanted(size: int | str, ranks: int) -> str:
     return " with ".join(parts)
 
 
-def tensor_parallel_size(config: ModelConfig) -> int:
-    return getattr(config.engine, "tensor_parallel_size", 1)
+def _following(device: str, ranks: int) -> tuple[str, ...]:
+    """A GPU and those after it, one for each rank; none where the name is not of that form."""
+    number = device.removeprefix("cuda:")
+    if ranks == 1 or not number.isdecimal():
+        return ()  # as the engine's settings say
+    return tuple(f"cuda:{int(number) + rank}" for rank in range(ranks))
 
 
 def split_cores(nodes: Sequence[Sequence[int]], num_engines: int) -> list[tuple[int, ...]]:

@@ -63,10 +63,13 @@ def free_bytes(device: str) -> int:
 
 
 def start_bytes(spec: ModelSpec, settings: Resolved) -> int:
-    """About what an engine takes while it starts: the weights, and on a GPU a KV cache of a given size. A CPU
-    takes the pages of a KV cache when they are used."""
-    has_cache = settings.device.startswith("cuda") and (settings.generates or settings.chunked)
-    return weight_bytes(spec) + (settings.kv_cache_bytes if has_cache else 0)
+    """About what an engine takes of its first device while it starts: the weights, and on a GPU a KV cache of
+    a given size. A CPU takes the pages of a KV cache when they are used."""
+    if not settings.device.startswith("cuda"):
+        return weight_bytes(spec)
+    has_cache = settings.generates or settings.chunked
+    weights = weight_bytes(spec) // settings.tensor_parallel_size
+    return weights + (settings.kv_cache_bytes if has_cache else 0)
 
 
 def weight_bytes(spec: ModelSpec) -> int:

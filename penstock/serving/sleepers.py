@@ -132,12 +132,16 @@ class Sleepers:
         return list(dict.fromkeys(model for model, _ in self._awake_engines()))
 
     def _awake_engines(self) -> list[tuple[ManagedModel, ManagedEngine]]:
-        """The engines that are awake and not told to sleep, those of the least recently used model first."""
+        """The engines that can sleep, are awake and not told to sleep; those of the least recently used model
+        first. Engines of several tensor-parallel ranks cannot sleep."""
         told = [sent.engine for sent in self._sent.values() if sent.action == "sleep"]
         awake = [
             (model, engine)
             for model, engine in self._models.engines()
-            if engine.serves and engine.sleep_state is EngineSleep.AWAKE and engine not in told
+            if model.config.engine.tensor_parallel_size == 1
+            and engine.serves
+            and engine.sleep_state is EngineSleep.AWAKE
+            and engine not in told
         ]
         return sorted(awake, key=lambda each: each[0].last_used_s)
 

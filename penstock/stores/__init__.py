@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from penstock.stores.base import Hit, Metric, StoreFailed, VectorStore
+from penstock.stores.base import Hit, StoreFailed, VectorStore
+from penstock.stores.locations import Metric
 from penstock.stores.urls import open_store
 
 __all__ = ["Hit", "Metric", "StoreFailed", "VectorStore", "open_store"]

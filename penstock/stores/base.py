@@ -45,6 +45,10 @@ class StoreFailed(PenstockError):
     code = "store_failed"
 
 
+class StoreUnreachable(StoreFailed):
+    """A vector store does not answer, or is busy. The same call may succeed a moment later."""
+
+
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
     """What a collection says about its vectors."""
 
@@ -199,7 +203,7 @@ class VectorStore(ABC):
 
     @abstractmethod
     def stored(self, ids: Sequence[Id], column: str | None = None) -> Mapping[Id, Any]:
-        """Which of the ids the collection has, with the value of one column."""
+        """Which of the ids the collection has, with the value of one column, or None."""
 
     @abstractmethod
     def search(self, queries: pa.Table, k: int) -> list[list[Hit]]:
@@ -250,18 +254,20 @@ class VectorStore(ABC):
 
     def _is_transient(self, error: Exception) -> bool:
         """Whether the same call may succeed a moment later."""
-        return False
+        return isinstance(error, StoreUnreachable)
+
+    def _explained(self, error: Exception) -> Exception:
+        """What the store's package raised, as an error with the store's name."""
+        return error
 
     def _again(self, call: Callable[[], None]) -> None:
         pause_s = _FIRST_PAUSE_S
         for left in reversed(range(_MAX_TRIES)):
             try:
                 return call()
-            except PenstockError:
-                raise
             except Exception as error:
                 if not self._is_transient(error):
-                    raise
+                    raise self._explained(error) from None
                 if left == 0:
                     raise StoreFailed(f"{self} failed {_MAX_TRIES} times: {error}") from None
             time.sleep(pause_s)

@@ -9,8 +9,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.errors import BadValue, NotPossible
-from penstock.stores.base import MARK_KEY, Found, Hit, Id, Mark, VectorStore, need, query_column, read_mark
+from penstock.errors import BadValue, NotPossible, PenstockError
+from penstock.stores.base import (
+    MARK_KEY,
+    Found,
+    Hit,
+    Id,
+    Mark,
+    StoreFailed,
+    VectorStore,
+    need,
+    query_column,
+    read_mark,
+)
 from penstock.stores.columns import (
     ID,
     MULTI_VECTOR,
@@ -77,7 +88,10 @@ class LanceStore(VectorStore):
     def _create(self, layout: Layout, mark: Mark) -> None:
         fields = [self._field(field, layout) for field in layout.schema]
         schema = pa.schema(fields, metadata={MARK_KEY: mark.text()})
-        self._table = self._database().create_table(self.location.collection, schema=schema)
+        try:
+            self._table = self._database().create_table(self.location.collection, schema=schema)
+        except (RuntimeError, ValueError) as error:
+            raise self._explained(error) from None
 
     def _field(self, field: pa.Field, layout: Layout) -> pa.Field:
         kind = field.type
@@ -115,6 +129,11 @@ class LanceStore(VectorStore):
         if self._num_writes % _WRITES_BETWEEN_COMPACTIONS == 0:
             self._table.optimize()
 
+    def _explained(self, error: Exception) -> Exception:
+        """LanceDB raises built-in errors."""
+        is_store = isinstance(error, RuntimeError | ValueError) and not isinstance(error, PenstockError)
+        return StoreFailed(f"{self}: {error}") if is_store else error
+
     def finish(self) -> None:
         if self._table is None:
             self.find()
@@ -140,7 +159,7 @@ class LanceStore(VectorStore):
         names = [key] if column is None else [key, column]
         wanted = ", ".join(_literal(each) for each in ids)
         found = self._table.to_lance().to_table(columns=names, filter=f"`{key}` IN ({wanted})")
-        values = found.column(key).to_pylist() if column is None else found.column(column).to_pylist()
+        values = [None] * found.num_rows if column is None else found.column(column).to_pylist()
         return dict(zip(found.column(key).to_pylist(), values, strict=True))
 
     def search(self, queries: pa.Table, k: int) -> list[list[Hit]]:

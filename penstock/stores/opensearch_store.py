@@ -189,6 +189,11 @@ class OpenSearchStore(VectorStore):
             return True
         return isinstance(error, self._errors.TransportError) and error.args[0] in _TRANSIENT
 
+    def _explained(self, error: Exception) -> Exception:
+        if isinstance(error, self._errors.TransportError):
+            return StoreFailed(f"{self}: {_reason(error)}")
+        return error
+
     def finish(self) -> None:
         with self._failures():
             self._client.indices.refresh(index=self._index)

@@ -6,8 +6,9 @@ A block of rows is copied into a temporary table and merged by id, in one transa
 
 from __future__ import annotations
 
+import datetime as dt
 import re
-import time
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,18 @@ import orjson
 import pyarrow as pa
 
 from penstock.errors import BadValue, NotPossible
-from penstock.stores.base import Found, Hit, Id, Mark, StoreFailed, VectorStore, need, query_column, read_mark
+from penstock.stores.base import (
+    Found,
+    Hit,
+    Id,
+    Mark,
+    StoreFailed,
+    StoreUnreachable,
+    VectorStore,
+    need,
+    query_column,
+    read_mark,
+)
 from penstock.stores.columns import (
     ID,
     SPARSE,
@@ -77,6 +89,7 @@ class PgvectorStore(VectorStore):
         self._pgvector = need("pgvector", self.extra)
         self._register = need("pgvector.psycopg", self.extra).register_vector
         self._open_connection: Any = None
+        self._lock = threading.RLock()
         self._columns: list[SqlColumn] = []
 
     # Connections and names
@@ -84,10 +97,7 @@ class PgvectorStore(VectorStore):
     @property
     def _connection(self) -> Any:
         if self._open_connection is None or self._open_connection.closed:
-            try:
-                self._open_connection = self._psycopg.connect(self.location.address, autocommit=True)
-            except self._psycopg.OperationalError as error:
-                raise StoreFailed(f"{self}: {' '.join(str(error).split())}") from None
+            self._open_connection = self._psycopg.connect(self.location.address, autocommit=True)
             self._register_types()
         return self._open_connection
 
@@ -104,22 +114,19 @@ class PgvectorStore(VectorStore):
 
     @contextmanager
     def _transaction(self) -> Iterator[Any]:
-        """A cursor in a transaction. Errors carry the store's name."""
+        """A cursor in a transaction, for one thread at a time. Errors carry the store's name."""
         errors = self._psycopg.errors
         try:
-            with self._connection.transaction(), self._connection.cursor() as cursor:
+            with self._lock, self._connection.transaction(), self._connection.cursor() as cursor:
                 yield cursor
-        except self._psycopg.OperationalError:
-            raise  # may pass
+        except self._psycopg.OperationalError as error:
+            raise StoreUnreachable(f"{self}: {' '.join(str(error).split())}") from None
         except (errors.InsufficientPrivilege, errors.UndefinedFile, errors.FeatureNotSupported) as error:
             raise StoreFailed(f"{self}: {error}") from None
         except self._psycopg.DataError as error:
             raise BadValue(f"{self}: {' '.join(str(error).split())}", param="--to") from None
         except self._psycopg.Error as error:
             raise StoreFailed(f"{self}: {' '.join(str(error).split())}") from None
-
-    def _is_transient(self, error: Exception) -> bool:
-        return isinstance(error, self._psycopg.OperationalError)
 
     @property
     def _table(self) -> Any:
@@ -316,7 +323,7 @@ class PgvectorStore(VectorStore):
             return self._bits(rows)
         if column.source == SPARSE:
             return [self._sparse(indices, values) for indices, values in sparse_rows(table)]
-        values = table.column(column.source).to_pylist()
+        values: list[Any] = table.column(column.source).to_pylist()
         if column.wire_type == "text" and not is_text(table.schema.field(column.source).type):
             return [value if isinstance(value, str) else _as_json(value) for value in values]
         return values
@@ -447,7 +454,7 @@ class PgvectorStore(VectorStore):
         """Swap names in one transaction. Others see the one table or the other, never none."""
         self.check_cut_over(successor)
         schema, dot, name = self.location.collection.rpartition(".")
-        kept = f"{name[:40]}_replaced_{time.strftime('%Y%m%d%H%M%S', time.gmtime())}"
+        kept = f"{name[:30]}_replaced_{dt.datetime.now(dt.UTC):%Y%m%d_%H%M%S_%f}"  # at most 63 bytes
         replaced = PgvectorStore(self.location.beside(f"{schema}{dot}{kept}"))
         new = self._sql.Identifier(*successor.location.collection.split(".", 1))
         with self._transaction() as cursor:

@@ -9,6 +9,7 @@ import atexit
 import os
 import threading
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -101,6 +102,7 @@ class QdrantStore(VectorStore):
         """Only one client can have a folder open, so the stores of this process share it."""
         if folder not in _folders:
             folder.parent.mkdir(parents=True, exist_ok=True)
+            warnings.filterwarnings("ignore", message="Local mode is not recommended")  # the guide says so
             try:
                 _folders[folder] = SharedClient(
                     self._client_class(path=str(folder), force_disable_check_same_thread=True)
@@ -231,6 +233,9 @@ class QdrantStore(VectorStore):
         return type(error).__name__ == "ResponseHandlingException" or (
             is_answer and status in (429, 502, 503)
         )
+
+    def _explained(self, error: Exception) -> Exception:
+        return StoreFailed(f"{self}: {error}") if type(error).__name__ == "UnexpectedResponse" else error
 
     def read(self, batch_rows: int, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
         at: Any = None
@@ -363,8 +368,9 @@ def _is_plain(value: Id) -> bool:
 def _own_id(point: Any) -> Id:
     """The id that the point was written with."""
     given = (point.payload or {}).get(ID)
-    is_ours = isinstance(given, int | str) and point_id(given) == point.id
-    own: Id = given if is_ours else point.id
+    if isinstance(given, int | str) and point_id(given) == point.id:
+        return given
+    own: Id = point.id
     return own
 
 

@@ -112,16 +112,16 @@ def table(comparison: Comparison) -> str:
     """The comparison as lines of text."""
     k = comparison.k
     lines = [
-        f"{comparison.num_queries:,} queries, top {k}",
-        f"{'':14}{'old':>9}{'new':>9}",
-        f"{f'overlap@{k}':14}{'':9}{comparison.overlap:9.3f}",
-        f"{'same first':14}{'':9}{comparison.same_first:9.3f}",
+        f"{comparison.num_queries:,} queries",
+        f"{f'overlap@{k}':14}{comparison.overlap:9.3f}",
+        f"{'same first':14}{comparison.same_first:9.3f}",
     ]
     if comparison.num_judged:
         lines += [
+            f"{comparison.num_judged:,} judged queries",
+            f"{'':14}{'old':>9}{'new':>9}",
             f"{f'nDCG@{k}':14}{comparison.old_ndcg:9.3f}{comparison.new_ndcg:9.3f}",
             f"{f'MRR@{k}':14}{comparison.old_mrr:9.3f}{comparison.new_mrr:9.3f}",
-            f"judged queries: {comparison.num_judged:,}",
         ]
     return "\n".join(lines)
 

@@ -182,7 +182,7 @@ class SafetensorsSource(WeightSource):
         flat, end = out.view(-1), 0
         for dtype, group in groupby(pieces, lambda piece: piece.stored.dtype):
             for batch in _batches(group, None if dtype == out.dtype else _MAX_CONVERTED_BYTES):
-                begin, end = end, end + sum(piece.count for piece in batch)
+                begin, end = end, end + sum(piece.num_values for piece in batch)
                 self._fill(self._reader, flat[begin:end], dtype, batch)
 
     def _fill(
@@ -279,11 +279,11 @@ class _StoredPart(NamedTuple):
 
     stored: StoredTensor
     ranges: Ranges
-    count: int  # numbers that are read
+    num_values: int  # that are read
 
     @property
     def num_bytes(self) -> int:
-        return self.count * self.stored.size // max(1, math.prod(self.stored.shape))
+        return self.num_values * self.stored.size // max(1, math.prod(self.stored.shape))
 
 
 def _batches(pieces: Iterable[_StoredPart], max_bytes: int | None) -> Iterator[list[_StoredPart]]:

@@ -328,7 +328,7 @@ class EngineClient(EngineHandle):
     def _fail_all(self, reason: str) -> None:
         """Fail all pending requests. Their rows are lost; the client may send them again."""
         if num_failed := self._subscribers.fail_all(reason):
-            log.warning("%d requests failed: %s", num_failed, reason)
+            log.warning("%d requests were in flight: %s", num_failed, reason)
 
 
 def _unsendable(error: Exception) -> BadValue:

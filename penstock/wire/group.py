@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -33,12 +34,15 @@ from penstock.types import (
 from penstock.wire.status import StatusReader
 
 log = logging.getLogger("penstock.client")
+CLOSED = "the server is closing"
 MIXED = "the engines of the model were replaced by others with other weights meanwhile; try again"
 PREFIX_BLOCK, MAX_PREFIX_BLOCKS = 64, 64  # tokens, and how many of them tell one prompt from another
 MAX_COUNTED_OUTPUT = 256  # tokens of an answer that count as load, before it is known how long it will be
 SPLIT_STEPS = 2  # a request of fewer steps is not split over engines
 MAX_QUERY_SHARE = 0.1  # of a request that is split: every part has all queries
 ASLEEP_STEPS = 4  # how much further behind the others may fall before a sleeping engine is woken
+RETRY_PATIENCE_S = 5.0  # how long a request of a lost engine waits for one, if no other serves
+RETRY_POLL_S = 0.02
 MAX_LOOP_BYTES = 1 << 22  # of an output that is put together on the event loop
 
 
@@ -54,20 +58,33 @@ class GroupedClient(EngineHandle, Protocol):
 class _Member:
     """One engine, and what this process has in flight there."""
 
-    __slots__ = ("client", "index", "num_tokens")
+    __slots__ = ("client", "index", "num_background_tokens", "num_tokens", "status")
 
     def __init__(self, index: int, client: GroupedClient) -> None:
         self.index = index
         self.client = client
-        self.num_tokens = 0
+        self.status = client.status
+        self.num_tokens = 0  # of interactive requests
+        self.num_background_tokens = 0
 
-    def load(self, step_tokens: int) -> float:
-        """Tokens before a new request: of this process, and what waits there of all processes."""
-        status = self.client.status
-        if status is None:
-            return self.num_tokens
-        penalty = 0 if status.is_awake else ASLEEP_STEPS * step_tokens
-        return self.num_tokens + status.waiting_tokens + penalty
+    def count(self, num_tokens: int, is_background: bool) -> None:
+        if is_background:
+            self.num_background_tokens += num_tokens
+        else:
+            self.num_tokens += num_tokens
+
+
+def affinity_of(request: Request, settings: Mapping[str, Any]) -> Affinity | None:
+    """What an engine with these settings may have kept that a request needs."""
+    if request.pairs is not None:
+        if not settings.get("share_identical"):
+            return None
+        return Affinity([query_key(request)], int(request.lengths[: request.num_queries].sum()))
+    kept = "prefix_caching" if request.sampling is None else "generate_prefixes"
+    if not request.reuse_prefix or not settings.get(kept):
+        return None
+    keys = prefix_keys(request, PREFIX_BLOCK, MAX_PREFIX_BLOCKS)
+    return Affinity(keys, PREFIX_BLOCK) if keys else None
 
 
 class EngineGroup(EngineHandle):
@@ -82,6 +99,7 @@ class EngineGroup(EngineHandle):
         self._step_tokens = 1
         self._settings: dict[str, Any] = {}
         self.uses_affinity = True
+        self.retry_patience_s = RETRY_PATIENCE_S
         self.on_ready: Callable[[int, int], None] = lambda index, pid: None  # an engine and its process id
         self.on_retry: Callable[[], None] = lambda: None
         for member in self._members:
@@ -118,7 +136,7 @@ class EngineGroup(EngineHandle):
     @property
     def tokens_in_flight(self) -> list[int]:
         """What this process has submitted to each engine and has no answer to."""
-        return [member.num_tokens for member in self._members]
+        return [member.num_tokens + member.num_background_tokens for member in self._members]
 
     def stats(self) -> EngineStats:
         return EngineStats(sum(member.client.stats().num_requests for member in self._members))
@@ -156,34 +174,45 @@ class EngineGroup(EngineHandle):
 
     # Choice.
 
+    def _loads(self, tried: _Member | None = None, *, is_background: bool = False) -> list[float]:
+        """Tokens before a new request at each engine: of this process, and what waits there of all processes.
+        Background work yields, so it is only before other background work. Called for every request."""
+        revision, asleep_tokens = self._revision, ASLEEP_STEPS * self._step_tokens
+        loads = []
+        for member in self._members:
+            client = member.client
+            if member is tried or not client.ready or client.revision != revision:
+                loads.append(UNAVAILABLE)
+            elif (status := member.status) is None:
+                loads.append(float(member.num_tokens))
+            else:
+                loads.append(member.num_tokens + status.waiting_tokens(asleep_tokens))
+        if is_background:
+            pairs = zip(loads, self._members, strict=True)
+            return [load + member.num_background_tokens for load, member in pairs]
+        return loads
+
     def _choose(
-        self, affinity: Affinity | None = None, tried: _Member | None = None, error: Exception | None = None
+        self,
+        affinity: Affinity | None = None,
+        tried: _Member | None = None,
+        error: Exception | None = None,
+        *,
+        is_background: bool = False,
     ) -> _Member:
         """The engine of a request; another than the one that was `tried`, or its error."""
-        usable = () if self._is_closed else self._usable()
-        loads = [
-            member.load(self._step_tokens) if member in usable and member is not tried else UNAVAILABLE
-            for member in self._members
-        ]
-        index = self._balancer.choose(loads, affinity, slack_tokens=self._step_tokens)
+        slack, choose = self._step_tokens, self._balancer.choose
+        if self._is_closed:
+            raise error or EngineUnavailable(CLOSED)
+        index = choose(self._loads(tried, is_background=is_background), affinity, slack_tokens=slack)
+        if index is None and self._usable():  # another revision may hold from now on
+            index = choose(self._loads(tried, is_background=is_background), affinity, slack_tokens=slack)
         if index is None:
             raise error or EngineUnavailable(self.unavailable_reason)
         return self._members[index]
 
     def _affinity(self, request: Request) -> Affinity | None:
-        """What an engine may have kept that this request needs."""
-        settings = self._settings
-        if not self.uses_affinity:
-            return None
-        if request.pairs is not None:
-            if not settings.get("share_identical"):
-                return None
-            return Affinity([query_key(request)], int(request.lengths[: request.num_queries].sum()))
-        kept = "prefix_caching" if request.sampling is None else "generate_prefixes"
-        if not request.reuse_prefix or not settings.get(kept):
-            return None
-        keys = prefix_keys(request, PREFIX_BLOCK, MAX_PREFIX_BLOCKS)
-        return Affinity(keys, PREFIX_BLOCK) if keys else None
+        return affinity_of(request, self._settings) if self.uses_affinity else None
 
     # Requests.
 
@@ -199,26 +228,49 @@ class EngineGroup(EngineHandle):
         )
 
     async def _run_whole(self, request: Request, member: _Member | None = None) -> PooledOutput:
-        member = self._choose(self._affinity(request)) if member is None else member
-        return await self._run_twice(lambda each: each.client.run(request), request.num_tokens, member)
+        is_background = request.is_background
+        if member is None:
+            member = self._choose(self._affinity(request), is_background=is_background)
+        return await self._run_twice(
+            lambda each: each.client.run(request), request.num_tokens, member, is_background=is_background
+        )
 
     async def _run_twice(
-        self, run: Callable[[_Member], Awaitable[PooledOutput]], num_tokens: int, member: _Member
+        self,
+        run: Callable[[_Member], Awaitable[PooledOutput]],
+        num_tokens: int,
+        member: _Member,
+        *,
+        is_background: bool = False,
     ) -> PooledOutput:
         """Run on an engine, and on another one if it is lost meanwhile."""
-        member.num_tokens += num_tokens
+        member.count(num_tokens, is_background)
         try:
             return await run(member)
         except EngineUnavailable as error:
-            another = self._choose(tried=member, error=error)
+            another = await self._another(member, error, is_background)
         finally:
-            member.num_tokens -= num_tokens
+            member.count(-num_tokens, is_background)
         self.on_retry()
-        another.num_tokens += num_tokens
+        another.count(num_tokens, is_background)
         try:
             return await run(another)
         finally:
-            another.num_tokens -= num_tokens
+            another.count(-num_tokens, is_background)
+
+    async def _another(self, tried: _Member, error: EngineUnavailable, is_background: bool) -> _Member:
+        """Another engine for a request whose engine is lost. If there is none, the first that comes back
+        soon, which may be the same one."""
+        until_s = time.monotonic() + self.retry_patience_s
+        excluded: _Member | None = tried
+        while True:
+            try:
+                return self._choose(tried=excluded, error=error, is_background=is_background)
+            except EngineUnavailable:
+                if self._is_closed or time.monotonic() >= until_s:
+                    raise
+            await asyncio.sleep(RETRY_POLL_S)
+            excluded = None
 
     # Requests that are split.
 
@@ -227,15 +279,15 @@ class EngineGroup(EngineHandle):
         as rows if there are pairs. Empty: it runs whole."""
         queries = request.num_queries
         query_tokens = int(request.lengths[:queries].sum())
-        usable = self._usable()
-        if len(usable) < 2 or query_tokens * len(usable) > MAX_QUERY_SHARE * request.num_tokens:
+        loads = self._loads(is_background=request.is_background)
+        num_usable = len(loads) - loads.count(UNAVAILABLE)
+        if num_usable < 2 or query_tokens * num_usable > MAX_QUERY_SHARE * request.num_tokens:
             return []
-        loads = [member.load(self._step_tokens) for member in usable]
         shares = divide(loads, request.num_tokens - query_tokens, self._step_tokens)
         row_ends = cumulative(request.lengths[queries:])[1:]
         ends = np.searchsorted(row_ends, np.cumsum(shares), side="right").tolist()
         ranges, begin = [], 0
-        for member, end, share in zip(usable, ends, shares, strict=True):
+        for member, end, share in zip(self._members, ends, shares, strict=True):
             if share and end > begin:
                 ranges.append((member, begin, end))
                 begin = end
@@ -265,7 +317,7 @@ class EngineGroup(EngineHandle):
 
     def stream(self, request: Request, listener: StreamListener) -> Unsubscribe:
         stream = _GroupStream(self, request, listener)
-        stream.begin(self._choose(self._affinity(request)))
+        stream.begin(self._choose(self._affinity(request), is_background=request.is_background))
         return stream.end
 
 
@@ -287,12 +339,12 @@ class _GroupStream(StreamListener):
     def begin(self, member: _Member) -> None:
         self._stop = member.client.stream(self._request, self)
         self._member = member
-        member.num_tokens += self._num_tokens
+        member.count(self._num_tokens, self._request.is_background)
 
     def end(self) -> None:
         """Stop listening. May be called more than once."""
         if self._member is not None:
-            self._member.num_tokens -= self._num_tokens
+            self._member.count(-self._num_tokens, self._request.is_background)
             self._member = None
         self._stop()
 
@@ -311,7 +363,8 @@ class _GroupStream(StreamListener):
         tried, self._is_retry = self._member, True
         self.end()
         try:
-            self.begin(self._group._choose(tried=tried, error=error))
+            is_background = self._request.is_background
+            self.begin(self._group._choose(tried=tried, error=error, is_background=is_background))
         except PenstockError as final:
             self._listener.on_error(final)
         else:

@@ -181,6 +181,14 @@ def test_a_small_request_right_behind_one_that_was_admitted_is_not_checked_and_l
         door.admit("Embed", 100)
 
 
+def test_as_many_tokens_may_wait_as_the_engines_together_take(tmp_path: Path) -> None:
+    create_status_page(page := tmp_path / "page")
+    StatusWriter(page).publish(FULL)
+    with pytest.raises(QueueFull):
+        Admission(StatusReader(page), lambda: SETTINGS).admit("Embed", 100)
+    Admission(StatusReader(page), lambda: SETTINGS, num_engines=lambda: 2).admit("Embed", 100)
+
+
 def test_requests_that_are_still_tokenised_count_as_waiting(tmp_path: Path) -> None:
     door = admission(tmp_path, IDLE)
     first = door.admit("Embed", 160_000)  # about 40,000 tokens, which the engine does not know of yet

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock import Engine
-from penstock.cli.embed import EmbedDtype
+from penstock.cli.vector_flags import EmbedDtype
 from penstock.types import OutputDtype
 from tests.cli.runs import (
     NULL,

@@ -19,6 +19,7 @@ DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm/penstock"
 DOCKERFILE = DEPLOY / "docker/Dockerfile"
 COMPOSE = DEPLOY / "compose/compose.yaml"
+RAY_SERVE, RAY_SERVICE = DEPLOY / "ray/serve.yaml", DEPLOY / "ray/rayservice.yaml"
 UNIT = DEPLOY / "systemd/penstock.service"
 
 

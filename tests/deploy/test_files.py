@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from docs.tools.reference import RENDERERS
 from penstock.api.app import ROUTES
@@ -15,6 +16,8 @@ from tests.deploy.files import (
     COMPOSE,
     DEPLOY,
     DOCKERFILE,
+    RAY_SERVE,
+    RAY_SERVICE,
     ROOT,
     UNIT,
     check_config,
@@ -57,6 +60,28 @@ def test_the_server_accepts_a_configuration(file: Path, tmp_path: Path) -> None:
     config = load(file)
     check_config(config, tmp_path)
     assert config["host"] == "0.0.0.0" and config["port"] == PORT
+
+
+@pytest.mark.parametrize("config", [RAY_SERVE, RAY_SERVICE], ids=name_of)
+def test_ray_serve_accepts_an_application(config: Path) -> None:
+    schema = pytest.importorskip("ray.serve.schema")
+    from penstock.scale.serve import build_app
+
+    content = load(config)
+    if config == RAY_SERVICE:
+        content = yaml.safe_load(content["spec"]["serveConfigV2"])
+    (application,) = schema.ServeDeploySchema.model_validate(content).applications
+    assert application.import_path == "penstock.scale.serve:build_app"
+    build_app(application.args)
+    assert content["http_options"]["port"] == PORT
+
+
+def test_pods_of_ray_leave_time_to_drain() -> None:
+    spec = load(RAY_SERVICE)["spec"]
+    (application,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    for group in spec["rayClusterConfig"]["workerGroupSpecs"]:
+        grace_s = group["template"]["spec"]["terminationGracePeriodSeconds"]
+        assert grace_s > application["args"]["drain"]
 
 
 def test_the_server_accepts_what_the_chart_configures(tmp_path: Path) -> None:

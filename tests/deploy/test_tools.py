@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.files import CHART, COMPOSE, DEPLOY, DOCKERFILE, ROOT, UNIT, check_config
+from tests.deploy.files import CHART, COMPOSE, DEPLOY, DOCKERFILE, RAY_SERVICE, ROOT, UNIT, check_config, load
 from tests.docs.blocks import Block, read_blocks
 
 VALUES = [CHART / "values.yaml", *sorted((Path(__file__).parent / "values").glob("*.yaml"))]
@@ -135,7 +135,7 @@ def test_custom_resources_meet_their_definitions() -> None:
         if crd and crd["kind"] == "CustomResourceDefinition"
         for version in crd["spec"]["versions"]
     }
-    checked = [each for values in VALUES for each in render(values) if is_custom(each)]
+    checked = [each for values in VALUES for each in render(values) if is_custom(each)] + [load(RAY_SERVICE)]
     for each in checked:
         Draft202012Validator(definitions[each["apiVersion"], each["kind"]]).validate(each)
     assert {each["kind"] for each in checked} == {"ScaledObject", "ServiceMonitor"}

@@ -30,7 +30,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 @pytest.fixture(scope="session")
-def url_of(folder_of: Folder) -> Iterator[Url]:
+def url_of(folder_of: Folder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Url]:
     """The address of a server of a stand-in, or of the default model; each is started once."""
     urls: dict[str | None, str] = {}
     with ExitStack() as stack:
@@ -38,7 +38,9 @@ def url_of(folder_of: Folder) -> Iterator[Url]:
         def url(kind: str | None) -> str:
             if kind not in urls:
                 model = [] if kind is None else [str(folder_of(kind))]
-                server = stack.enter_context(serving(*model, "--device", "cpu", "--kv-cache-gb", "0.05"))
+                flags = ("--device", "cpu", "--kv-cache-gb", "0.05")
+                batches = ("--batch-folder", str(tmp_path_factory.mktemp("batches")))
+                server = stack.enter_context(serving(*model, *flags, *batches))
                 urls[kind] = server.url
             return urls[kind]
 

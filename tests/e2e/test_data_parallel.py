@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -27,10 +28,10 @@ def gates(tmp_path_factory: pytest.TempPathFactory) -> Gates:
 
 
 @pytest.fixture(scope="module")
-def server(gates: Gates) -> Iterator[Server]:
+def server(gates: Gates, llama_folder: Path) -> Iterator[Server]:
     flags = ("--device", "null", "--data-parallel-size", "2", "--served-model-name", "model")
     environment = gates.environment | {"PENSTOCK_ADMIN_KEY": "operator"}
-    with serving(*flags, environment=environment) as started:
+    with serving(str(llama_folder), *flags, environment=environment) as started:
         yield started
 
 
@@ -72,6 +73,27 @@ def test_requests_of_a_killed_engine_are_answered_by_the_other(server: Server, g
     wait_whole(server)
     assert server.metric("penstock_restarts_total") == 1
     server.wait_for_log("engine 0 of model was killed by SIGKILL")
+
+
+def test_a_stream_whose_engine_is_killed_before_its_first_token_begins_again(
+    server: Server, gates: Gates
+) -> None:
+    prompt = {"prompt": "the water", "max_tokens": 4, "stream": True, "ignore_eos": True}
+
+    def running(besides: int = 0) -> list[int]:
+        return [page.pid for page in engines(server) if page.step_began_s and page.pid != besides]
+
+    with ThreadPoolExecutor(1) as pool:
+        with gates.no_step_finishes():
+            waiting = pool.submit(server.post, "/v1/completions", **prompt)
+            server.wait_for(running)
+            (first,) = running()
+            os.kill(first, signal.SIGKILL)
+            server.wait_for(lambda: running(besides=first))
+        answer = waiting.result(PATIENCE_S)
+    assert answer.status_code == 200 and answer.text.rstrip().endswith("data: [DONE]")
+    assert answer.text.count('"text"') == 4 and "error" not in answer.text
+    wait_whole(server)
 
 
 def test_requests_of_a_stopped_engine_are_answered_by_the_other(server: Server, gates: Gates) -> None:

@@ -56,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serving": CLIENT_PACKAGES | {"runner", "engine", "wire"},
     "offline": CLIENT_PACKAGES | {"runner", "engine", "wire", "tasks"},
     "jobs": CLIENT_PACKAGES | {"tasks", "offline"},
-    "stores": BASE | {"checkpoint", "jobs"},
+    "stores": CLIENT_PACKAGES | {"offline", "jobs"},
     "batches": BASE,
     "planning": BASE | {"checkpoint"},
     "api": CLIENT_PACKAGES | {"wire", "tasks", "serving", "batches"},

@@ -14,6 +14,7 @@ from penstock.jobs.blocks import Block, VectorColumns
 from penstock.jobs.formats import OutputFormat, VectorKind
 from penstock.jobs.outputs import FileOutput, FolderOutput, RunFlags
 from penstock.jobs.parts import MANIFEST, Cut, Parts, Span, check_output, parts_folder
+from penstock.jobs.plan import first_missing
 from penstock.jobs.rows import BadRow
 from penstock.jobs.stamp import Stamp
 from penstock.jobs.storage import LocalFolder
@@ -69,7 +70,6 @@ def test_blocks_may_be_committed_in_any_order_and_twice(output: Path) -> None:
     with open_output(output) as run:
         for first in (4, 0, 2, 4):
             add(run, first, 2)
-            assert run.parts.first_missing == {4: 0, 0: 2, 2: 6}[first] or first == 4
         run.finish()
     assert ids(output) == list(range(6))
 
@@ -91,7 +91,7 @@ def test_only_the_blocks_of_a_gap_are_missing(output: Path) -> None:
             add(run, first)
     (parts_folder(output) / "000000000001-1.jsonl").unlink()
     with open_output(output, resume=True) as run:
-        assert run.parts.first_missing == 1 and run.parts.rows == 2
+        assert first_missing(run.parts.spans) == 1 and run.parts.rows == 2
         with pytest.raises(EngineError, match="rows 1 to 1 are missing"):
             run.finish()
         add(run, 1)
@@ -284,3 +284,46 @@ def test_a_failed_write_leaves_no_draft(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="full"):
         folder.commit("a", fails)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_of_a_run_that_was_given_up_writes_nothing(output: Path) -> None:
+    with open_output(output) as old:
+        add(old, 0)
+    with open_output(output, overwrite=True) as run:
+        with pytest.raises(EngineError, match="another run writes"):
+            add(old, 2)
+        add(run, 0)
+        run.finish()
+    with pytest.raises((EngineError, FileNotFoundError)):
+        add(old, 2)
+    assert ids(output) == [0]
+    assert list(output.parent.iterdir()) == [output]
+
+
+def test_a_worker_whose_draft_was_removed_writes_nothing(output: Path) -> None:
+    with open_output(output) as old:
+        pass
+
+    def is_overtaken(file: Path) -> None:
+        file.write_text("of the old run")
+        with open_output(output, overwrite=True):
+            pass
+
+    with pytest.raises((EngineError, FileNotFoundError)):
+        old.parts.writer.commit(Span(0, 1), is_overtaken)
+    assert [file.name for file in parts_folder(output).iterdir()] == [MANIFEST]
+
+
+def test_a_run_killed_while_it_clears_an_old_one_starts_from_the_beginning(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(*_: object) -> None:
+        raise Killed
+
+    with open_output(output) as old:
+        add(old, 0)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("penstock.jobs.parts._clear", dies)
+        open_output(output, overwrite=True, settings={"model": "n"})
+    with open_output(output, resume=True, settings={"model": "n"}) as run:
+        assert run.parts.rows == 0

@@ -150,6 +150,8 @@ def test_empty_lists_are_refused_but_an_empty_text_has_a_vector(engine: Engine, 
 def test_an_unknown_option_is_refused_by_name(engine: Engine) -> None:
     with pytest.raises(BadValue, match="'promt'"):
         engine.embed("the", promt="x")
+    with pytest.raises(ConfigError, match="data_parallel_size is for `penstock serve`"):
+        Engine(data_parallel_size=2)
     with pytest.raises(ConfigError, match="max_modle_len"):
         Engine(None, max_modle_len=3)
 

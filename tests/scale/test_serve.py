@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("ray")
 from ray.exceptions import ActorDiedError
 
+from penstock.balance import Affinity
 from penstock.cli import ray as cli_ray
 from penstock.cli.main import app as cli
 from penstock.cli.settings import app_settings
@@ -36,6 +37,7 @@ from penstock.types import (
     Request,
     Timings,
 )
+from tests.deploy.files import check_config
 
 ENGINE_PACKAGES = ("penstock.engine", "penstock.runner", "penstock.scheduler", "penstock.models")
 MODEL = {"model": "some/model", "served_model_name": "m"}
@@ -155,6 +157,19 @@ def test_the_ingress_imports_nothing_of_the_engine() -> None:
     loaded = ran.stdout.split()
     assert "penstock.scale.serving.ingress" in loaded
     assert [name for name in loaded if name == "torch" or name.startswith(ENGINE_PACKAGES)] == []
+
+
+def test_a_plain_server_takes_the_same_file(tmp_path: Path) -> None:
+    check_config({"models": [{**MODEL, "ray": {"cpus": 1}}], "ray": {"cpus": 2}}, tmp_path)
+
+
+def test_another_number_of_replicas_restarts_none() -> None:
+    def started_with(**ray: int) -> list[bytes]:
+        application = build_app({"models": [MODEL, {"model": "other/model"}], "ray": ray})
+        config, *engines = application._bound_deployment.init_args
+        return [config, *(each._bound_deployment.init_args[0] for each in engines)]
+
+    assert started_with(min_replicas=1) == started_with(min_replicas=2, max_replicas=5)
 
 
 # --- the command --------------------------------------------------------------------------------------------
@@ -373,6 +388,32 @@ async def test_the_revision_is_known_only_while_all_replicas_agree() -> None:
     assert engine.revision == "v"
     replica_table.replicas_of("app", "revisions").running["2"] = {"fingerprint": "same", "revision": "w"}
     assert engine.revision == ""
+
+
+def test_a_request_goes_where_the_fewest_tokens_are_in_flight() -> None:
+    table = replica_table.Replicas()
+    table.update({"a": {}, "b": {}, "c": {}})
+    assert table.order({"a": 30, "b": 10, "c": 20}) == ["b", "c", "a"]
+
+
+def test_a_query_goes_to_the_replica_that_has_it_until_that_is_too_busy() -> None:
+    table = replica_table.Replicas()
+    table.update({"a": {}, "b": {}})
+    table.affinities["asked"] = Affinity([b"query"], 100)
+    first, second = table.order({}, "asked")
+    assert table.order({first: 100, second: 0}, "asked")[0] == first
+    assert table.order({first: 101, second: 0}, "asked")[0] == second
+
+
+def test_a_replica_that_is_gone_gets_nothing_and_the_others_keep_what_they_have() -> None:
+    table = replica_table.Replicas()
+    table.update({"a": {}, "b": {}, "c": {}})
+    table.affinities["asked"] = Affinity([b"query"], 1000)
+    home = table.order({}, "asked")[0]
+    gone = next(name for name in "abc" if name != home)
+    table.update({name: {} for name in ("a", "b", "c", "d") if name != gone})
+    assert table.order({home: 5}, "asked")[0] == home
+    assert sorted(table.order({})) == sorted({"a", "b", "c", "d"} - {gone})
 
 
 class Listener:

@@ -22,20 +22,11 @@ def model(size: int | str = 1, device: str = "auto") -> ModelConfig:
 
 
 def devices(size: int | str, gpus: int, used: dict[str, int] | None = None, ranks: int = 1) -> list[str]:
-    config = model(size, "cuda")
-    if ranks > 1:
-        config = with_ranks(config, ranks)
+    config = ModelConfig(
+        engine=EngineConfig(device="cuda", tensor_parallel_size=ranks), data_parallel_size=size
+    )
     placed = place(config, FakeHardware(gpus), Counter(used or {}))
     return [",".join(each.devices) for each in placed]
-
-
-def with_ranks(config: ModelConfig, ranks: int) -> ModelConfig:
-    if "tensor_parallel_size" not in EngineConfig.__struct_fields__:
-        pytest.skip("needs --tensor-parallel-size")
-    return ModelConfig(
-        engine=EngineConfig(device="cuda", tensor_parallel_size=ranks),  # type: ignore[call-arg]
-        data_parallel_size=config.data_parallel_size,
-    )
 
 
 def test_a_single_engine_gets_no_limits() -> None:
@@ -61,18 +52,29 @@ def test_a_further_model_takes_the_least_used_gpus() -> None:
     assert devices(1, 1, {"cuda:0": 1}) == ["cuda:0"]
 
 
-@pytest.mark.parametrize(("size", "gpus", "words"), [(3, 2, "needs 3 GPUs, and this machine has 2")])
-def test_more_gpus_than_there_are_is_refused(size: int, gpus: int, words: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "ranks", "words", "hint", "param"),
+    [
+        (3, 1, "data_parallel_size 3 needs 3 GPUs", "up to 2", "data_parallel_size"),
+        (2, 2, "data_parallel_size 2 with tensor_parallel_size 2 needs 4", "up to 1", "data_parallel_size"),
+        ("auto", 4, "tensor_parallel_size 4 needs 4 GPUs", "use fewer", "tensor_parallel_size"),
+    ],
+)
+def test_more_gpus_than_there_are_is_refused(
+    size: int | str, ranks: int, words: str, hint: str, param: str
+) -> None:
     with pytest.raises(ConfigError, match=words) as refused:
-        devices(size, gpus)
-    assert "use data_parallel_size up to 2" in refused.value.message
-    assert refused.value.param == "data_parallel_size"
+        devices(size, 2, ranks=ranks)
+    assert "this machine has 2" in refused.value.message and hint in refused.value.message
+    assert refused.value.param == param
 
 
 def test_several_engines_on_one_named_gpu_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"device cuda:1 is one GPU.*CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(ConfigError, match=r"device cuda:1 names one GPU.*CUDA_VISIBLE_DEVICES"):
         place(model(2, "cuda:1"), FakeHardware(4), Counter())
     assert place(model(1, "cuda:1"), FakeHardware(4), Counter({"cuda:0": 3}))[0].devices == ()
+    ranks = ModelConfig(engine=EngineConfig(device="cuda:1", tensor_parallel_size=2))
+    assert place(ranks, FakeHardware(4), Counter())[0].devices == ("cuda:1", "cuda:2")
 
 
 def test_engines_without_a_device_are_not_pinned() -> None:

@@ -100,6 +100,81 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
 
 
+def two_engines(folder: Path, config: ServerConfig) -> tuple[ManagedModel, Sleepers, list[StatusWriter]]:
+    """A model with two engines, on two GPUs."""
+    engine = EngineConfig(device="null", served_model_name="twice")
+    children = [Child("nothing", process=Process(200 + index)) for index in range(2)]  # type: ignore[arg-type]
+    placements = [Placement(devices=(f"cuda:{index}",)) for index in range(2)]
+    model = ManagedModel(
+        0,
+        ModelConfig(engine=engine),
+        describe(engine),
+        config,
+        folder,
+        list(zip(children, placements, strict=True)),
+    )
+    models, pages = ModelSet(), []
+    models.add(model)
+    for each in model.engines:
+        each.link, each.started_s = FakeLink(), 0.0  # type: ignore[assignment]
+        pages.append(StatusWriter(Path(each.address.status_file or "")))
+        pages[-1].publish(EngineStatus(pid=each.pid, last_request_s=1.0, device_bytes=100))
+    return model, Sleepers(models, config), pages
+
+
+def sent_to(engine: ManagedEngine) -> list[EngineOrder]:
+    return [each for each in engine.link.sent if isinstance(each, EngineOrder)]  # type: ignore[union-attr]
+
+
+def test_an_order_goes_to_all_engines_and_is_done_with_the_last(folder: Path) -> None:
+    model, sleepers, _ = two_engines(folder, ServerConfig())
+    ends: list[str | None] = []
+    sleepers.order(model, "sleep", 1, ends.append)
+    for engine, expected in zip(model.engines, ([], [None]), strict=True):
+        (order,) = sent_to(engine)
+        assert engine.link is not None and order.level == 1
+        sleepers.order_done(engine.link, OrderDone(order.id))
+        assert ends == expected
+
+
+def test_an_order_tells_which_engine_could_not_follow_it(folder: Path) -> None:
+    model, sleepers, _ = two_engines(folder, ServerConfig())
+    model.engines[1].link = None
+    ends: list[str | None] = []
+    sleepers.order(model, "sleep", None, ends.append)
+    (order,) = sent_to(model.engines[0])
+    assert model.engines[0].link is not None and ends == []
+    sleepers.order_done(model.engines[0].link, OrderDone(order.id))
+    assert ends == ["engine 1 of twice does not run"]
+
+
+def test_a_model_is_idle_when_all_its_engines_are(folder: Path) -> None:
+    model, sleepers, pages = two_engines(folder, ServerConfig(sleep_after_s=10))
+    pages[1].publish(EngineStatus(pid=model.engines[1].pid, last_request_s=9.0))
+    sleepers.apply(15.0)
+    assert not sent_to(model.engines[0]) and not sent_to(model.engines[1])
+    sleepers.apply(19.0)
+    assert len(sent_to(model.engines[0])) == len(sent_to(model.engines[1])) == 1
+
+
+def test_for_memory_only_the_engines_of_the_device_sleep_and_never_those_of_the_same_model(
+    folder: Path,
+) -> None:
+    model, sleepers, _ = two_engines(folder, ServerConfig())
+    (folder / "others").mkdir()
+    others = Engines(folder / "others", ServerConfig(), "b")
+    others["b"].device = "cuda:1"
+    sleepers._models._models[9] = others.model("b")
+    link = others["b"].link
+    assert link is not None
+    sleepers.room_wanted(link, RoomWanted(1, 50))
+    assert not sent_to(model.engines[0]) and len(sent_to(model.engines[1])) == 1
+    own = model.engines[0].link
+    assert own is not None
+    sleepers.room_wanted(own, RoomWanted(2, 50))
+    assert [type(each) for each in own.sent] == [RoomMade]  # type: ignore[attr-defined]
+
+
 def test_an_idle_model_sleeps_once_and_a_used_one_does_not(folder: Path) -> None:
     engines = Engines(folder, ServerConfig(sleep_after_s=10), "ab")
     engines.set("a", used_s=5)

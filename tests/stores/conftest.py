@@ -1,4 +1,4 @@
-"""A collection of each store. Those that need a database server run with `make store-test`."""
+"""A collection of each store. `make test` tries the embedded ones, `make store-test` all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import pytest
 from tests.stores.opensearch_stand_in import StandIn
 from tests.stores.postgres import running_postgres
 
-KINDS = ["lancedb", "qdrant", "opensearch", pytest.param("pgvector", marks=pytest.mark.stores)]
+KINDS = [
+    "lancedb",
+    "qdrant",
+    *(pytest.param(kind, marks=pytest.mark.stores) for kind in ("opensearch", "pgvector")),
+]
 _numbers = itertools.count()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 
 from penstock.errors import BadValue, NotPossible
 from penstock.jobs.stamp import Stamp
-from penstock.stores import Metric, VectorStore, open_store
+from penstock.stores import Metric, StoreFailed, open_store
+from penstock.stores.sink import store_sink
 from tests.stores.opensearch_stand_in import StandIn
 from tests.stores.tables import STAMP, fixed_lists, multi, sparse, table, vectors
 
@@ -119,7 +121,7 @@ def test_stored_says_which_ids_are_there(url: str) -> None:
     write(url, table(["a", "b"], changed=pa.array(["x", "y"])))
     with open_store(url) as store:
         store.find()
-        assert set(store.stored(["a", "b", "z"])) == {"a", "b"}
+        assert store.stored(["a", "b", "z"]) == {"a": None, "b": None}
         assert store.stored(["b", "z"], "changed") == {"b": "y"}
         assert store.stored([]) == {}
 
@@ -281,6 +283,45 @@ def test_uuids_keep_their_form_in_qdrant(new_url: Callable[[str], str]) -> None:
     assert {payload["id"] for key, payload in points.items() if key != given[0]} == set(given[1:])
 
 
-def test_a_store_is_a_sink_of_the_job() -> None:
-    for name in ("open", "write", "finish"):
-        assert callable(getattr(VectorStore, name))
+def test_a_store_reaches_other_processes_as_a_sink(new_url: Callable[[str], str]) -> None:
+    url = new_url("lancedb")
+    sink = pickle.loads(pickle.dumps(store_sink(url, adopt=False)))
+    rows = table(["a"])
+    assert sink.check(rows.schema, STAMP) == 0
+    opened = sink.open()
+    opened.open(rows.schema, STAMP)
+    opened.write(rows)
+    opened.finish()
+    assert sink.check(rows.schema, STAMP) == 1
+    assert sink.label == url
+
+
+@pytest.mark.stores
+def test_a_lost_connection_is_opened_again(
+    new_url: Callable[[str], str], postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import psycopg
+
+    pauses: list[float] = []
+    monkeypatch.setattr("penstock.stores.base.time.sleep", pauses.append)
+    url = new_url("pgvector")
+    rows = table(["a", "b"])
+    with open_store(url) as store, psycopg.connect(postgres, autocommit=True) as other:
+        store.open(rows.schema, STAMP)
+        other.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'"
+        )
+        store.write(rows)
+    assert set(read(url)) == {"a", "b"}
+    assert len(pauses) == 1
+
+
+@pytest.mark.stores
+def test_a_database_that_cannot_be_reached_is_named() -> None:
+    with (
+        pytest.raises(StoreFailed, match=r"pgvector:postgresql://me@127\.0\.0\.1:9/db") as caught,
+        open_store("pgvector:postgresql://me:geheim@127.0.0.1:9/db?table=docs") as store,
+    ):
+        store.find()
+    assert "geheim" not in str(caught.value)

@@ -24,6 +24,7 @@ from penstock.types import (
 )
 from penstock.wire.group import MIXED, EngineGroup
 from penstock.wire.status import EngineStatus, GroupStatus, StatusReader, StatusWriter, create_status_page
+from tests.waiting import PATIENCE_S
 
 SETTINGS = {
     "max_num_batched_tokens": 100,
@@ -109,6 +110,7 @@ class FakeClient(EngineHandle):
 def make_group(count: int = 2) -> tuple[EngineGroup, list[FakeClient]]:
     clients = [FakeClient() for _ in range(count)]
     group = EngineGroup(clients, "some-model")
+    group.retry_patience_s = 0.0
     for client in clients:
         client.come_up()
     return group, clients
@@ -152,6 +154,20 @@ def test_requests_go_to_the_engine_with_the_fewest_tokens_in_flight() -> None:
         b.answer_all()
         await asyncio.gather(*tasks)
         assert group.tokens_in_flight == [0, 0]
+
+    run(test())
+
+
+def test_background_work_is_in_nobodys_way_but_its_own() -> None:
+    async def test() -> None:
+        group, (a, b) = make_group()
+        await begin(group, request_of(90, name="background", is_background=True))
+        await begin(group, request_of(20, name="1"))
+        await begin(group, request_of(10, name="2"))
+        await begin(group, request_of(10, name="3"))
+        assert a.seen == ["background", "2", "3"] and b.seen == ["1"]
+        await begin(group, request_of(90, name="more", is_background=True))
+        assert b.seen == ["1", "more"] and group.tokens_in_flight == [110, 110]
 
     run(test())
 
@@ -204,6 +220,24 @@ def test_a_poisoned_request_never_reaches_a_third_engine() -> None:
             await task
         assert sum("poisoned" in client.seen for client in clients) == 2
         assert group.ready and group.num_ready == 1
+
+    run(test())
+
+
+def test_with_no_engine_left_a_request_in_flight_waits_for_one_to_come_back() -> None:
+    async def test() -> None:
+        group, (a, b) = make_group()
+        group.retry_patience_s = PATIENCE_S
+        b.die()
+        task = await begin(group, request_of(10))
+        a.die()
+        await settle()
+        assert not task.done()
+        a.come_up()
+        while not a.requests:  # noqa: ASYNC110 (the group looks once in a while)
+            await asyncio.sleep(0.005)
+        a.answer_all()
+        assert (await task).values.tolist() == [[0.0]] and a.seen == ["r", "r"] and not b.seen
 
     run(test())
 
@@ -282,6 +316,20 @@ def test_a_comparison_is_balanced_and_tried_again_too() -> None:
         await settle()
         b.requests["c"][1].set_result(PooledOutput("c", vectors, Timings()))
         assert (await task).values is vectors and b.seen == ["c"]
+
+    run(test())
+
+
+def test_nothing_is_tried_again_while_the_group_closes() -> None:
+    async def test() -> None:
+        group, (a, b) = make_group()
+        task = await begin(group, request_of(10))
+        group.close()
+        a.is_up = b.is_up = True
+        with pytest.raises(EngineUnavailable, match="closing"):
+            await task
+        with pytest.raises(EngineUnavailable, match="closing"):
+            await group.run(request_of(10))
 
     run(test())
 

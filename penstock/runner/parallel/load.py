@@ -33,18 +33,20 @@ log = logging.getLogger("penstock.load")
 def load_parallel(spec: ModelSpec, settings: Resolved) -> Loaded:
     devices = rank_devices(settings)
     settings = msgspec.structs.replace(settings, device=devices[0])
-    ranks = Ranks(spec, settings, devices)
+    group = RankGroup(0, len(devices), prepare_device(settings), uses_nccl=uses_nccl(devices))
+    ranks = Ranks(spec, settings, devices, uses_nccl=group.uses_nccl)
     try:
-        return _load(spec, settings, ranks, len(devices))
+        return _load(spec, settings, ranks, group)
     except BaseException:
+        ranks.stop()
+        group.close()
         ranks.close()
         raise
 
 
-def _load(spec: ModelSpec, settings: Resolved, ranks: Ranks, size: int) -> Loaded:
+def _load(spec: ModelSpec, settings: Resolved, ranks: Ranks, group: RankGroup) -> Loaded:
     watch = Stopwatch()
-    device, dtype = prepare_device(settings), getattr(torch, settings.dtype)
-    group = RankGroup(0, size, device)
+    device, dtype = group.device, getattr(torch, settings.dtype)
     with watch.timed("weights"):
         model, pooler = build_weights(spec, settings, device, Shard(group))
     generator = cache = None
@@ -59,7 +61,7 @@ def _load(spec: ModelSpec, settings: Resolved, ranks: Ranks, size: int) -> Loade
             cache = allocate_cache(cast(CausalModel, model), settings, dtype, device, blocks)
     runner = ParallelRunner(model, pooler, settings.pipeline_depth, group, ranks, cache, generator)
     warm_up_runner(runner, spec, settings, blocks, watch, precompiles=False)
-    log.info("%d ranks %s", size, watch)
+    log.info("%d ranks %s", group.size, watch)
     warn_of_unmarked(spec)
     return Loaded(runner, blocks, num_vectors(pooler), None, ranks.watch)
 
@@ -73,6 +75,11 @@ def rank_devices(settings: Resolved) -> list[str]:
         return [device] * size
     first = int(device.partition(":")[2] or 0)
     return [f"cuda:{number}" for number in range(first, first + size)]
+
+
+def uses_nccl(devices: list[str]) -> bool:
+    """Whether every rank has a GPU of its own."""
+    return all(device.startswith("cuda") for device in devices) and len(set(devices)) == len(devices)
 
 
 def prepare_device(settings: Resolved) -> torch.device:

@@ -6,7 +6,7 @@ done with them, stay on rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -75,7 +75,7 @@ class MessageReader:
 
     def __init__(self, message: Ints) -> None:
         count = int(message[0])
-        self._numbers = iter(message[1 : 1 + count].tolist())
+        self._numbers: Iterator[int] = iter(message[1 : 1 + count].tolist())
         self._rest = message[1 + count :]
 
     def number(self) -> int:

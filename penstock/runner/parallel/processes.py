@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import selectors
-import shutil
 import socket
 import struct
 import subprocess
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from threading import Lock, Thread
 from typing import IO, cast
 
@@ -40,11 +38,12 @@ class RankLaunch(msgspec.Struct, frozen=True):
 
     rank: int
     device: str
+    uses_nccl: bool
     spec: ModelSpec
     settings: Resolved
     memory: int  # descriptor of the plans' memory
     connection: int  # descriptor of the socket to rank 0
-    meeting: str  # the file by which ranks meet
+    meeting: str  # the file by which ranks meet, of a descriptor that every rank has
     log_level: str
     log_format: str
 
@@ -65,6 +64,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """A rank cannot go on."""
 
     message: str
+    is_lasting: bool = False  # another start would fail in the same way
 
 
 RankMessage = Built | Failed
@@ -85,18 +85,21 @@ def receive_message(connection: socket.socket) -> bytes | None:
 class Ranks:
     """The other ranks, as rank 0 sees them."""
 
-    def __init__(self, spec: ModelSpec, settings: Resolved, devices: list[str]) -> None:
+    def __init__(self, spec: ModelSpec, settings: Resolved, devices: list[str], *, uses_nccl: bool) -> None:
         """Start a process for each rank from 1 on. `devices` has one for every rank."""
         self.failure: DeviceFailed | None = None
+        self._uses_nccl = uses_nccl
         self._on_failed: list[Callable[[DeviceFailed], None]] = []
         self._lock = Lock()
-        self._is_closing = False
-        self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
-        self.meeting = str(self._folder / "meeting")
+        self._is_closing = self._is_closed = False
+        # A file in no folder, by which ranks meet: nothing is left behind however the processes end.
+        self._meeting = os.memfd_create("penstock-ranks", os.MFD_CLOEXEC)
+        self.meeting = f"/proc/self/fd/{self._meeting}"
         self._sockets: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._wake, self._woken = socket.socketpair()
         self._watcher: Thread | None = None
+        self._plans: PlanWriter | None = None
         memory = create_memory()
         try:
             for rank, device in enumerate(devices[1:], start=1):
@@ -105,19 +108,30 @@ class Ranks:
         except BaseException:
             self.close()
             raise
+        finally:
+            os.close(memory)  # which stays mapped
 
     def _spawn(self, rank: int, device: str, spec: ModelSpec, settings: Resolved, memory: int) -> None:
         ours, theirs = socket.socketpair()
         self._sockets.append(ours)
         level, format = _logging()
         launch = RankLaunch(
-            rank, device, spec, settings, memory, theirs.fileno(), self.meeting, level, format
+            rank=rank,
+            device=device,
+            uses_nccl=self._uses_nccl,
+            spec=spec,
+            settings=settings,
+            memory=memory,
+            connection=theirs.fileno(),
+            meeting=self.meeting,
+            log_level=level,
+            log_format=format,
         )
         with theirs:
             process = subprocess.Popen(
                 isolated_python("-m", RANK_MODULE),
                 stdin=subprocess.PIPE,
-                pass_fds=(memory, theirs.fileno()),
+                pass_fds=(memory, self._meeting, theirs.fileno()),
                 env=isolated_environment(),
             )
         self._processes.append(process)
@@ -131,7 +145,8 @@ class Ranks:
         for rank, connection in enumerate(self._sockets, start=1):
             message = self._receive(rank, connection)
             if isinstance(message, Failed):
-                raise ModelLoadError(f"rank {rank} cannot load the model: {message.message}", param="model")
+                words = f"rank {rank} cannot load the model: {message.message}"
+                raise ModelLoadError(words, param="model") if message.is_lasting else DeviceFailed(words)
             counts.append(message.num_blocks)
         return counts
 
@@ -145,6 +160,7 @@ class Ranks:
     def send(self, message: Message) -> None:
         """Tell every rank to run a plan."""
         self.check()
+        assert self._plans is not None
         try:
             self._plans.send(message)
         except OSError as error:
@@ -163,11 +179,15 @@ class Ranks:
         if failure is not None:
             on_failed(failure)
 
+    def stop(self) -> None:
+        """Tell all of them to exit."""
+        self._is_closing = True
+        if self._plans is not None:
+            self._plans.stop()
+
     def close(self) -> None:
         """End all of them."""
-        self._is_closing = True
-        if hasattr(self, "_plans"):
-            self._plans.stop()
+        self.stop()
         with contextlib.suppress(OSError):
             self._wake.send(b"!")
         if self._watcher is not None:
@@ -176,13 +196,16 @@ class Ranks:
             each.close()
         for process in self._processes:
             _end(process)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if not self._is_closed:
+            os.close(self._meeting)
+            self._is_closed = True
 
     def _receive(self, rank: int, connection: socket.socket) -> RankMessage:
         content = receive_message(connection)
         if content is None:
             raise DeviceFailed(self._describe_exit(rank))
-        return msgspec.json.decode(content, type=RankMessage)
+        message: RankMessage = msgspec.json.decode(content, type=Built | Failed)
+        return message
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:

@@ -19,6 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from penstock.errors import ClientError
 from penstock.kvcache.store import KVCache
 from penstock.layers.cpu_shapes import pads_steps
 from penstock.layers.parallel import Shard
@@ -97,7 +98,7 @@ class RankRunner:
 def serve(launch: RankLaunch, connection: socket.socket) -> None:
     settings = msgspec.structs.replace(launch.settings, device=launch.device)
     device, dtype = prepare_device(settings), getattr(torch, settings.dtype)
-    group = RankGroup(launch.rank, settings.tensor_parallel_size, device)
+    group = RankGroup(launch.rank, settings.tensor_parallel_size, device, uses_nccl=launch.uses_nccl)
     model = read_model(launch.spec, settings, device, Shard(group))
     send_message(connection, Built(own_blocks(model, settings, device)))
     if (content := receive_message(connection)) is None:
@@ -115,7 +116,6 @@ def serve(launch: RankLaunch, connection: socket.socket) -> None:
         runner.run(decode_step(message))
         if device.type == "cpu":
             trimmer.after_step(time.perf_counter())
-    group.close()
 
 
 def main() -> None:
@@ -144,7 +144,7 @@ def main() -> None:
 def _report(connection: socket.socket, error: BaseException) -> None:
     words = str(getattr(error, "message", error)).strip() or type(error).__name__
     try:
-        send_message(connection, Failed(words))
+        send_message(connection, Failed(words, isinstance(error, ClientError)))
     except OSError:
         log.debug("rank 0 is gone")
 

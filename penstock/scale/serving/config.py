@@ -83,12 +83,41 @@ class DeployedModel(msgspec.Struct, frozen=True):
         return 1.0 if self.config.engine.device == "cuda" else 0.0
 
 
+class ReplicaLaunch(msgspec.Struct, frozen=True):
+    """What an engine replica is started with. An update restarts the replicas for which it changes."""
+
+    engine: EngineConfig
+    cpus: float
+    gpu_share: float
+    log_level: str
+    log_format: str
+    step_timeout_s: float  # 0: no limit
+    is_cached: bool  # results are kept, so replicas must agree on the revision
+
+
 class AppConfig(msgspec.Struct, frozen=True):
-    """Everything that the replicas of an application are started with."""
+    """The whole application."""
 
     server: ServerConfig
     models: tuple[DeployedModel, ...]
     ingress: IngressConfig
+
+    def replica_launch(self, model: DeployedModel) -> ReplicaLaunch:
+        server = self.server
+        return ReplicaLaunch(
+            engine=model.config.engine,
+            cpus=model.replicas.cpus,
+            gpu_share=model.gpu_share,
+            log_level=server.log_level,
+            log_format=server.log_format,
+            step_timeout_s=server.engine_step_timeout_s,
+            is_cached=server.result_cache_mb > 0,
+        )
+
+    def for_ingress(self) -> AppConfig:
+        """What an ingress replica is started with: the number of engine replicas does not matter to it."""
+        models = (msgspec.structs.replace(model, replicas=ReplicaConfig()) for model in self.models)
+        return msgspec.structs.replace(self, models=tuple(models))
 
 
 REFUSED = {
@@ -101,7 +130,7 @@ REFUSED = {
             *("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_keyfile_password_file"),
             *("ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
         ),
-        "the proxies of Ray Serve speak TLS if http_options of the Serve config has ssl_certfile and ssl_keyfile",
+        "the proxies of Ray Serve speak TLS; http_options of the Serve config has their files",
     ),
     "api_server_count": "`ingress_replicas` in the section `ray` says how many processes speak HTTP",
     **dict.fromkeys(
@@ -115,6 +144,13 @@ REFUSED = {
     **dict.fromkeys(
         ("sleep_after_s", "max_awake_models", "wake_timeout_s", "standby_engine"),
         "engine replicas do not sleep; Ray starts and stops them",
+    ),
+    **dict.fromkeys(
+        (
+            *("batch_folder", "max_batch_file_mb", "max_batch_lines"),
+            *("batch_quota_gb", "batch_retention_days"),
+        ),
+        "files and batches are kept on the disk of one machine",
     ),
     "engine_hang_timeout_s": "Ray Serve checks the health of replicas",
     "shared_memory_mb": "Ray carries large results",
@@ -144,7 +180,7 @@ def app_config(
     flags: Mapping[str, str] | None = None,
 ) -> AppConfig:
     """The application of these settings: fields of `ServerConfig`; for each model, those of `ModelConfig` and
-    `EngineConfig`, and its own `ray`; and the section `ray` for all models. `flags` names the server's fields."""
+    `EngineConfig`, and its own `ray`; and the section `ray` for all models. `flags` are names of fields."""
     for field, why in REFUSED.items():
         if field in server:
             name = (flags or {}).get(field, field)
@@ -178,7 +214,7 @@ def _refuse_parallel(config: ModelConfig) -> None:
         (config, "data_parallel_size", "min_replicas in the section `ray` says how many engines there are"),
         (config.engine, "tensor_parallel_size", "an engine replica uses one device"),
     ):
-        if (size := getattr(owner, field, 1)) not in (1, None):
+        if (size := getattr(owner, field)) != 1:
             raise ConfigError(f"{field} is {size}, which cannot be used with Ray: {why}", param=field)
 
 

@@ -16,7 +16,7 @@ from penstock.errors import EngineUnavailable, PenstockError
 from penstock.logs import configure
 from penstock.offline.local import LocalEngine
 from penstock.offline.open import DescribedModel
-from penstock.scale.serving.config import AppConfig
+from penstock.scale.serving.config import ReplicaLaunch
 from penstock.scale.serving.fingerprint import fingerprint
 from penstock.scale.serving.transport import Frames, failure, pack_results, unpack_work
 from penstock.types import GeneratedTokens, Outcome, Request
@@ -25,24 +25,23 @@ from penstock.types import GeneratedTokens, Outcome, Request
 class EngineReplica:
     """Runs requests of ingress processes on an engine in this process."""
 
-    def __init__(self, config: bytes, index: int) -> None:
-        """`config` is an encoded `AppConfig`, and `index` the place of this model in it."""
-        app = msgspec.json.decode(config, type=AppConfig)
-        model = app.models[index]
-        engine = model.config.engine
-        configure(level=app.server.log_level, format=app.server.log_format, process="engine")
-        if engine.threads is None and not model.gpu_share:
-            engine = msgspec.structs.replace(engine, threads=max(1, int(model.replicas.cpus)))
+    def __init__(self, config: bytes) -> None:
+        """`config` is an encoded `ReplicaLaunch`."""
+        launch = msgspec.json.decode(config, type=ReplicaLaunch)
+        engine = launch.engine
+        configure(level=launch.log_level, format=launch.log_format, process="engine")
+        if engine.threads is None and not launch.gpu_share:
+            engine = msgspec.structs.replace(engine, threads=max(1, int(launch.cpus)))
         described = DescribedModel.of_config(engine)
         settings = described.settings
-        if 0 < model.gpu_share < 1:  # other replicas have the rest of the device's memory
-            settings = msgspec.structs.replace(settings, kv_share=settings.kv_share * model.gpu_share)
+        if 0 < launch.gpu_share < 1:  # other replicas have the rest of the device's memory
+            settings = msgspec.structs.replace(settings, kv_share=settings.kv_share * launch.gpu_share)
         published = msgspec.to_builtins(settings)
         loaded = loaded_revision(described.spec, published)
         self._engine = LocalEngine(described.spec, settings)
-        if app.server.result_cache_mb:  # replicas on several machines agree only on the content of files
+        if launch.is_cached:  # replicas on several machines agree only on the content of files
             loaded = portable_revision(described.spec, published, loaded)
-        self._step_timeout_s = app.server.engine_step_timeout_s
+        self._step_timeout_s = launch.step_timeout_s
         self._tokens_in_flight = 0
         self._fingerprint = fingerprint(described.spec)
         self._metadata = {"fingerprint": self._fingerprint, "revision": loaded, "settings": published}
@@ -72,8 +71,9 @@ class EngineReplica:
             try:
                 self._check_fingerprint(fingerprint)
                 work = unpack_work(frames)
-                run = self._engine.run if isinstance(work, Request) else self._engine.compare
-                return pack_results([await run(work)])  # type: ignore[operator]
+                engine = self._engine
+                output = await (engine.run(work) if isinstance(work, Request) else engine.compare(work))
+                return pack_results([output])
             except Exception as error:
                 return pack_results([failure(name, error)])
 

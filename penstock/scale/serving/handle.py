@@ -11,11 +11,10 @@ import contextlib
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from prometheus_client import Counter
 from ray.exceptions import (
     NodeDiedError,
     ObjectLostError,
@@ -33,13 +32,11 @@ from penstock.handle import EngineHandle, EngineStats, StreamListener, Unsubscri
 from penstock.scale.serving.replica_table import replicas_of
 from penstock.scale.serving.transport import Frames, pack_work, unpack_results
 from penstock.types import Comparison, Failure, GeneratedTokens, PooledOutput, Request
+from penstock.wire.group import affinity_of
 
 log = logging.getLogger("penstock.scale")
 T = TypeVar("T")
 MAX_ATTEMPTS = 2  # of a request whose replica dies
-RETRIED = Counter(
-    "penstock_retried", "Requests that ran again because the engine replica that had them stopped", ["model"]
-)
 LOST_ERRORS = (
     *(RayActorError, NodeDiedError, WorkerCrashedError, OutOfMemoryError, ObjectLostError),
     ReplicaUnavailableError,
@@ -68,8 +65,10 @@ class RayEngineHandle(EngineHandle):
         self._names = map(f"{secrets.token_hex(8)}-{{}}".format, itertools.count())  # of attempts
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
+        self.uses_affinity = True
         self.has_served = False  # a replica has been there
         self.num_retried = 0
+        self.on_retry: Callable[[], None] = lambda: None
 
     @property
     def ready(self) -> bool:
@@ -95,7 +94,7 @@ class RayEngineHandle(EngineHandle):
 
     @property
     def engine_settings(self) -> dict[str, Any]:
-        return next((dict(each.get("settings", {})) for each in self._replicas.serving), {})
+        return next((each.get("settings", {}) for each in self._replicas.serving), {})
 
     def start(self) -> None:
         """Have Ray's router learn of the replicas."""
@@ -127,7 +126,7 @@ class RayEngineHandle(EngineHandle):
     async def _await_output(self, work: Request | Comparison, num_tokens: int) -> PooledOutput:
         with self._counted(work.id):
             for attempt in range(1, MAX_ATTEMPTS + 1):
-                name = next(self._names)
+                name = self._name(work)
                 response = self._remote("run", pack_work(work, name), name, num_tokens)
                 try:
                     frames = await self._routed(response, name, _translated(response))
@@ -186,7 +185,7 @@ class RayEngineHandle(EngineHandle):
                 self._count_retry()
 
     async def _tokens(self, request: Request) -> AsyncIterator[GeneratedTokens | Failure]:
-        name = next(self._names)
+        name = self._name(request)
         response = self._remote("stream", pack_work(request, name), name, request.num_tokens, stream=True)
         pieces = aiter(response)
         is_first = True
@@ -202,6 +201,16 @@ class RayEngineHandle(EngineHandle):
                         yield outcome
         finally:
             response.cancel()
+
+    def _name(self, work: Request | Comparison) -> str:
+        """A name for one attempt, by which the router knows what replicas may have kept for it."""
+        name = next(self._names)
+        if isinstance(work, Request) and self.uses_affinity and (work.pairs is not None or work.reuse_prefix):
+            settings = self.engine_settings
+            self._replicas.slack_tokens = int(settings.get("max_num_batched_tokens", 0))
+            if (affinity := affinity_of(work, settings)) is not None:
+                self._replicas.affinities[name] = affinity
+        return name
 
     def _remote(
         self, method: str, frames: Frames, name: str, num_tokens: int, *, stream: bool = False
@@ -222,6 +231,7 @@ class RayEngineHandle(EngineHandle):
             return await task
         finally:
             self._replicas.routed.discard(name)
+            self._replicas.affinities.pop(name, None)
             if not task.done():
                 response.cancel()
                 task.cancel()
@@ -238,7 +248,7 @@ class RayEngineHandle(EngineHandle):
 
     def _count_retry(self) -> None:
         self.num_retried += 1
-        RETRIED.labels(self._model).inc()
+        self.on_retry()
         log.warning("%s: an engine replica stopped; a request that it had runs again", self._model)
 
     def _run_task(self, work: Any) -> asyncio.Task[None]:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from penstock.api.admission import Admission
 from penstock.api.app import build_app
+from penstock.api.metrics import RETRIED
 from penstock.api.process import tokenizer_threads
 from penstock.api.state import ServedModel, ServerState
 from penstock.checkpoint.describe import describe
@@ -89,6 +90,8 @@ def served_model(
     described = describe(config.engine)
     spec = with_max_model_len(described, config.engine.max_model_len or described.max_model_len)
     engine = RayEngineHandle(handle, spec.name, fingerprint(spec), wait_for_replica_s)
+    engine.uses_affinity = server.engine_affinity
+    engine.on_retry = RETRIED.labels(spec.name).inc
     launch = ModelLaunch(0, config, spec, engines=())
     return ReplicatedModel(
         text=TextModel(spec, chat_template=config.chat_template or server.chat_template),

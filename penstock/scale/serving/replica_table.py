@@ -6,8 +6,11 @@ A module of its own: Ray copies the module of a router by value, and both must s
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from penstock.balance import UNAVAILABLE, Affinity, Balancer
 
 
 @dataclass(slots=True)
@@ -17,6 +20,26 @@ class Replicas:
     wanted: str = ""  # the fingerprint of the model that this process sends requests for; "": any
     running: dict[str, dict[str, Any]] = field(default_factory=dict)  # what each has told about itself
     routed: set[str] = field(default_factory=set)  # requests that a replica has accepted
+    affinities: dict[str, Affinity] = field(default_factory=dict)  # of requests in flight that have one
+    slack_tokens: int = 0  # how much more may wait where the query or prefix of a request is known
+    _balancer: Balancer = field(default_factory=Balancer)
+    _places: list[str] = field(default_factory=list)  # the replica that the balancer knows by each number
+
+    def update(self, running: dict[str, dict[str, Any]]) -> None:
+        """Replace the replicas. Those that stay keep their numbers, new ones take those that became free."""
+        new = [name for name in running if name not in self._places]
+        self._places = [place if place in running or not new else new.pop(0) for place in self._places] + new
+        self.running = running
+
+    def order(self, tokens: Mapping[str, int], request: str = "") -> list[str]:
+        """The replicas that serve the model, the best for a request first. `tokens` are in flight at each."""
+        usable = {name for name, metadata in self.running.items() if self.serves(metadata)}
+        loads = [tokens.get(name, 0) if name in usable else UNAVAILABLE for name in self._places]
+        if not usable:
+            return []
+        best = self._balancer.choose(loads, self.affinities.get(request), slack_tokens=self.slack_tokens)
+        first = [] if best is None else [self._places[best]]
+        return first + sorted(usable.difference(first), key=lambda name: tokens.get(name, 0))
 
     def serves(self, metadata: dict[str, Any]) -> bool:
         """Whether a replica has the model that requests are made for."""

@@ -32,10 +32,11 @@ Work = TypeVar("Work", Request, Comparison)
 
 def pack_work(work: Request | Comparison, name: str) -> Frames:
     """The frames of a request or a comparison, which the replica knows by `name`."""
-    sent = _shifted(work, -time.monotonic())
-    sent.id = name
+    now_s = time.monotonic()
     try:
-        return pack_requests([sent]) if isinstance(sent, Request) else pack_comparison(sent)
+        if isinstance(work, Request):
+            return pack_requests([_named(_shifted(work, -now_s), name)])
+        return pack_comparison(_named(_shifted(work, -now_s), name))
     except Exception as error:
         raise BadValue(f"the request has a value that cannot be sent to the engine: {error}") from None
 
@@ -72,6 +73,11 @@ def failure(request_id: str, error: Exception) -> Failure:
     if isinstance(error, PenstockError):
         return Failure(request_id, error)
     return Failure(request_id, EngineError(f"{type(error).__name__}: {error}"))
+
+
+def _named(work: Work, name: str) -> Work:
+    work.id = name
+    return work
 
 
 def _shifted(work: Work, seconds: float) -> Work:

@@ -180,7 +180,9 @@ async def list_batches(call: Call) -> Reply:
         service.store.batches, owner_of(call), limit=query.limit, after=query.after
     )
     data = [batch_object(record) for record in found]
-    return Reply(msgspec.json.encode(BatchesAnswer(data=data, has_more=has_more, **page_ids(data))))
+    first_id, last_id = page_ids([each.id for each in data])
+    answer = BatchesAnswer(data=data, first_id=first_id, last_id=last_id, has_more=has_more)
+    return Reply(msgspec.json.encode(answer))
 
 
 async def retrieve_batch(call: Call) -> Reply:

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -212,12 +212,14 @@ async def list_files(call: Call) -> Reply:
         order=query.order,
     )
     data = [file_object(record) for record in found]
-    return Reply(msgspec.json.encode(FilesAnswer(data=data, has_more=has_more, **page_ids(data))))
+    first_id, last_id = page_ids([each.id for each in data])
+    answer = FilesAnswer(data=data, first_id=first_id, last_id=last_id, has_more=has_more)
+    return Reply(msgspec.json.encode(answer))
 
 
-def page_ids(data: list[Any]) -> dict[str, str | None]:
+def page_ids(ids: list[str]) -> tuple[str | None, str | None]:
     """The ids that begin and end a page."""
-    return {"first_id": data[0].id if data else None, "last_id": data[-1].id if data else None}
+    return (ids[0], ids[-1]) if ids else (None, None)
 
 
 async def retrieve_file(call: Call) -> Reply:

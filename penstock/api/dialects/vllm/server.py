@@ -54,6 +54,7 @@ class ServedModelInfo(msgspec.Struct, kw_only=True):
     max_model_len: int
     dimensions: int | None
     labels: list[str]
+    tensor_parallel_size: int | None  # null until the engine has started
 
 
 class ServerInfoAnswer(msgspec.Struct, kw_only=True):
@@ -74,6 +75,7 @@ async def server_info(call: Call) -> Reply:
             max_model_len=model.spec.max_model_len,
             dimensions=model.spec.embed_dim,
             labels=list(model.spec.labels),
+            tensor_parallel_size=getattr(model.engine, "engine_settings", {}).get("tensor_parallel_size"),
         )
         for model in call.state.models.values()
         if call.may_use(model)
