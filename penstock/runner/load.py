@@ -201,9 +201,11 @@ def _without_repeated_warnings() -> Iterator[None]:
 def _build_parts(spec: ModelSpec, settings: Resolved, watch: Stopwatch) -> Parts:
     import torch
 
+    from penstock.runner.cuda_device import use_device
     from penstock.runner.generator import Generator
 
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
+    use_device(device)
     with watch.timed("weights"):
         model, pooler = build_weights(spec, settings, device)
     cache, blocks = None, 0

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
+from threading import get_ident
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from penstock.pooling.build import Pooler
 from penstock.pooling.heads import to_output
 from penstock.pooling.methods import read_tokens
 from penstock.runner.cpu_memory import HeapTrimmer
+from penstock.runner.cuda_device import use_device
 from penstock.runner.decode import DecodeGraphs
 from penstock.runner.faults import typed_faults
 from penstock.runner.generator import GeneratedTensors, Generator, SampleTensors
@@ -88,7 +90,10 @@ class ModelRunner:
         self._no_hidden = torch.empty((0, model.hidden_size), device=device)  # of a step without tokens
         self._pads_steps = pads_steps(device)
         self._trimmer = HeapTrimmer()  # of steps on a CPU
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-step")
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="penstock-step", initializer=use_device, initargs=(device,)
+        )
+        self._launching_thread = 0  # the last one that launched a step
 
     def install(
         self, model: Model, pooler: Pooler, cache: KVCache | None, generator: Generator | None
@@ -111,6 +116,9 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Future[StepResult]:
         if self.device.type == "cpu":
             return self._submit(lambda: self._run_on_cpu(plan))
+        if self._launching_thread != (thread := get_ident()):
+            use_device(self.device)
+            self._launching_thread = thread
         try:
             with typed_faults(self.device):
                 return self._launch_on_cuda(plan)

@@ -148,7 +148,12 @@ class Schema:
     def __init__(self, document: Json) -> None:
         self.document = document
         self.paths: list[str] = list(document["paths"])
-        self.posts = [path for path in self.paths if self._content(path) is not None]
+        self.posts = [
+            path for path in self.paths if self._content(path) is not None and self._has_fields(path)
+        ]
+
+    def _has_fields(self, path: str) -> bool:
+        return all(body.get("properties") for body in self.bodies(path))
 
     def _content(self, path: str) -> Json:
         """The JSON that a POST to the path takes; None if it takes none."""

@@ -459,7 +459,7 @@ def test_graphs_are_dropped_when_a_step_runs_out_of_memory() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     full = Full(runner.model, runner.pooler, CPU, 2)
-    full.device, full.graphs = SimpleNamespace(type="cuda"), graphs  # type: ignore[assignment]
+    full.device, full.graphs = SimpleNamespace(type="cuda", index=None), graphs  # type: ignore[assignment]
     with pytest.raises(DeviceOutOfMemory):
         full.launch(plan)
     assert not graphs.captured and graphs.output_bytes == 0

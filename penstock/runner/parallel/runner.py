@@ -7,7 +7,6 @@ A step that fails while ranks compute together leaves them at different places, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -25,7 +24,7 @@ from penstock.runner.model_runner import ModelRunner
 from penstock.runner.parallel.group import RankGroup
 from penstock.runner.parallel.plans import encode_step
 from penstock.runner.parallel.processes import Ranks
-from penstock.types import GeneratePlan, PoolPlan, SamplePlan, StepPlan, StepResult
+from penstock.types import GeneratePlan, PoolPlan, SamplePlan
 
 
 class _OwnFailure(Exception):
@@ -76,11 +75,6 @@ class ParallelRunner(ModelRunner):
         self._group = group
         self._ranks = ranks
         self._is_together = False  # other ranks compute the step that runs here
-
-    def launch(self, plan: StepPlan) -> Future[StepResult]:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # of the calling thread: kernels start on its device
-        return super().launch(plan)
 
     def forward(self, plan: PoolPlan) -> list[Tensor]:
         with self._whole_steps():
