@@ -76,7 +76,7 @@ def browser() -> Iterator[Any]:
 
 
 def opened(browser: Any, address: str, scheme: str = "light") -> Camera:
-    size = {"width": 1280, "height": 16_000}  # the page draws what is in sight
+    size = {"width": 1280, "height": 24_000}  # the page draws what is in sight
     camera = Camera(browser.new_context(viewport=size, color_scheme=scheme).new_page())
     camera.page.on("pageerror", lambda error: camera.problems.append(str(error)))
     camera.page.goto(address)

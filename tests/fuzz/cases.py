@@ -418,8 +418,8 @@ def _keys(schema: Schema, rng: Rng) -> Case:
             + b","
             + raw[1:]
         )
-    elif choice == 2:
-        example.pop(rng.choice(list(example)), None)
+    elif choice == 2 and example:
+        example.pop(rng.choice(list(example)))
         raw = json.dumps(example).encode()
     elif choice == 3:
         raw = b'{"' + rng.choice((b"\\ud800", b"\\u0000", b"a" * 100_000, b"\xff", b"")) + b'": 1,' + raw[1:]
