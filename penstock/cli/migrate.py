@@ -120,7 +120,7 @@ class MigrateOptions(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         typer.Option(
             "--cut-over",
-            help="At the end, let OLD's name stand for NEW: an alias of Qdrant or OpenSearch, or a table of "
+            help="At the end, point OLD's name to NEW: an alias of Qdrant or OpenSearch, or a table of "
             "PostgreSQL.",
             rich_help_panel=_SWITCH,
         ),
@@ -129,8 +129,7 @@ class MigrateOptions(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         typer.Option(
             "--switch-only",
-            help="Embed and compare nothing, only let OLD's name stand for NEW. The way back after "
-            "--cut-over.",
+            help="Embed and compare nothing, only point OLD's name to NEW. The rollback after --cut-over.",
             rich_help_panel=_SWITCH,
         ),
     ] = False

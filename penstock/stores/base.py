@@ -212,9 +212,9 @@ class VectorStore(ABC):
     # Moving
 
     def cut_over(self, successor: VectorStore) -> VectorStore:
-        """Let the name of this collection stand for `successor` from now on, in one step.
+        """Point the name of this collection to `successor`, in one atomic step.
 
-        Returns where the rows of before are, for a way back.
+        Returns where the old rows are, for a rollback.
         """
         raise NotPossible(f"{self.kind} has no atomic switch: {self.why_no_cut_over}", param="--cut-over")
 

@@ -223,6 +223,6 @@ def _switch_only(old: VectorStore, new: VectorStore) -> None:
 
 def _report_switch(old: VectorStore, new: VectorStore, replaced: VectorStore) -> None:
     report_line(
-        f"{old} stands for {new.location.collection}. The rows of before are in {replaced}; the way back:\n"
+        f"{old} points to {new.location.collection}. The old rows are in {replaced}; to roll back:\n"
         f"  penstock migrate '{old}' '{replaced}' --switch-only"
     )
