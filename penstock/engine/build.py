@@ -45,6 +45,7 @@ def build_core(
     )
     core.max_queue_s = settings.max_queue_seconds
     core.sleeper = loaded.sleeper
+    core.background = loaded.background
     if loaded.watch is not None:
         loaded.watch(partial(_device_failed, core))
     if settings.tensor_parallel_size > 1:

@@ -22,6 +22,7 @@ class InFlightStep:
     estimate_s: float  # the device time that it is expected to take
     left_backlog: bool = False  # more rows waited when it was launched
     is_background: bool = False  # it has nothing but background rows
+    interrupts: bool = False  # a background step was running when it was launched
     lost: RowSet = field(default_factory=set)  # rows that depend on a failed step and start over
 
     @property

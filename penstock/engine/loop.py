@@ -33,7 +33,7 @@ from penstock.errors import (
     QueueTooSlow,
 )
 from penstock.kvcache.blocks import BlockPool
-from penstock.runner.base import Runner, Sleeper
+from penstock.runner.base import BackgroundSteps, Runner, Sleeper
 from penstock.scheduler.background import BackgroundLane
 from penstock.scheduler.generation import GenerationScheduler
 from penstock.scheduler.plan import build_plan
@@ -115,6 +115,7 @@ class EngineCore:
         self.generation = generation  # None: this engine only pools
         self.grammars: Grammars | None = None  # compiles grammars before their requests join `generation`
         self.max_queue_s = 0.0  # until a request starts; 0: no limit
+        self.background: BackgroundSteps | None = None  # None: nothing interrupts a step
         self.sleeper: Sleeper | None = None  # None: this engine cannot sleep
         self.why_not_sleep = "this engine cannot sleep"  # where it has no sleeper
         self.held = HeldWork()  # while the engine sleeps
@@ -130,11 +131,12 @@ class EngineCore:
         self._num_started_tokens = 0  # of prompts, when the last generation step was planned
         self._comparisons = Comparisons()
         self._in_flight: deque[InFlightStep] = deque()
+        self._interrupted: InFlightStep | None = None  # a background step that the others interrupt
 
     @property
     def busy(self) -> bool:
         generating = (self.generation is not None and self.generation.busy) or self.grammars
-        return bool(self.pending or self._in_flight or self._comparisons or generating)
+        return bool(self.pending or self._in_flight or self._interrupted or self._comparisons or generating)
 
     @property
     def device_failure(self) -> DeviceFailed | None:
@@ -151,7 +153,8 @@ class EngineCore:
     @property
     def running(self) -> int:
         """The number of rows in flight."""
-        return sum(step.plan.num_rows for step in self._in_flight)
+        num_rows = 0 if self._interrupted is None else self._interrupted.plan.num_rows
+        return num_rows + sum(step.plan.num_rows for step in self._in_flight)
 
     @property
     def num_comparisons(self) -> int:
@@ -160,7 +163,8 @@ class EngineCore:
 
     @property
     def oldest_launch_s(self) -> float:
-        """When the oldest step in flight was launched; 0 if none is in flight."""
+        """When the oldest step in flight was launched; 0 if none is in flight. A step that others interrupt
+        may take any time; if it hangs, so do they."""
         return self._in_flight[0].launched_s if self._in_flight else 0.0
 
     @property
@@ -286,7 +290,7 @@ class EngineCore:
         compiling = None if self.grammars is None else self.grammars.next_deadline_s()
         comparing = self._comparisons.next_deadline_s() if self._comparisons else None
         background = None
-        if self._has_background_work and not self._in_flight:
+        if self._has_background_work and not self._in_flight and self._interrupted is None:
             background = self._lane.next_chance_s()
         deadlines = (waiting, generating, compiling, comparing, background)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
@@ -380,27 +384,32 @@ class EngineCore:
     # Collect.
 
     def _collect(self) -> list[Outcome]:
-        """Take the results of finished steps, in launch order."""
+        """Take the results of finished steps: in launch order, but a background step that others interrupt
+        when it is done."""
         outcomes: list[Outcome] = []
         while self._in_flight and self._in_flight[0].future.done():
-            step = self._in_flight.popleft()
-            if (error := step.future.exception()) is not None:
-                if not step.is_background:
-                    self._fair_share.failed(step.generates, step.estimate_s)
-                outcomes += self._recovery.step_failed(step, self._in_flight, error)
-            else:
-                outcomes += self._collect_result(step, step.future.result())
+            outcomes += self._collect_step(self._in_flight.popleft())
+        if (step := self._interrupted) is not None and step.future.done():
+            self._interrupted = None
+            outcomes += self._collect_step(step)
         return outcomes
+
+    def _collect_step(self, step: InFlightStep) -> list[Outcome]:
+        if (error := step.future.exception()) is None:
+            return self._collect_result(step, step.future.result())
+        if not step.is_background:
+            self._fair_share.failed(step.generates, step.estimate_s)
+        return self._recovery.step_failed(step, self._in_flight, error)
 
     def _collect_result(self, step: InFlightStep, result: StepResult) -> list[Outcome]:
         plan, generation = step.plan, self.generation
         if step.is_background:
-            self._lane.ran_background(plan.num_tokens, result.device_s, step.launched_s, self.clock())
+            kept_s = (isinstance(result, PooledResult) and result.longest_stretch_s) or result.device_s
+            self._lane.ran_background(plan.num_tokens, kept_s, step.launched_s, self.clock())
         else:
             self._lane.ran_interactive(result.device_s)
             if isinstance(plan, PoolPlan) and plan.slices:  # one request of each step tells enough
-                arrival_s = plan.slices[0].request.arrival_s
-                self._lane.answered_interactive(arrival_s, step.launched_s, self.clock())
+                self._lane.answered_interactive(self._waited_s(step, plan, result), self.clock())
             self._fair_share.succeeded(step.generates, plan.num_tokens, step.estimate_s, result.device_s)
         self._recovery.step_succeeded(step)
         outcomes: list[Outcome] = []
@@ -416,6 +425,12 @@ class EngineCore:
             raise TypeError(f"a {type(plan).__name__} cannot give a {type(result).__name__}")
         self.observe(self._stats(step, result))
         return outcomes
+
+    def _waited_s(self, step: InFlightStep, plan: PoolPlan, result: StepResult) -> float:
+        """For how long the first request of an interactive step waited for a background step."""
+        if step.interrupts:
+            return self.clock() - step.launched_s - result.device_s
+        return self._lane.waited_s(plan.slices[0].request.arrival_s, step.launched_s)
 
     def _measure_throughput(self, step: InFlightStep) -> None:
         self._throughput.record(
@@ -451,6 +466,7 @@ class EngineCore:
         if self.grammars is not None:
             outcomes += [Failure(key, error) for key in self.grammars.clear()]
         self._in_flight.clear()
+        self._interrupted = None
         self._recovery.clear()
         return outcomes
 
@@ -458,6 +474,11 @@ class EngineCore:
 
     def _launch(self) -> None:
         """Launch steps until `depth` are in flight or nothing can run."""
+        self._launch_steps()
+        if self.background is not None and self._interrupted is not None:
+            self._hold_background(self.background)
+
+    def _launch_steps(self) -> None:
         while self._may_launch():
             is_suspect = self._recovery.has_suspects
             if (next_step := self._next_step()) is None:
@@ -471,18 +492,46 @@ class EngineCore:
                     generates, plan.num_tokens, other_has_work=self._has_work(not generates)
                 )
             self.mark_launch(now)
-            try:
-                future = self.runner.launch(plan)
-            except Exception as error:
-                future = Future()
-                future.set_exception(error)
+            is_interruptible = is_background and self.background is not None and uses_no_cache(plan)
+            future = self._start(plan, is_interruptible)
             self.mark_launch(0.0)
-            is_alone, left_backlog = not self._in_flight, self.scheduler.queue.num_rows > 0
             step = InFlightStep(
-                plan, scheduled, future, now, is_alone, is_suspect, estimate_s, left_backlog, is_background
+                plan,
+                scheduled,
+                future,
+                launched_s=now,
+                is_alone=not self._in_flight,
+                is_suspect=is_suspect,
+                estimate_s=estimate_s,
+                left_backlog=self.scheduler.queue.num_rows > 0,
+                is_background=is_background,
+                interrupts=self._interrupted is not None,
             )
-            self._in_flight.append(step)
+            if is_interruptible:
+                self._interrupted = step
+            else:
+                self._in_flight.append(step)
             future.add_done_callback(lambda _: self.wake())
+
+    def _start(self, plan: StepPlan, is_interruptible: bool) -> Future[StepResult]:
+        try:
+            if is_interruptible and self.background is not None and isinstance(plan, PoolPlan):
+                return self.background.launch(plan)
+            return self.runner.launch(plan)
+        except Exception as error:
+            failed: Future[StepResult] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def _hold_background(self, background: BackgroundSteps) -> None:
+        """Hold the background step while others run or wait, but for a part of it now and then."""
+        if not (self._in_flight or self._has_work(generates=False) or self._has_work(generates=True)):
+            background.release()
+            return
+        background.hold()
+        if self._lane.is_held_back:
+            background.advance()
+            self._lane.launched(is_background=True)
 
     def _may_launch(self) -> bool:
         """Whether a step may be launched behind those in flight. Rows of failed steps run with nothing else
@@ -497,6 +546,10 @@ class EngineCore:
     def _next_step(self) -> NextStep | None:
         """An interactive step; if nothing interactive can run, a background one. They never mix, so an
         interactive row never waits for background rows beside it."""
+        if self._interrupted is not None:
+            if (step := self._interactive_step()) is not None:
+                self._lane.launched(is_background=False)
+            return step
         if not self._has_background_work:
             return self._interactive_step()
         step = self._background_step() if self._lane.is_starving else None
@@ -573,6 +626,13 @@ class EngineCore:
         if generates:
             return self.generation is not None and self.generation.has_interactive
         return bool(len(self.scheduler.queue))
+
+
+def uses_no_cache(plan: StepPlan) -> bool:
+    """Whether a step neither reads nor writes what other steps may use."""
+    if not isinstance(plan, PoolPlan) or plan.kv is not None:
+        return False
+    return all(variant.pairs is None for variant in plan.variants)
 
 
 def deadline_error(request: Request | Comparison, now_s: float) -> DeadlineExceeded:

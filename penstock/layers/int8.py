@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
 from penstock.layers.cpu_shapes import pad_rows, padded_size
+from penstock.layers.yield_points import yield_point
 
 _MAGIC = float(1 << 23)  # added to a float, it leaves the value rounded to an integer in the low bits
 
@@ -36,6 +37,7 @@ class Int8Linear:
         self.levels = (255 if has_vnni() else 127) - 2
 
     def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        yield_point()
         x = dequantize(x)
         low = x.amin(dim=1, keepdim=True).clamp_max_(0)
         high = x.amax(dim=1, keepdim=True).clamp_min_(0)

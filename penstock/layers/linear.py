@@ -18,6 +18,7 @@ from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
 from penstock.layers.cpu_shapes import pad_rows, padded_size
 from penstock.layers.fp8 import Fp8Linear
+from penstock.layers.yield_points import yield_point
 
 _PACK_ROWS = 512  # the batch size that the packed layout is tuned for; any size works
 
@@ -91,6 +92,7 @@ class PackedLinear:
         self.act = activation(act)
 
     def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        yield_point()
         x = dequantize(x, self.weight.dtype)
         rows = len(x)
         if (size := padded_size(rows)) == rows:

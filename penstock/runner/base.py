@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
-from penstock.types import Array, Comparison, StepPlan, StepResult
+from penstock.types import Array, Comparison, PoolPlan, StepPlan, StepResult
 
 BLOCK_SIZE = 16  # tokens of a block of the KV cache
 
@@ -30,6 +30,24 @@ class Runner(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class BackgroundSteps(Protocol):
+    """Runs one background step at a time, which the runner's other steps interrupt. They finish first."""
+
+    def launch(self, plan: PoolPlan) -> Future[StepResult]:
+        """Start a step that neither reads nor writes caches."""
+        ...
+
+    def hold(self) -> None:
+        """Stop the step soon, until it is released: other steps are running or about to be launched."""
+        ...
+
+    def release(self) -> None: ...
+
+    def advance(self) -> None:
+        """Let a held step do a small part of its work."""
+        ...
 
 
 SLEEP_LEVELS = (1, 2)  # 1: weights are kept in the host's memory; 2: they are read again from their files

@@ -19,7 +19,7 @@ from penstock.checkpoint.sizes import check_memory, check_weight_files
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, Machine, Resolved, available_cpus, resolve
 from penstock.errors import ConfigError, DeviceFailed, ModelLoadError
-from penstock.runner.base import BLOCK_SIZE, Runner, Sleeper
+from penstock.runner.base import BLOCK_SIZE, BackgroundSteps, Runner, Sleeper
 from penstock.runner.cpu_memory import total_memory_bytes
 from penstock.types import Task
 
@@ -70,6 +70,7 @@ class Loaded:
     num_blocks: int = 0  # of the KV cache
     num_cached_vectors: int = 0  # vectors in the store that scores read from
     sleeper: Sleeper | None = None  # None: the runner cannot sleep
+    background: BackgroundSteps | None = None  # None: the runner's steps cannot be interrupted
     # Calls a function, on another thread, if the device is lost while no step runs.
     watch: Callable[[OnDeviceFailed], None] | None = None
 
@@ -167,7 +168,8 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
             raise ModelLoadError(f"the KV cache has {parts.num_blocks} blocks instead of {blocks}")
         runner.install(parts.model, parts.pooler, parts.cache, parts.generator)
 
-    return Loaded(runner, blocks, num_cached_vectors, ModelSleeper(runner, spec.path, install))
+    sleeper = ModelSleeper(runner, spec.path, install)
+    return Loaded(runner, blocks, num_cached_vectors, sleeper, runner.background)
 
 
 def num_vectors(pooler: Pooler) -> int:

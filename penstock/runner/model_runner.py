@@ -40,6 +40,7 @@ from penstock.runner.inputs import (
     variant_arrays,
     variant_tensors,
 )
+from penstock.runner.interruptible import InterruptibleSteps
 from penstock.runner.staging import Staging
 from penstock.scoring.external_vectors import compare_in_parts
 from penstock.types import (
@@ -94,6 +95,9 @@ class ModelRunner:
             1, thread_name_prefix="penstock-step", initializer=use_device, initargs=(device,)
         )
         self._launching_thread = 0  # the last one that launched a step
+        self.background: InterruptibleSteps | None = None
+        if device.type == "cpu":
+            self.background = InterruptibleSteps(self._run_guarded, self._thread)
 
     def install(
         self, model: Model, pooler: Pooler, cache: KVCache | None, generator: Generator | None
@@ -135,7 +139,8 @@ class ModelRunner:
             with typed_faults(self.device):
                 return work()
 
-        return self._thread.submit(guarded)
+        offered = None if self.background is None else self.background.offer(guarded)
+        return self._thread.submit(guarded) if offered is None else offered
 
     def compare(self, comparison: Comparison) -> Future[Array]:
         """Its parts take turns with steps on the runner's thread."""
@@ -150,16 +155,22 @@ class ModelRunner:
                     with typed_faults(self.device), torch.inference_mode():
                         done = next(parts)
                     if done is None:
-                        self._thread.submit(advance)
+                        submit()
                     else:
                         scores.set_result(done)
                 except Exception as error:
                     scores.set_exception(error)
 
-        self._thread.submit(advance)
+        def submit() -> None:
+            if self.background is None or self.background.offer(advance) is None:
+                self._thread.submit(advance)
+
+        submit()
         return scores
 
     def close(self) -> None:
+        if self.background is not None:
+            self.background.release()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     @torch.inference_mode()
@@ -252,6 +263,10 @@ class ModelRunner:
         ended = time.perf_counter()
         self._trimmer.after_step(ended)
         return result.timed(ended - began)
+
+    def _run_guarded(self, plan: PoolPlan) -> StepResult:
+        with typed_faults(self.device):
+            return self._run_on_cpu(plan)
 
     def _launch_on_cuda(self, plan: StepPlan) -> Future[StepResult]:
         began = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 QUIET_S = 1.0  # without interactive work for so long, background steps may be as large as any
 MAX_PASSED = 128  # interactive steps after which a background step runs: less than one in a hundred
+MAX_PASSED_HELD = 8  # after which a background step that they have interrupted does a part of its work
 STEP_SHARE = 0.2  # of an interactive step, that a background step may take
 DELAYED_SHARE = 0.003  # of interactive requests, that may wait for longer than that
 DELAYED_PER_S = 0.05  # that may in any case, so that rows too long for a short step run beside rare requests
@@ -16,8 +17,9 @@ _FIRST_SHARE = 1 / 16  # of a full step, before anything is measured
 class BackgroundLane:
     """Keeps background steps short while interactive requests come, so that one that arrives waits little.
 
-    The number of tokens of a short step follows the time that steps take. Its target is `step_s`, or a share
-    of the mean interactive step where that is longer: a slow model has slow requests.
+    The number of tokens of a short step follows the time for which steps keep others waiting: all their time,
+    or the longest stretch of a step that others may interrupt. Its target is `step_s`, or a share of the mean
+    interactive step where that is longer: a slow model has slow requests.
 
     A row that does not fit into a short step may delay whoever arrives meanwhile. Such rows run as long as
     very few interactive requests have been delayed by them, so that the 99th percentile stays where it is.
@@ -45,6 +47,11 @@ class BackgroundLane:
         """Whether background work has waited for so many interactive steps that it is its turn."""
         return self._num_passed >= MAX_PASSED
 
+    @property
+    def is_held_back(self) -> bool:
+        """The same of a background step that interactive steps interrupt: some of it may run now."""
+        return self._num_passed >= MAX_PASSED_HELD
+
     def is_quiet(self, now_s: float) -> bool:
         return now_s - self._seen_s >= QUIET_S
 
@@ -71,10 +78,14 @@ class BackgroundLane:
         """A step is launched while background work waits."""
         self._num_passed = 0 if is_background else self._num_passed + 1
 
-    def answered_interactive(self, arrival_s: float, launched_s: float, now_s: float) -> None:
-        """Learn from an interactive request for how long it waited for a background step."""
+    def waited_s(self, arrival_s: float, launched_s: float) -> float:
+        """For how long an interactive request waited for the last background step, which it did not
+        interrupt; not above 0 if it did not wait."""
         began_s, ended_s = self._last_step_s
-        waited_s = min(launched_s, ended_s) - max(arrival_s, began_s)
+        return min(launched_s, ended_s) - max(arrival_s, began_s)
+
+    def answered_interactive(self, waited_s: float, now_s: float) -> None:
+        """Learn from an interactive request for how long it waited for a background step."""
         change = DELAYED_SHARE - (1.0 if waited_s > 1.5 * self.target_s else 0.0)
         self._credit, self._credit_at_s = min(MAX_CREDIT, self._credit_now(now_s) + change), now_s
 
@@ -83,12 +94,12 @@ class BackgroundLane:
         before_s = self._interactive_step_s
         self._interactive_step_s = before_s + _LATEST_WEIGHT * (device_s - before_s) if before_s else device_s
 
-    def ran_background(self, num_tokens: int, device_s: float, began_s: float, now_s: float) -> None:
-        """Adapt the size of short steps to one that took so long."""
+    def ran_background(self, num_tokens: int, kept_s: float, began_s: float, now_s: float) -> None:
+        """Adapt the size of short steps to one that kept others waiting for up to `kept_s`."""
         self._last_step_s = began_s, now_s
-        if device_s <= 0:
+        if kept_s <= 0:
             return
-        fits = self.target_s / device_s * num_tokens  # tokens, if time grows with them
+        fits = self.target_s / kept_s * num_tokens  # tokens, if time grows with them
         change = fits / self._short_tokens
         if change > 1 and 2 * num_tokens < self._short_tokens:
             return  # rows left much of the step unused, which tells nothing about larger ones

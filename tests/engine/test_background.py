@@ -13,10 +13,19 @@ import pytest
 
 from penstock.engine.loop import EngineCore
 from penstock.errors import QueueFull
-from penstock.scheduler.background import MAX_PASSED, QUIET_S, BackgroundLane
+from penstock.scheduler.background import MAX_PASSED, MAX_PASSED_HELD, QUIET_S, BackgroundLane
 from penstock.scheduler.scheduler import Budget, Scheduler
-from penstock.types import PooledOutput, PooledResult, Request, StepPlan, StepResult
-from tests.engine.fakes import Clock, ManualRunner, PoisonedRunner, expected_values, make_core, run_to_the_end
+from penstock.scheduler.vector_cache import VectorCache
+from penstock.types import Failure, PooledOutput, PooledResult, PoolPlan, Request, StepPlan, StepResult
+from tests.engine.fakes import (
+    Clock,
+    ManualRunner,
+    PoisonedRunner,
+    compute,
+    expected_values,
+    make_core,
+    run_to_the_end,
+)
 from tests.helpers import make_request
 
 
@@ -139,6 +148,94 @@ def test_cancelled_and_poisoned_background_rows_leave_nothing_behind() -> None:
     assert core.scheduler.background.num_tokens == core.scheduler.queue.num_tokens == 0
 
 
+# --- steps that others interrupt ----------------------------------------------------------------------------
+
+
+class ManualBackground:
+    """Background steps end when the test says so; what the loop orders is noted."""
+
+    def __init__(self) -> None:
+        self.flights: list[tuple[StepPlan, Future[StepResult]]] = []
+        self.orders: list[str] = []
+
+    def launch(self, plan: PoolPlan) -> Future[StepResult]:
+        future: Future[StepResult] = Future()
+        self.flights.append((plan, future))
+        return future
+
+    def hold(self) -> None:
+        self.orders.append("hold")
+
+    def release(self) -> None:
+        self.orders.append("release")
+
+    def advance(self) -> None:
+        self.orders.append("advance")
+
+    def finish(self) -> None:
+        plan, future = self.flights.pop(0)
+        future.set_result(compute(plan))
+
+
+def interruptible_core(**options: int) -> tuple[EngineCore, ManualRunner, ManualBackground]:
+    runner, steps = ManualRunner(), ManualBackground()
+    core = make_core(runner, **options)  # type: ignore[arg-type]
+    core.background = steps
+    return core, runner, steps
+
+
+def test_a_request_interrupts_a_background_step_and_is_answered_first() -> None:
+    core, runner, steps = interruptible_core()
+    core.add(background("batch", [60]))
+    core.step()
+    assert names_of(steps.flights[0][0]) == ["batch"] and steps.orders == ["release"]
+    core.add(make_request("user", [5]))
+    core.step()
+    assert names_of(runner.launched[0]) == ["user"] and steps.orders[-1] == "hold"
+    runner.finish()
+    assert [outcome.id for outcome in core.step()] == ["user"]  # type: ignore[union-attr]
+    assert steps.orders[-1] == "release" and core.busy
+    steps.finish()
+    assert [outcome.id for outcome in core.step()] == ["batch"]  # type: ignore[union-attr]
+    assert not core.busy
+
+
+def test_a_held_step_advances_now_and_then_though_others_always_wait() -> None:
+    core, runner, steps = interruptible_core()
+    core.add(background("batch", [60]))
+    core.step()
+    for number in range(3 * MAX_PASSED_HELD):
+        core.add(make_request(f"user-{number}", [3]))
+        core.add(make_request(f"next-{number}", [98]))
+        core.step()
+        runner.finish()
+    assert 2 <= steps.orders.count("advance") <= 4
+
+
+def test_a_step_that_fails_while_others_interrupt_it_fails_its_own_request_alone() -> None:
+    core, runner, steps = interruptible_core()
+    core.add(background("batch", [60]))
+    core.step()
+    core.add(make_request("user", [5]))
+    core.step()
+    steps.flights.pop()[1].set_exception(ValueError("poisoned"))
+    runner.finish()
+    outcomes = {outcome.id: outcome for outcome in core.step()}  # type: ignore[union-attr]
+    assert isinstance(outcomes["user"], PooledOutput) and isinstance(outcomes["batch"], Failure)
+    assert not core.busy
+
+
+def test_a_step_that_scores_pairs_is_not_interrupted() -> None:
+    request = background("batch", [4, 4, 4])
+    request.pairs = np.array([0, 0], dtype=np.int32)
+    runner, steps = ManualRunner(), ManualBackground()
+    core = EngineCore(runner, Scheduler(Budget(100, 100, 10**9), vector_cache=VectorCache(1000)))
+    core.background = steps
+    core.add(request)
+    core.step()
+    assert len(runner.launched) == 1 and not steps.flights
+
+
 # --- the policy ---------------------------------------------------------------------------------------------
 
 
@@ -164,13 +261,14 @@ def test_long_rows_wait_after_one_has_delayed_a_request() -> None:
     lane.saw_interactive(100.0)
     assert lane.may_run_long(100.0)
     lane.ran_background(500, 0.05, 100.0, 100.05)
+    assert lane.waited_s(arrival_s=100.01, launched_s=100.05) == pytest.approx(0.04)
     for _ in range(2):
-        lane.answered_interactive(100.01, 100.05, 100.06)
+        lane.answered_interactive(0.04, 100.06)
     lane.saw_interactive(100.06)
     assert not lane.may_run_long(100.1)
     assert lane.next_chance_s() == pytest.approx(101.06)
     for _ in range(400):  # requests that nothing delays
-        lane.answered_interactive(100.2, 100.2, 100.21)
+        lane.answered_interactive(0.0, 100.21)
     lane.saw_interactive(100.2)
     assert lane.may_run_long(100.21)
 

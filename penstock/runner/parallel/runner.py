@@ -75,6 +75,7 @@ class ParallelRunner(ModelRunner):
         self._group = group
         self._ranks = ranks
         self._is_together = False  # other ranks compute the step that runs here
+        self.background = None  # all ranks compute steps in the same order
 
     def forward(self, plan: PoolPlan) -> list[Tensor]:
         with self._whole_steps():

@@ -1,0 +1,36 @@
+"""Where a step on a CPU lets other work run: layers call `yield_point` before each large product.
+
+The hook belongs to a thread, so engines in one process do not see each other's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Hook = Callable[[], None]
+
+
+class _Thread(threading.local):
+    hook: Hook | None = None
+
+
+_thread = _Thread()
+
+
+def yield_point() -> None:
+    """Let others run, if the step of this thread may be interrupted."""
+    if (hook := _thread.hook) is not None:
+        hook()
+
+
+@contextmanager
+def yielding_to(hook: Hook | None) -> Iterator[None]:
+    """Call `hook` at every yield point of this thread; None: at none."""
+    before = _thread.hook
+    _thread.hook = hook
+    try:
+        yield
+    finally:
+        _thread.hook = before
