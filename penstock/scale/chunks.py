@@ -1,4 +1,6 @@
-"""Chunks of rows as a dataset of Ray Data: each row of the dataset is one chunk.
+"""Chunks of rows as a dataset of Ray Data: each row of the dataset is a bundle of consecutive chunks.
+
+A task of Ray costs some milliseconds. Bundles grow while engines take chunks faster than that is worth.
 
 Imports Ray: import it late.
 """
@@ -6,6 +8,7 @@ Imports Ray: import it late.
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,8 +25,31 @@ from penstock.jobs.parts import Cut, Span
 from penstock.jobs.plan import RowRange, read_chunks, without_committed
 from penstock.jobs.rows import Chunk, Columns
 
-CHUNK = "chunk"  # the only column
-SCHEMA = pa.schema([(CHUNK, pa.large_binary())])
+BUNDLE = "bundle"  # the only column
+SCHEMA = pa.schema([(BUNDLE, pa.large_binary())])
+
+
+class BundleSize:
+    """How many chunks are sent together: as many as engines compute in about `TARGET_S`.
+
+    The time that a bundle takes is known once readers wait for engines; before, it is the time of reading.
+    So the size doubles only after several bundles that were fast, and falls at once.
+    """
+
+    TARGET_S, MAX_CHUNKS, NUM_FAST = 0.25, 8, 4
+
+    def __init__(self) -> None:
+        self.num_chunks = 1
+        self._num_fast = 0
+
+    def took(self, seconds: float) -> None:
+        """A bundle of this size took so long, from one to the next."""
+        if seconds > self.TARGET_S:
+            self.num_chunks, self._num_fast = max(1, int(self.num_chunks * self.TARGET_S / seconds)), 0
+            return
+        self._num_fast += 1
+        if self._num_fast >= self.NUM_FAST and 2 * seconds <= self.TARGET_S:
+            self.num_chunks, self._num_fast = min(self.MAX_CHUNKS, 2 * self.num_chunks), 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +67,34 @@ class Reading:
         with open_inputs(self.files, self.form) as source:
             source.skips_bad_rows = self.skips_bad_rows
             chunks = read_chunks(source, self.columns, self.cut, rows.start, rows.stop)
-            for chunk in without_committed(chunks, set(self.done)):
-                yield packed(chunk)
+            yield from bundled(without_committed(chunks, set(self.done)))
 
 
-def packed(chunk: Chunk) -> pa.Table:
-    """A chunk as a table of one row."""
-    carried = {name: _own_buffers(values) for name, values in chunk.carried.items()}
-    return pa.table(
-        [pa.array([pickle.dumps(replace(chunk, carried=carried), protocol=5)], pa.large_binary())], SCHEMA
-    )
+def bundled(chunks: Iterator[Chunk]) -> Iterator[pa.Table]:
+    """The chunks in bundles. The caller takes the next bundle when engines have room for it."""
+    size, began_s = BundleSize(), time.monotonic()
+    bundle: list[Chunk] = []
+    for chunk in chunks:
+        bundle.append(chunk)
+        if len(bundle) >= size.num_chunks:
+            yield packed(bundle)
+            bundle, ended_s = [], time.monotonic()
+            size.took(ended_s - began_s)
+            began_s = ended_s
+    if bundle:
+        yield packed(bundle)
+
+
+def packed(bundle: list[Chunk]) -> pa.Table:
+    """Chunks as a table of one row, which Ray does not divide."""
+    own = [
+        replace(each, carried={name: _own_buffers(v) for name, v in each.carried.items()}) for each in bundle
+    ]
+    return pa.table([pa.array([pickle.dumps(own, protocol=5)], pa.large_binary())], SCHEMA)
 
 
 def unpacked(batch: pa.Table) -> list[Chunk]:
-    return [pickle.loads(value.as_buffer()) for value in batch[CHUNK]]
+    return [chunk for value in batch[BUNDLE] for chunk in pickle.loads(value.as_buffer())]
 
 
 def _own_buffers(values: Any) -> Any:

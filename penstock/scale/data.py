@@ -159,19 +159,21 @@ class JobWorker:
     def __call__(self, batch: pa.Table) -> dict[str, list[Any]]:
         from penstock.scale.chunks import unpacked
 
-        counts = [self._commit(chunk) for chunk in unpacked(batch)]
-        return {name: [each[name] for each in counts] for name in counts[0]}
+        counts = self._commit(unpacked(batch))
+        return {name: [count] for name, count in counts.items()}
 
-    def _commit(self, chunk: Chunk) -> dict[str, Any]:
-        """Embed and write a chunk; what was counted, or the error, of which Ray would keep only the text."""
-        stats, error = RunStats(), b""
+    def _commit(self, bundle: list[Chunk]) -> dict[str, Any]:
+        """Embed and write chunks; what was counted, or the error, of which Ray would keep only the text."""
+        stats, error, count, read = RunStats(), b"", 0, None
         try:
-            prepared, vectors = self._embedder.run(chunk, self._columns)
-            self._writer.commit(self._maker.block(prepared.chunk, vectors))
-            stats.add(prepared)
+            for chunk in bundle:
+                prepared, vectors = self._embedder.run(chunk, self._columns)
+                self._writer.commit(self._maker.block(prepared.chunk, vectors))
+                stats.add(prepared)
+                count, read = count + chunk.count, chunk.read
         except PenstockError as found:
             error = pickle.dumps(found)
-        return {"count": chunk.count, "read": chunk.read, "error": error, **stats.as_dict()}
+        return {"count": count, "read": read, "error": error, **stats.as_dict()}
 
 
 def _embed_rows(opened: OpenedJob, size: PoolSize, stats: RunStats) -> None:
@@ -260,7 +262,7 @@ def _actor_pool(workers: int) -> ActorPoolStrategy:
 
 @contextmanager
 def _data_context() -> Iterator[None]:
-    """Settings of Ray Data for datasets of chunks: each chunk is a block, however small."""
+    """Settings of Ray Data for datasets of bundles: each bundle is a block, however small."""
     from ray.data import DataContext
 
     context = DataContext.get_current()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 QUIET_S = 1.0  # without interactive work for so long, background steps may be as large as any
 MAX_PASSED = 128  # interactive steps after which a background step runs: less than one in a hundred
-MAX_PASSED_HELD = 8  # after which a background step that they have interrupted does a part of its work
+MAX_PASSED_HELD = 4  # after which a background step that they have interrupted does a part of its work
 STEP_SHARE = 0.2  # of an interactive step, that a background step may take
 DELAYED_SHARE = 0.003  # of interactive requests, that may wait for longer than that
 DELAYED_PER_S = 0.05  # that may in any case, so that rows too long for a short step run beside rare requests
