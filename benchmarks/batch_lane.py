@@ -4,8 +4,9 @@
 
 The interactive load is single texts: with an open loop, whose requests arrive at random times at a share of
 what the server can do, and with four connections that send again when they are answered. Each round measures
-both without a batch and beside one. Then the server is killed with SIGKILL, all its processes, in the middle
-of a batch of `--lines` lines, started again, and every line is compared with a direct answer.
+both without a batch and beside one. Then a batch of `--lines` lines runs beside the open loop. The server is
+killed with SIGKILL, all its processes, twice in the middle of it, and started again. Every line is compared
+with a direct answer.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -276,19 +278,62 @@ def table(rounds: list[Round]) -> Iterator[str]:
         yield row(f"**{kind}, all rounds**", Round(kind, merged, beside, rate).figures())
 
 
+class SteadyLoad:
+    """The open loop in a thread of its own, interrupted while the server is down."""
+
+    ROUND_S = 5.0
+
+    def __init__(self, server: Server, rate: float) -> None:
+        self._server, self._rate = server, rate
+        self._may_run, self._is_over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.latencies_s: list[float] = []
+        self.num_broken = 0  # rounds that a kill has ended
+        self._may_run.set()
+        self._thread.start()
+
+    def _run(self) -> None:
+        load, number = Load(self._server.port), 0
+        while not self._is_over.is_set():
+            self._may_run.wait()
+            number += 1
+            try:
+                self.latencies_s += asyncio.run(load.open(self.ROUND_S, self._rate, number))
+            except (OSError, EOFError):
+                self.num_broken += 1
+
+    def kill_server(self) -> None:
+        self._may_run.clear()
+        self._server.end(signal.SIGKILL)
+        self._server.start()
+        self._may_run.set()
+
+    def stop(self) -> None:
+        self._is_over.set()
+        self._may_run.set()
+        self._thread.join()
+
+
 def kill_and_compare(server: Server, options: argparse.Namespace) -> str:
-    """Kill the server in the middle of a batch, finish it, and compare every line with a direct answer."""
+    """Kill the server in the middle of a batch beside a load, finish it, and compare every line with a direct
+    answer."""
     texts = natural_texts(options.lines)
+    load = Load(server.port)
+    capacity = len(asyncio.run(load.closed(options.seconds / 2, 16))) / (options.seconds / 2)
+    rate = options.share * capacity
+    alone = asyncio.run(load.open(2 * options.seconds, rate, 0))
     began = time.monotonic()
     batch_id = server.begin(server.upload(lines_of(texts)))
+    steady = SteadyLoad(server, rate)
     killed_at = []
     for share in (0.25, 0.6):
         server.wait(batch_id, "in_progress", completed=int(share * options.lines))
-        server.end(signal.SIGKILL)
-        server.start()
+        steady.kill_server()
         killed_at.append(server.batch(batch_id)["request_counts"]["completed"])
     batch = server.wait(batch_id, "completed", "failed", "expired")
     seconds = time.monotonic() - began
+    steady.stop()
+    p99_ms = [percentile_ms(each, 0.99) for each in (alone, steady.latencies_s)]
     content = server.call("GET", f"/v1/files/{batch['output_file_id']}/content").splitlines()
     answers: dict[str, list[list[float]]] = {}
     for line in content:
@@ -306,7 +351,10 @@ def kill_and_compare(server: Server, options: argparse.Namespace) -> str:
         f"{options.lines} lines, killed with SIGKILL at {killed_at[0]} and {killed_at[1]} committed lines: "
         f"status {batch['status']}, {len(content)} lines in the output file, {len(answers)} different ones, "
         f"{once} answered once, error file {batch['error_file_id']}; largest difference of a component from "
-        f"a direct answer {worst:.1e}; {seconds:.0f} s in all with two starts of the server."
+        f"a direct answer {worst:.1e}; {seconds:.0f} s in all with two starts of the server. Beside it "
+        f"{len(steady.latencies_s)} interactive requests at {rate:.0f}/s: p99 {p99_ms[1]:.1f} ms, against "
+        f"{p99_ms[0]:.1f} ms without the batch ({p99_ms[1] / p99_ms[0]:.2f}); {steady.num_broken} rounds of "
+        f"{steady.ROUND_S:g} s were cut short by the kills and are not counted."
     )
 
 

@@ -6,6 +6,7 @@
 For each engine: a plain run of `penstock embed`, a run on a local Ray cluster, and a run on Ray whose driver
 is killed twice with SIGKILL and resumed, and whose workers are killed at random. All write a folder of
 Parquet parts. The rate of a run counts the rows after its first part until its last, so start-up is left out.
+Before each run the disk is synced, so that no run pays for what the one before it has left unwritten.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ def arguments(source: Path, folder: Path, engine: list[str], batch_rows: int) ->
 
 
 def run_plain(args: list[object], folder: Path) -> Run:
+    os.sync()
     began_s = time.monotonic()
     command = [sys.executable, "-m", "penstock", "embed", *map(str, args)]
     subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT})
@@ -106,6 +108,7 @@ def run_plain(args: list[object], folder: Path) -> Run:
 
 def run_ray(cluster: JobCluster, args: list[object], folder: Path, rows: int, *, kills: bool) -> Run:
     """A run on Ray; with kills, its driver dies at about 1/4 and 1/2 of the rows."""
+    os.sync()
     began_s = time.monotonic()
     run = Run(0.0, 0.0)
     chance = random.Random(11)

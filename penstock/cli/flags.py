@@ -410,8 +410,8 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         field="background_step_ms",
         panel=SCHEDULING,
         min=0.01,
-        help="Milliseconds that a step of a batch may take while other requests come, which wait for it. "
-        "A model whose steps are slow takes a quarter of a step instead, where that is longer.",
+        help="Milliseconds that other requests may wait for a step of a batch. A fifth of the mean step of "
+        "other requests is taken instead where that is longer.",
         why_unused_offline="only lines of batches run in the background",
     ),
     Flag(
