@@ -607,7 +607,7 @@ class PooledResult:
     outputs: tuple[Array, ...]  # [rows or tokens of the variant, dim], in the order of plan.variants
     finite: tuple[Array, ...] = ()  # [rows or tokens], 0 where values were not; empty: check the outputs
     device_s: float = 0.0
-    longest_stretch_s: float = 0.0  # of a step that others may interrupt: for how long it kept them waiting
+    stretch_s: float = 0.0  # of a step that others may interrupt: for how long it keeps them waiting
 
     def timed(self, device_s: float) -> PooledResult:
         return PooledResult(self.outputs, self.finite, device_s)

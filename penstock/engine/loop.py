@@ -85,6 +85,7 @@ class NextStep(NamedTuple):
 
 SHARED_STEP_S = 0.05  # a step of large requests takes about this long while small ones wait for it
 BACKGROUND_STEP_S = 0.002  # a background step, while interactive requests come
+MAX_LONG_ROW = 4  # times a short step: a background row that others interrupt
 
 
 class EngineCore:
@@ -404,7 +405,7 @@ class EngineCore:
     def _collect_result(self, step: InFlightStep, result: StepResult) -> list[Outcome]:
         plan, generation = step.plan, self.generation
         if step.is_background:
-            kept_s = (isinstance(result, PooledResult) and result.longest_stretch_s) or result.device_s
+            kept_s = (isinstance(result, PooledResult) and result.stretch_s) or result.device_s
             self._lane.ran_background(plan.num_tokens, kept_s, step.launched_s, self.clock())
         else:
             self._lane.ran_interactive(result.device_s)
@@ -578,6 +579,8 @@ class EngineCore:
 
     def _background_pooling(self, max_tokens: int) -> NextStep | None:
         scheduled = self.scheduler.schedule_background(max_tokens)
+        if not scheduled and self.background is not None:  # it is interrupted, so a row may be longer
+            scheduled = self.scheduler.schedule_background(MAX_LONG_ROW * max_tokens, max_rows=1)
         if not scheduled and self._lane.may_run_long(self.clock()):
             scheduled = self.scheduler.schedule_background(max_tokens, first_fits=True)
         return self._planned(scheduled, is_background=True) if scheduled else None

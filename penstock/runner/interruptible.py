@@ -20,6 +20,10 @@ from penstock.types import PooledResult, PoolPlan, StepResult
 
 Work = Callable[[], Any]
 
+# The share of a step's stretches that are no longer than what it tells. The longest of many is mostly one in
+# which the operating system ran another process.
+_LONG_STRETCH = 0.75
+
 
 class InterruptibleSteps:
     """At most one step at a time. `launch`, `hold`, `release` and `advance` belong to the engine's loop."""
@@ -34,11 +38,10 @@ class InterruptibleSteps:
         self._is_held = False
         self._num_advances = 0  # yield points that a held step may pass
         self._resumed_s = 0.0  # when it began, or continued after a yield point
-        self._busy_s = 0.0  # its own time
-        self._longest_s = 0.0  # without a yield point
+        self._stretches_s: list[float] = []  # its own time, from one yield point to the next
 
     def launch(self, plan: PoolPlan) -> Future[StepResult]:
-        """Start a step. Its result has the longest time that it kept others waiting."""
+        """Start a step. Its result tells for how long it keeps others waiting."""
         with self._changed:
             self._is_running, self._num_advances = True, 0
         return self._thread.submit(self._step, plan)
@@ -70,7 +73,7 @@ class InterruptibleSteps:
             self._changed.notify()
 
     def _step(self, plan: PoolPlan) -> StepResult:
-        self._busy_s = self._longest_s = 0.0
+        self._stretches_s.clear()
         self._resumed_s = time.perf_counter()
         try:
             with yielding_to(self._yield):
@@ -79,7 +82,9 @@ class InterruptibleSteps:
         finally:
             self._end()
         if isinstance(result, PooledResult):
-            return replace(result, device_s=self._busy_s, longest_stretch_s=self._longest_s)
+            stretches_s = sorted(self._stretches_s)
+            usual_s = stretches_s[int(_LONG_STRETCH * len(stretches_s))]
+            return replace(result, device_s=sum(stretches_s), stretch_s=usual_s)
         return result
 
     def _yield(self) -> None:
@@ -107,9 +112,7 @@ class InterruptibleSteps:
                 self._changed.wait()
 
     def _pause(self) -> None:
-        stretch_s = time.perf_counter() - self._resumed_s
-        self._busy_s += stretch_s
-        self._longest_s = max(self._longest_s, stretch_s)
+        self._stretches_s.append(time.perf_counter() - self._resumed_s)
 
     def _end(self) -> None:
         """Run what was offered after the last yield point."""

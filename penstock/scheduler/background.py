@@ -18,8 +18,8 @@ class BackgroundLane:
     """Keeps background steps short while interactive requests come, so that one that arrives waits little.
 
     The number of tokens of a short step follows the time for which steps keep others waiting: all their time,
-    or the longest stretch of a step that others may interrupt. Its target is `step_s`, or a share of the mean
-    interactive step where that is longer: a slow model has slow requests.
+    or that from one yield point to the next in a step that others may interrupt. Its target is `step_s`, or a
+    share of the mean interactive step where that is longer: a slow model has slow requests.
 
     A row that does not fit into a short step may delay whoever arrives meanwhile. Such rows run as long as
     very few interactive requests have been delayed by them, so that the 99th percentile stays where it is.

@@ -287,7 +287,9 @@ class Scheduler:
         # Background rows may hold the blocks that those of the queue wait for.
         return self.schedule() if self._preempt_queued_rows(self.background) else scheduled
 
-    def schedule_background(self, max_tokens: int, *, first_fits: bool = False) -> list[ScheduledRows]:
+    def schedule_background(
+        self, max_tokens: int, *, max_rows: int | None = None, first_fits: bool = False
+    ) -> list[ScheduledRows]:
         """Fill a step with background rows alone: those of other requests never wait for the rows beside
         them. With `first_fits` a first row runs whatever its length."""
         if not len(self.background) or self.isolated:
@@ -295,6 +297,7 @@ class Scheduler:
         scheduled: list[ScheduledRows] = []
         room = self._step_room()
         room.tokens, room.first_fits = min(room.tokens, max_tokens), first_fits
+        room.rows = room.rows if max_rows is None else min(room.rows, max_rows)
         num_visited = self._fill(self.background.of_kind(large=False), room, scheduled)
         if scheduled:
             self.background.settle(num_visited)
