@@ -86,6 +86,8 @@ def check(grammar: Grammar) -> None:
     check_bounds(grammar)
 
 
+# Some models repeat white space between two tokens of JSON until `max_tokens`. This is enough for indentation.
+_JSON_DEFAULTS = {"whitespace_pattern": r"[ \n\r\t]{0,40}"}
 _NAMES = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar", "gbnf": "grammar"}
 
 
@@ -98,7 +100,7 @@ def source(grammar: Grammar) -> str:
     """The grammar in the form that the library compiles."""
     matcher = _library().LLMatcher
     if grammar.kind == "json":
-        return str(matcher.grammar_from_json_schema(grammar.text))
+        return str(matcher.grammar_from_json_schema(grammar.text, defaults=_JSON_DEFAULTS))
     if grammar.kind == "regex":
         return str(matcher.grammar_from_regex(grammar.text))
     if grammar.kind == "gbnf":

@@ -175,7 +175,7 @@ def test_a_chat_keeps_to_the_schema(generator: Server) -> None:
     schema["additionalProperties"] = False
     wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     answer = client_of(generator).chat_completion(
-        [{"role": "user", "content": "Is water wet?"}], max_tokens=40, temperature=0, response_format=wanted
+        [{"role": "user", "content": "Is water wet?"}], max_tokens=200, temperature=0, response_format=wanted
     )
     assert set(json.loads(answer.choices[0].message.content)) == {"ok"}
 

@@ -83,6 +83,17 @@ def test_text_generated_under_a_schema_follows_it(model: Model, seed: int) -> No
     assert len(value["name"]) <= 6 and 0 <= value["count"] <= 99 and value["kind"] in ("red", "green")
 
 
+def test_json_does_not_end_in_endless_white_space(model: Model) -> None:
+    constraint, num_spaces = model.constraints(constraints.json_schema(SCHEMA, "x")), 0
+    for _ in range(200):  # white space wherever it may come, and what must come elsewhere
+        blank = [i for i in allowed(constraint) if model.tokenizer.token_text(i).isspace()]
+        if num_spaces and not blank:
+            return
+        num_spaces += bool(blank)
+        constraint.accept((blank or allowed(constraint))[0])
+    pytest.fail("white space may come for ever")
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_text_follows_a_regular_expression_or_a_choice(model: Model, seed: int) -> None:
     expression = r"[A-Z]{2}-\d{3}(é|日){1,2}"
