@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from penstock.errors import ModelLoadError
 
 MAX_RANK = 1 << 14
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _ALL_LINEAR = "all-linear"
 # Options that change the computation, and the values with which they do not. () stands for an empty one.
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -116,7 +116,7 @@ def read_lora(folder: Path, name: str) -> LoraSpec:
     weights = folder / WEIGHTS
     if not weights.is_file():
         raise _refused(f"{folder} has no {WEIGHTS}; save the adapter with safe_serialization=True")
-    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in stored_tensors(weights).items()}
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in stored_tensors(weights).items()}
     config = _Config.read(values, file)
     found = _by_module(tensors, weights)
     targets = {module: _target(module, parts, config, weights) for module, parts in found.targets.items()}
@@ -133,6 +133,38 @@ def read_lora(folder: Path, name: str) -> LoraSpec:
     rank = max((target.rank for target in targets.values()), default=0)
     base = str(values.get("base_model_name_or_path") or "")
     return LoraSpec(name, str(folder), rank, base, targets, saved, tokens)
+
+
+def read_lora_options(folder: Path) -> tuple[int, tuple[str, ...]]:
+    """The rank of an adapter and the last parts of the names of its modules, without its weights."""
+    values = read_json(file := folder / CONFIG)
+    _check_options(values, file)
+    config = _Config.read(values, file)
+    if isinstance(config.target_modules, str):
+        raise _refused(f"{file} has target_modules = {config.target_modules!r}; it has to be a list of names")
+    return config.rank, tuple(name.rpartition(".")[2] for name in config.target_modules)
+
+
+def match_modules(names: Iterable[str], known: Iterable[str]) -> dict[str, str]:
+    """The one of `known` that each name means, without those that mean none. Names of the same module differ in
+    what comes first: `bert.encoder.layer.0…` and `encoder.layer.0…`."""
+    exact = dict.fromkeys(known)
+    by_end: dict[str, list[str]] = {}
+    for name in exact:
+        by_end.setdefault(name.rpartition(".")[2], []).append(name)
+    found = {}
+    for name in names:
+        if name in exact:
+            found[name] = name
+            continue
+        alike = [
+            other
+            for other in by_end.get(name.rpartition(".")[2], ())
+            if other.endswith(f".{name}") or name.endswith(f".{other}")
+        ]
+        if len(alike) == 1:
+            found[name] = alike[0]
+    return found
 
 
 def _check_options(values: Mapping[str, Any], file: Path) -> None:
