@@ -33,7 +33,7 @@ from penstock.errors import (
     QueueTooSlow,
 )
 from penstock.kvcache.blocks import BlockPool
-from penstock.runner.base import Runner, Sleeper
+from penstock.runner.base import AdapterInfo, AdapterStore, Runner, Sleeper
 from penstock.scheduler.background import BackgroundLane
 from penstock.scheduler.generation import GenerationScheduler
 from penstock.scheduler.plan import build_plan
@@ -117,6 +117,7 @@ class EngineCore:
         self.max_queue_s = 0.0  # until a request starts; 0: no limit
         self.sleeper: Sleeper | None = None  # None: this engine cannot sleep
         self.why_not_sleep = "this engine cannot sleep"  # where it has no sleeper
+        self.adapters: AdapterStore | None = None  # None: requests have no adapters
         self.held = HeldWork()  # while the engine sleeps
         self.dedup = Deduplicator(scheduler.runs_soon) if share_identical else None
         self.pending = PendingRequests(scheduler, self.dedup)
@@ -182,6 +183,29 @@ class EngineCore:
             if self.scheduler.queue.num_tokens > self._num_fast_tokens:
                 check_wait(self._wait_s(request), self.max_queue_s)
             self.pending.add(request, self._start_by_s())
+
+    def load_adapter(self, adapter_id: int, folder: str, name: str) -> Future[AdapterInfo]:
+        """Let requests choose the LoRA adapter in `folder`. The future completes on another thread; it raises
+        a `PenstockError` if the adapter does not fit the model. Ids are never used twice."""
+        if self.adapters is not None:
+            return self.adapters.load(adapter_id, folder, name)
+        refused: Future[AdapterInfo] = Future()
+        refused.set_exception(NotPossible("this engine takes no adapters; start it with --enable-lora"))
+        return refused
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        """Refuse new requests for an adapter; those taken on before finish."""
+        if self.adapters is not None:
+            self.adapters.unload(adapter_id)
+
+    def _check_adapters(self, request: Request) -> None:
+        """Refuse adapters that are not loaded, and begin to read those that are only on disk."""
+        if request.adapters is None:
+            return
+        if self.adapters is None:
+            raise NotPossible("this model has no adapters", param="adapter")
+        self.adapters.check(request.adapters)
+        self.adapters.prefetch(request.adapters)
 
     def _wait_s(self, request: Request) -> float:
         """Seconds until a pooling request that arrives now starts."""
