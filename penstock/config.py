@@ -191,6 +191,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     chat_template: str | None = None  # Jinja, or the name of one of the model's templates; None: its default
     trust_request_chat_template: bool = False  # requests may bring a chat template of their own
     enable_tokenizer_info_endpoint: bool = False  # /tokenizer_info shows the tokenizer's configuration
+    lora_root: str | None = None  # adapters are loaded at run time from folders below it only; None: from any
     drain_s: float = 30.0
     wake_timeout_s: float = 30.0  # of a request for a model that sleeps; 0: it does not wait
     standby_engine: bool | None = None  # None: beside an engine on a GPU

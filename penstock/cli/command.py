@@ -206,8 +206,8 @@ class MultiValueCommand(Command):
 
 
 class ServeCommand(Command):
-    """Lets --served-model-name and --lora-modules take several values once the model is named, so that none is
-    taken for it. Reads --config before the other flags."""
+    """Lets --served-model-name and --lora-modules take several values once the model is named, so that none
+    is taken for it. Reads --config before the other flags."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         args = with_json_keys(plain_flags(args, self.params), _JSON_FLAGS)

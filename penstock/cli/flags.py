@@ -858,6 +858,14 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         default_text="no deadline",
     ),
     Flag(
+        field="lora_root",
+        panel=ADAPTERS,
+        metavar="FOLDER",
+        convert=_absolute,
+        help="Load adapters at run time from folders below this one only.",
+        default_text="any folder; the route needs an admin key",
+    ),
+    Flag(
         field="drain_s",
         names=("--drain",),
         panel=SERVER_PANEL,
@@ -1238,7 +1246,7 @@ def _kind(hint: Any) -> Any:
     """What the command line parses for a field of this type: a plain type, a list of such, or JSON."""
     if get_origin(hint) is tuple:
         inner = get_args(hint)[0]
-        return list[str] if issubclass(inner, msgspec.Struct) else list[inner]
+        return list[str] if issubclass(inner, msgspec.Struct) else list[inner]  # type: ignore[valid-type]
     if get_origin(hint) is dict or (isinstance(hint, type) and issubclass(hint, msgspec.Struct)):
         return _JSON
     if get_origin(hint) in (Union, types.UnionType):

@@ -111,6 +111,14 @@ class AdapterDone(msgspec.Struct, frozen=True, tag=True):
     kind: str = ""  # the class of the error
 
 
+class AdapterLost(msgspec.Struct, frozen=True, tag=True):
+    """An engine that starts cannot load an adapter that its model has. It serves without."""
+
+    model: int
+    adapter: int  # its id
+    reason: str
+
+
 class RoomWanted(msgspec.Struct, frozen=True, tag=True):
     """An engine is about to take memory that its device does not have."""
 
@@ -162,7 +170,7 @@ class Closed(msgspec.Struct, frozen=True):
 
 
 FromApi = ApiAttached | ApiServes | ApiConnected | ApiCannotServe | TableApplied | AdapterReleased | Order
-FromEngine = EngineAttached | EngineFailed | OrderDone | AdapterDone | RoomWanted
+FromEngine = EngineAttached | EngineFailed | OrderDone | AdapterDone | AdapterLost | RoomWanted
 ToApi = ModelTable | OrderAnswer
 ToEngine = EngineOrder | AdapterOrder | RoomMade
 _to_supervisor: msgspec.json.Decoder[FromApi | FromEngine] = msgspec.json.Decoder(FromApi | FromEngine)
@@ -302,6 +310,9 @@ class EngineControl:
     def adapter_done(self, order: AdapterOrder, error: PenstockError | None = None) -> None:
         reason, kind = (None, "") if error is None else (error.message, type(error).__name__)
         self._send(AdapterDone(order.id, reason, kind))
+
+    def adapter_lost(self, adapter: int, reason: str) -> None:
+        self._send(AdapterLost(self._model, adapter, reason))
 
     def make_room(self, num_bytes: int, timeout_s: float = 120.0) -> None:
         """Have other models sleep until this many more bytes are free, or no other model can help."""
