@@ -33,7 +33,7 @@ from penstock.errors import (
     QueueTooSlow,
 )
 from penstock.kvcache.blocks import BlockPool
-from penstock.runner.base import AdapterInfo, AdapterStore, Runner, Sleeper
+from penstock.runner.base import AdapterInfo, AdapterStats, AdapterStore, Runner, Sleeper
 from penstock.scheduler.background import BackgroundLane
 from penstock.scheduler.generation import GenerationScheduler
 from penstock.scheduler.plan import build_plan
@@ -83,6 +83,7 @@ class NextStep(NamedTuple):
     is_background: bool = False
 
 
+_NO_ADAPTERS = AdapterStats(0, 0, 0, 0, 0)
 SHARED_STEP_S = 0.05  # a step of large requests takes about this long while small ones wait for it
 BACKGROUND_STEP_S = 0.002  # a background step, while interactive requests come
 
@@ -148,6 +149,11 @@ class EngineCore:
         if self.scheduler.chunking is not None:
             return self.scheduler.chunking.pool
         return None if self.generation is None else self.generation.pool
+
+    @property
+    def adapter_stats(self) -> AdapterStats:
+        """Where the adapters are, and how often they were moved."""
+        return _NO_ADAPTERS if self.adapters is None else self.adapters.stats()
 
     @property
     def running(self) -> int:
