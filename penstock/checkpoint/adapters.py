@@ -1,6 +1,6 @@
 """Low-rank adapters as PEFT saves them, and the task adapters that a checkpoint carries beside its weights.
 
-`read_lora` reads a folder with adapter_config.json and adapter_model.safetensors without torch. Whatever it does
+`read_lora` reads a folder with adapter_config.json and adapter_model.safetensors, without torch. What it does
 not understand, it refuses by name.
 """
 
@@ -43,11 +43,32 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     # Others, such as pissa, olora and loftq, change the weights of the base model before the training.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
-_READ = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "exclude_modules", "modules_to_save")
-_READ += ("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "trainable_token_indices")
-_HARMLESS = ("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision")
-_HARMLESS += ("inference_mode", "lora_dropout", "fan_in_fan_out", "megatron_core", "eva_config")
-_HARMLESS += ("qalora_group_size", "runtime_config", "ensure_weight_tying")
+_READ: set[str] = {"r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "exclude_modules"}
+_READ |= {
+    "modules_to_save",
+    "layers_to_transform",
+    "layers_pattern",
+    "rank_pattern",
+    "alpha_pattern",
+    "trainable_token_indices",
+}
+_HARMLESS: set[str] = {
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "lora_dropout",
+}
+_HARMLESS |= {
+    "fan_in_fan_out",
+    "megatron_core",
+    "eva_config",
+    "qalora_group_size",
+    "runtime_config",
+    "ensure_weight_tying",
+}
 _PARTS = (  # of the names of tensors, after that of their module
     ".lora_A.weight",
     ".lora_B.weight",
@@ -149,8 +170,8 @@ def read_lora_options(folder: Path) -> tuple[int, tuple[str, ...]]:
 
 
 def match_modules(names: Iterable[str], known: Iterable[str]) -> dict[str, str]:
-    """The one of `known` that each name means, without those that mean none. Names of the same module differ in
-    what comes first: `bert.encoder.layer.0…` and `encoder.layer.0…`."""
+    """The one of `known` that each name means, without those that mean none. Names of the same module may
+    differ in what comes first: `bert.encoder.layer.0…` and `encoder.layer.0…`."""
     exact = dict.fromkeys(known)
     by_end: dict[str, list[str]] = {}
     for name in exact:

@@ -1,9 +1,9 @@
 """Low-rank adapters in a batch where each line has its own or none: y += B (A x), two launches a layer.
 
-The lines of a step are ordered by adapter slot, and cut into tiles of lines with the same slot. Order and tiles
-come from the CPU. `shrink` multiplies each tile by its slot's A, for all parts of a fused layer at once; `expand`
-multiplies the result by B, adds it to the layer's output and applies the activation. Programs of tiles that have
-no adapter, or whose adapter does not change the layer, end at once.
+The lines of a step are ordered by adapter slot, and cut into tiles of lines with the same slot. Order and
+tiles come from the CPU. `shrink` multiplies each tile by its slot's A, for all parts of a fused layer at
+once. `expand_` multiplies the result by B, adds it to the layer's output and applies the activation. Programs
+of tiles that have no adapter, or whose adapter does not change the layer, end at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LowRank(NamedTuple):
 
 
 def tile_lines_for(lines: int) -> int:
-    """The size of tiles for a batch. It follows from the batch's size alone, so that a graph can be replayed."""
+    """The size of a batch's tiles. It follows from the number of lines alone, so a graph can be replayed."""
     return LARGE_TILE if lines >= LARGE_TILES_FROM else SMALL_TILE
 
 
@@ -56,8 +56,8 @@ def rank_bucket(rank: int) -> int:
 def apply_reference(
     y: Tensor, x: Tensor, adapters: LowRank, groups: Sequence[tuple[int, Tensor]], ranks: Sequence[int]
 ) -> Tensor:
-    """Change y [lines, outputs], the layer's output for x [lines, inputs], in place. `groups` are the lines of
-    each slot, and `ranks` are those of `adapters`."""
+    """Change y [lines, outputs], the layer's output for x [lines, inputs], in place. `groups` are the lines
+    of each slot, and `ranks` are those of `adapters`."""
     max_rank = adapters.up.shape[-1]
     for slot, lines in groups:
         if slot < 0 or not ranks[slot]:
@@ -149,7 +149,7 @@ def _expand(
     rank = tl.where(slot < 0, 0, tl.load(ranks + tl.maximum(slot, 0)))
     if begin >= end:
         return
-    if KIND < 0:
+    if KIND < 0:  # noqa: SIM102 - a constant and a number of the device
         if rank == 0:
             return
     place = begin + tl.arange(0, TILE)
@@ -310,7 +310,7 @@ def _bound_replace(
 
 
 def shrink(x: Tensor, adapters: LowRank, lines: LineTiles, rank: int) -> Tensor:
-    """A x of each line, [lines in their order, parts · rank]. `rank` is a bucket that no slot in use exceeds."""
+    """A x of each line, [lines in their order, parts · rank]. `rank` is a bucket that no slot exceeds."""
     parts, max_rank = len(adapters.ends), adapters.up.shape[-1]
     rank = min(rank, max_rank)
     out = x.new_empty((len(lines.order), parts * rank))
@@ -320,7 +320,7 @@ def shrink(x: Tensor, adapters: LowRank, lines: LineTiles, rank: int) -> Tensor:
 
 
 def expand_(y: Tensor, shrunk: Tensor, adapters: LowRank, lines: LineTiles, act: str | None = None) -> Tensor:
-    """Add B of each line times its row of `shrunk` to y [lines, outputs], and apply the activation, in place."""
+    """Add B times each line's row of `shrunk` to y [lines, outputs] and apply the activation, in place."""
     parts, gain, shift = len(adapters.ends), adapters.gain, adapters.shift
     launch, across = _bound_expand(
         adapters.ends,
@@ -347,8 +347,8 @@ def expand_(y: Tensor, shrunk: Tensor, adapters: LowRank, lines: LineTiles, act:
 
 
 def replace_(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor, flags: Tensor, lines: LineTiles) -> Tensor:
-    """Overwrite the lines of y whose slot has a whole weight of its own: weight [slots, outputs, inputs], bias
-    [slots, outputs], flags int32 [slots]."""
+    """Overwrite the lines of y whose slot has a whole weight of its own: weight [slots, outputs, inputs],
+    bias [slots, outputs], flags int32 [slots]."""
     _, outputs, inputs = weight.shape
     launch, across = _bound_replace(inputs, outputs, x.stride(0), y.stride(0), lines.tile_lines, y.dtype)
     launch(len(lines.tiles) * across, x, weight, bias, flags, lines.order, lines.tiles, y)

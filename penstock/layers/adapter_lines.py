@@ -1,5 +1,5 @@
-"""Which lines of a batch have which adapter slot, ordered and cut into tiles: every integer that kernels need, in
-NumPy."""
+"""Which lines of a batch have which adapter slot, ordered and cut into tiles: every integer that kernels
+need, in NumPy."""
 
 from __future__ import annotations
 

@@ -77,8 +77,8 @@ class LayerBuilder:
         bias: bool,
         is_transposed: bool = False,
     ) -> LinearLayer:
-        """A layer that adapters may change, if the model takes any. It may be fused from several; `act` is the
-        activation that it applies."""
+        """A layer that adapters may change, if the model takes any. It may be fused from several; `act` is
+        the activation that it applies."""
         if (sites := self.adapters) is None:
             return layer
         like = self.weights.dtype, self.weights.device

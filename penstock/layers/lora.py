@@ -1,8 +1,8 @@
-"""Adapters on the layers and tables of a model. Each line of a batch, a token or a pooled row, has its own or none.
+"""Adapters on the layers and tables of a model. Each line of a batch, a token or a pooled row, may have one.
 
-`AdapterSites` knows every layer that an adapter may change. A layer keeps the adapters of all slots beside its
-weight, from the first one that changes it on. `AdapterState` says which slot each line of the step has that runs
-now; while it says nothing, a layer is its plain self.
+`AdapterSites` knows every layer that an adapter may change. A layer keeps the adapters of all slots beside
+its weight, from the first one that changes it on. `AdapterState` says which slot each line of the current
+step has; while it says nothing, a layer is its plain self.
 """
 
 from __future__ import annotations
@@ -215,8 +215,8 @@ class AdaptedLinear:
         has_bias: bool,
         is_transposed: bool = False,
     ) -> None:
-        """`base` applies the activation `act`; `sizes` are the outputs of the fused layers. `is_transposed`: the
-        checkpoint stores the weight as inputs × outputs."""
+        """`base` applies the activation `act`; `sizes` are the outputs of the fused layers. `is_transposed`:
+        the checkpoint stores the weight as inputs × outputs."""
         assert len(sizes) <= MAX_PARTS
         self.in_features, self.out_features = base.in_features, base.out_features
         self.base = base
@@ -352,8 +352,8 @@ class AdaptedLinear:
         return base_weight(self.base, self.dtype, self.device)[begin : self.ends[number]].cpu()
 
     def with_lengths(self, number: int, part: PartWeights, lengths: Tensor) -> PartWeights:
-        """DoRA gives every row of W + B A its own length. So W x is multiplied by length / |row|, B too, and the
-        bias, which is in the product already, is made up for."""
+        """DoRA gives every row of W + B A its own length. So W x is multiplied by length / |row|, B too, and
+        the bias, which is in the product already, is made up for."""
         assert part.down is not None and part.up is not None
         begin, end = self.ends[number - 1] if number else 0, self.ends[number]
         weight = self.base_rows(number)
@@ -469,8 +469,8 @@ class AdaptedTable:
             shape = (self.sites.num_slots, self.rows)
             self._index = torch.full(shape, -1, dtype=torch.int32, device=self.device)
         if self._new is None or self._new.shape[1] < count:
-            shape = (self.sites.num_slots, count, self.width)
-            larger = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            wide = (self.sites.num_slots, count, self.width)
+            larger = torch.zeros(wide, dtype=self.dtype, device=self.device)
             if self._new is not None:
                 larger[:, : self._new.shape[1]] = self._new
             self._new, grew = larger, True

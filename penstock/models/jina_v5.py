@@ -14,7 +14,7 @@ from penstock.checkpoint.files import inside
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
 from penstock.layers.lora import AdapterSites
-from penstock.layers.lora_files import read_adapter
+from penstock.models.adapter_files import read_adapter
 from penstock.models.decoder import qwen3_shape
 from penstock.models.decoder_layers import Decoder
 from penstock.models.eurobert import eurobert_shape

@@ -1,7 +1,7 @@
 """The adapters that requests may choose: files on disk, copies in host memory, and slots on the device.
 
-The least recently used adapter leaves its slot, or host memory, for another. A slot is overwritten in the order
-of the device's work, so a step that was launched before still reads the old contents.
+The least recently used adapter leaves its slot, or host memory, for another. A slot is overwritten in the
+order of the device's work, so a step that was launched before still reads the old contents.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.checkpoint.adapters import LoraSpec, read_lora
 from penstock.errors import BadValue, EngineError, NotPossible
 from penstock.kernels.lora import rank_bucket
 from penstock.layers.lora import AdapterSites
-from penstock.layers.lora_files import read_adapter
+from penstock.models.adapter_files import read_adapter
 from penstock.runner.base import AdapterInfo, AdapterStats, check_adapters
 from penstock.runner.inputs import AdapterPlan
 from penstock.types import Ints
@@ -245,7 +245,7 @@ def _host_adapter(weights: ModuleWeights, pins: bool) -> HostAdapter:
         offset += size
     pinned = iter(moved)
     found: ModuleWeights = {
-        name: each._make(None if tensor is None else next(pinned) for tensor in each)
+        name: type(each)(*(None if tensor is None else next(pinned) for tensor in each))
         for name, each in weights.items()
     }
     return HostAdapter(found, rank, sum(sizes))

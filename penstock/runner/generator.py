@@ -136,8 +136,8 @@ class Generator:
         for first in range(0, len(states), TOKENS_AT_ONCE):
             some, following = (each[first : first + TOKENS_AT_ONCE] for each in (states, next_tokens))
             if adapters is not None and slots is not None:
-                own = slots[first : first + TOKENS_AT_ONCE]
-                adapters.use_runs(own, np.ones_like(own))
+                some_slots = slots[first : first + TOKENS_AT_ONCE]
+                adapters.use_runs(some_slots, np.ones_like(some_slots))
             values = self.head.project(some).float().log_softmax(dim=-1)
             own = values.gather(1, following[:, None])
             top, ids = values.topk(max_logprobs, dim=-1)

@@ -169,8 +169,8 @@ class PeftMergedSource(WeightSource):
         down, up = low_rank_pair(self._spec, target, self._tensors)
         if (len(up), down.shape[1]) != tuple(shape):
             raise ModelLoadError(
-                f"{self._spec.file} changes {target} by a matrix of {len(up)} × {down.shape[1]}; the model's has "
-                f"{' × '.join(map(str, shape))}"
+                f"{self._spec.file} changes {target} by a matrix of {len(up)} × {down.shape[1]}; the model's "
+                f"has {' × '.join(map(str, shape))}"
             )
         self._left.discard(target)
         return weight.float() + (up @ down).to(weight.device)

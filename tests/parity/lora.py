@@ -40,7 +40,9 @@ def write_adapter(base: nn.Module, folder: Path, seed: int = 0, **options: Any) 
 def opened_with(folder: Path, adapters: Sequence[Path], **options: Any) -> Iterator[Opened]:
     """A checkpoint in the engine with these adapters, whose ids begin at `FIRST_ID`."""
     overrides = options.pop("overrides", None)
-    with opened(folder, overrides, enable_lora=True, **({"max_loras": 4, "max_lora_rank": 16} | options)) as engine:
+    with opened(
+        folder, overrides, enable_lora=True, **({"max_loras": 4, "max_lora_rank": 16} | options)
+    ) as engine:
         for number, adapter in enumerate(adapters):
             engine.engine.core.load_adapter(FIRST_ID + number, str(adapter), adapter.name).result(60)
         yield engine

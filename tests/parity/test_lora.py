@@ -64,7 +64,19 @@ def test_rows_with_different_adapters_give_what_peft_gives(name: str, tmp_path: 
     assert np.abs(changed - expected).max() > 0.01  # the adapters do something
 
 
-DECODERS = ("qwen3", "qwen2", "llama", "mistral", "gemma", "gemma2", "gemma3", "gpt2", "phi3", "granite", "olmo3")
+DECODERS = (
+    "qwen3",
+    "qwen2",
+    "llama",
+    "mistral",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "phi3",
+    "granite",
+    "olmo3",
+)
 DECODERS += ("embeddinggemma2", "lfm2")
 
 
@@ -117,7 +129,9 @@ CHOSEN_OF_TWO = (0, -1, 1, 0, 1, -1, 0)
 
 def test_token_classifiers_of_adapters_read_every_token(tmp_path: Path) -> None:
     base = ENCODERS["bert"].write(tmp_path / "base", "ForTokenClassification")
-    adapted = [write_adapter(base, tmp_path / "0", 0, modules_to_save=["classifier"], target_modules=["query"])]
+    adapted = [
+        write_adapter(base, tmp_path / "0", 0, modules_to_save=["classifier"], target_modules=["query"])
+    ]
     chosen = (0, -1, 0, -1, 0, -1, 0)
     expected = reference(base, adapted, ROWS, chosen, reference_logits)
     with opened_with(tmp_path / "base", [tmp_path / "0"]) as engine:
@@ -129,7 +143,9 @@ def test_sparse_weights_go_through_adapters_in_the_head(tmp_path: Path) -> None:
     targets = {"target_modules": ["query", "transform.dense", "output.dense"]}
     adapted = [write_adapter(base, tmp_path / str(i), i, r=3 + i, **targets) for i in range(2)]
     expected = reference(base, adapted, ROWS, CHOSEN_OF_TWO, reference_terms)
-    with opened_with(tmp_path / "base", [tmp_path / "0", tmp_path / "1"], pooler_config=PoolerConfig(pooling_type="splade")) as engine:
+    with opened_with(
+        tmp_path / "base", [tmp_path / "0", tmp_path / "1"], pooler_config=PoolerConfig(pooling_type="splade")
+    ) as engine:
         found = ask(engine, ROWS, CHOSEN_OF_TWO, Task.SPARSE)
     assert np.abs(dense_terms(found, expected.shape[1]) - expected).max() <= TOLERANCE
 
@@ -142,11 +158,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "expression": {"target_modules": r".*layer\.[02]\..*(query|output\.dense)"},
     "exclude": {"target_modules": "all-linear", "exclude_modules": ["key", "pooler.dense"]},
-    "layers": {"target_modules": ["query", "dense"], "layers_to_transform": [1, 2], "layers_pattern": "layer"},
+    "layers": {
+        "target_modules": ["query", "dense"],
+        "layers_to_transform": [1, 2],
+        "layers_pattern": "layer",
+    },
     "words": {"target_modules": ["word_embeddings", "query"], "exclude_modules": ["pooler.dense"]},
     "segments": {"target_modules": ["token_type_embeddings", "query"]},
     "trained words": {"target_modules": ["query"], "modules_to_save": ["word_embeddings"]},
-    "some words": {"target_modules": ["query"], "trainable_token_indices": {"word_embeddings": [3, 7, 20, 64]}},
+    "some words": {
+        "target_modules": ["query"],
+        "trainable_token_indices": {"word_embeddings": [3, 7, 20, 64]},
+    },
 }
 
 
@@ -188,5 +211,8 @@ def test_an_adapter_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
     other = ENCODERS["distilbert"].write(tmp_path / "other")
     write_adapter(other, tmp_path / "1", 0)
     for folder, message in (("0", "96 × 96 instead of 64 × 64"), ("1", "q_lin")):
-        with pytest.raises(ModelLoadError, match=message), opened_with(tmp_path / "base", [tmp_path / folder]):
+        with (
+            pytest.raises(ModelLoadError, match=message),
+            opened_with(tmp_path / "base", [tmp_path / folder]),
+        ):
             pass

@@ -63,7 +63,7 @@ def _load(spec: ModelSpec, settings: Resolved, ranks: Ranks, group: RankGroup) -
     warm_up_runner(runner, spec, settings, blocks, watch, precompiles=False)
     log.info("%d ranks %s", group.size, watch)
     warn_of_unmarked(spec)
-    return Loaded(runner, blocks, num_vectors(pooler), None, ranks.watch)
+    return Loaded(runner, blocks, num_vectors(pooler), watch=ranks.watch)
 
 
 def rank_devices(settings: Resolved) -> list[str]:

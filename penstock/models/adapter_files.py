@@ -1,10 +1,8 @@
-"""From an adapter's files to the weights of a model's modules, in host memory. What does not fit is refused."""
+"""From an adapter's files to the weights of a model's modules, in host memory. Refuses what does not fit."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -55,12 +53,12 @@ class _Reader:
         return found
 
     def _places(self) -> dict[str, str]:
-        """The model's module that each of the adapter's means. One that the model leaves out changes nothing."""
+        """The model's module that each of the adapter's means, but for those that the model leaves out."""
         spec, sites = self.spec, self.sites
         if spec.rank > sites.max_rank:
             raise _refused(
-                f"the adapter {spec.name!r} has rank {spec.rank}; at most {sites.max_rank} is allowed. Start the "
-                "server with a larger --max-lora-rank"
+                f"the adapter {spec.name!r} has rank {spec.rank}; at most {sites.max_rank} is allowed. Set a "
+                "larger --max-lora-rank"
             )
         places = match_modules(spec.modules, sites.names())
         missing = [module for module in spec.modules if module not in places]
@@ -129,8 +127,8 @@ class _Reader:
     def _check_tied(self, place: str, module: str) -> None:
         if place in self.sites.tied:
             raise _refused(
-                f"the adapter {self.spec.name!r} changes {module}, whose weight the model's head shares; that is "
-                "not supported"
+                f"the adapter {self.spec.name!r} changes {module}, whose weight the model's head shares; "
+                "that is not supported"
             )
 
     def _saved(self) -> list[tuple[str, PartWeights | TableWeights]]:
@@ -166,8 +164,8 @@ class _Reader:
             raise self._mismatch(module, "a bias" if bias is not None else "no bias", "the other")
         if len(layer.ends) > 1:
             raise _refused(
-                f"the adapter {self.spec.name!r} replaces the whole weight of {module}, which the model fuses with "
-                "others; that is not supported"
+                f"the adapter {self.spec.name!r} replaces the whole weight of {module}, which the model "
+                "fuses with others; that is not supported"
             )
         return PartWeights(weight=self._cast(weight), bias=None if bias is None else self._cast(bias))
 
@@ -188,14 +186,9 @@ class _Reader:
     def _mismatch(self, module: str, found: str, wanted: str) -> ModelLoadError:
         base = f"; it was made for {self.spec.base_model}" if self.spec.base_model else ""
         return _refused(
-            f"the adapter {self.spec.name!r} does not fit this model: {module} has {found} instead of {wanted}{base}"
+            f"the adapter {self.spec.name!r} does not fit this model: {module} has {found} instead of "
+            f"{wanted}{base}"
         )
-
-
-def own_adapter(folder: Path, sites: AdapterSites, dtype: torch.dtype, specs: Sequence[LoraSpec]) -> None:
-    """Read the adapters that a checkpoint carries in folders of its own."""
-    sites.grow(0, max(spec.rank for spec in specs))
-    sites.own = [read_adapter(spec, sites, dtype) for spec in specs]
 
 
 def _refused(message: str) -> ModelLoadError:
