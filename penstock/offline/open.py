@@ -11,8 +11,9 @@ import msgspec
 
 from penstock.checkpoint.describe import describe
 from penstock.checkpoint.spec import ModelSpec, with_max_model_len
-from penstock.config import EngineConfig, Resolved, from_mapping
+from penstock.config import EngineConfig, LoraModule, Resolved, from_mapping
 from penstock.errors import ConfigError
+from penstock.offline.adapters import LocalAdapters
 from penstock.offline.local import LocalEngine
 from penstock.runner.load import settle
 from penstock.tasks.model import TextModel
@@ -38,6 +39,9 @@ class DescribedModel:
                 "serve the model, or run several processes, for example with Ray",
                 param="data_parallel_size",
             )
+        modules = named.get("lora_modules")
+        if isinstance(modules, Mapping):
+            named = {**named, "lora_modules": [LoraModule(name, path) for name, path in modules.items()]}
         config = from_mapping(EngineConfig, dict(named))
         if config.pooler_config.enable_chunked_processing:
             raise ConfigError(
@@ -58,7 +62,15 @@ class DescribedModel:
         settings = msgspec.structs.replace(
             self.settings, max_queued_tokens=UNLIMITED, max_queue_seconds=0.0, shares_steps=False
         )
-        return LocalModel(self.spec, self.settings, text, LocalEngine(self.spec, settings))
+        engine = LocalEngine(self.spec, settings)
+        adapters = LocalAdapters(self.config, self.spec, engine)
+        try:
+            for module in self.config.lora_modules:
+                adapters.load(module.name, module.path)
+        except BaseException:
+            engine.close()
+            raise
+        return LocalModel(self.spec, self.settings, text, engine, adapters)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +81,7 @@ class LocalModel:
     settings: Resolved
     text: TextModel
     engine: LocalEngine
+    adapters: LocalAdapters
 
     def close(self) -> None:
         """Finish what was submitted, then release the device."""
