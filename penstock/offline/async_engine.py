@@ -550,10 +550,9 @@ class AsyncEngine:
     ) -> R:
         """`adapter` is for tasks whose options have none."""
         options = getattr(task, "options", None)
-        named = options.adapter if isinstance(options, InputOptions) else None
-        if named is not None and named not in self.spec.adapters:
-            adapter, plain = named, replace(options, adapter=None)
-            task = replace(task, options=plain)  # type: ignore[type-var]
+        if isinstance(options, InputOptions) and options.adapter not in (None, *self.spec.adapters):
+            adapter = options.adapter
+            task = replace(task, options=replace(options, adapter=None))  # type: ignore[type-var]
         with progress_bar(task.num_rows, progress) as advance, self._held(adapter) as adapter_id:
             chosen = task if adapter_id < 0 else Adapted(task, adapter_id)
             return await self._open_runner().run(chosen, Scheduling(priority=priority), advance)

@@ -9,10 +9,11 @@ from typing import Any
 
 import msgspec
 
+from penstock.checkpoint.adapter_files import adapter_digest, find_adapter
 from penstock.checkpoint.describe import describe
 from penstock.checkpoint.spec import ModelSpec, with_max_model_len
 from penstock.config import EngineConfig, LoraModule, Resolved, from_mapping
-from penstock.errors import ConfigError
+from penstock.errors import AdapterNotFound, ConfigError, shown
 from penstock.offline.adapters import LocalAdapters
 from penstock.offline.local import LocalEngine
 from penstock.runner.load import settle
@@ -55,6 +56,19 @@ class DescribedModel:
         described = describe(config)
         settings = settle(config, described)
         return cls(config, with_max_model_len(described, settings.max_model_len), settings)
+
+    def adapter_mark(self, name: str) -> str:
+        """What tells vectors with this adapter from others: its name, and the content of its files."""
+        module = next((each for each in self.config.lora_modules if each.name == name), None)
+        if module is not None:
+            folder = find_adapter(module.path, download_dir=self.config.download_dir)
+            return f"{name}@{adapter_digest(folder)}"
+        if name in self.spec.adapters:
+            return name
+        known = ", ".join((*self.spec.adapters, *(each.name for each in self.config.lora_modules))) or "none"
+        raise AdapterNotFound(
+            f"adapter {shown(name)} is not known; model {self.spec.name} has: {known}", param="adapter"
+        )
 
     def load(self, text: TextModel | None = None) -> LocalModel:
         """Load the weights. `text` is the model's text side, where the caller has made it already."""
