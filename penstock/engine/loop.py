@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from penstock.backlog import ADMITTED_SHARE, Backlog, check_wait
 from penstock.engine.comparisons import Comparisons
 from penstock.engine.dedup import Deduplicator
@@ -179,6 +181,7 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Take on a request; `BadValue`, `NotPossible` or `QueueFull` if it cannot be."""
         self._check_id(request.id)
+        self._check_adapters(request)
         if not request.is_background:
             self._lane.saw_interactive(self.clock())
         if request.sampling is not None:
@@ -198,6 +201,16 @@ class EngineCore:
         refused: Future[AdapterInfo] = Future()
         refused.set_exception(NotPossible("this engine takes no adapters; start it with --enable-lora"))
         return refused
+
+    def adapters_in_use(self) -> set[int]:
+        """Adapters of requests that have not finished."""
+        requests = list(self.pending.requests())
+        if self.generation is not None:
+            requests += self.generation.requests()
+        if self.grammars is not None:
+            requests += self.grammars.requests()
+        arrays = [request.adapters for request in requests if request.adapters is not None]
+        return {int(each) for array in arrays for each in np.unique(array)}
 
     def unload_adapter(self, adapter_id: int) -> None:
         """Refuse new requests for an adapter; those taken on before finish."""
@@ -271,8 +284,6 @@ class EngineCore:
     def _add_generation(self, request: Request, sampling: SamplerParams) -> None:
         if self.generation is None:
             raise NotPossible("this engine does not generate")
-        if request.adapters is not None:  # generation plans carry none: running would be silently wrong
-            raise NotPossible("generation does not apply adapters; use a pooling task", param="adapter")
         start_by_s = None
         if not request.is_background:
             check_wait(self._prompt_wait_s(self.generation, request), self.max_queue_s)

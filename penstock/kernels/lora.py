@@ -110,7 +110,9 @@ def _shrink(
     for first in range(0, K, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         within = k < K
-        some = tl.load(x + line[:, None] * STRIDE + k[None, :], mask=here[:, None] & within[None, :], other=0.0)
+        some = tl.load(
+            x + line[:, None] * STRIDE + k[None, :], mask=here[:, None] & within[None, :], other=0.0
+        )
         w = tl.load(weight + k[None, :], mask=inside[:, None] & within[None, :], other=0.0)
         total = tl.dot(some, tl.trans(w), total, input_precision=PRECISION)
     at = out + place[:, None].to(tl.int64) * (PARTS * RANK) + col[None, :]
@@ -219,7 +221,9 @@ def _replace(
         some = tl.load(
             x + line[:, None] * X_STRIDE + k[None, :], mask=here[:, None] & within[None, :], other=0.0
         )
-        w = tl.load(weight + wide[:, None] * K + k[None, :], mask=(col < N)[:, None] & within[None, :], other=0.0)
+        w = tl.load(
+            weight + wide[:, None] * K + k[None, :], mask=(col < N)[:, None] & within[None, :], other=0.0
+        )
         total = tl.dot(some, tl.trans(w), total, input_precision=PRECISION)
     total += tl.load(bias + wide, mask=col < N, other=0.0).to(tl.float32)[None, :]
     at = out + line[:, None] * STRIDE + col[None, :]
@@ -310,12 +314,8 @@ def shrink(x: Tensor, adapters: LowRank, lines: LineTiles, rank: int) -> Tensor:
     parts, max_rank = len(adapters.ends), adapters.up.shape[-1]
     rank = min(rank, max_rank)
     out = x.new_empty((len(lines.order), parts * rank))
-    launch, across = _bound_shrink(
-        x.shape[1], x.stride(0), parts, rank, max_rank, lines.tile_lines, x.dtype
-    )
-    launch(
-        len(lines.tiles) * across, x, adapters.down, adapters.ranks, lines.order, lines.tiles, out
-    )
+    launch, across = _bound_shrink(x.shape[1], x.stride(0), parts, rank, max_rank, lines.tile_lines, x.dtype)
+    launch(len(lines.tiles) * across, x, adapters.down, adapters.ranks, lines.order, lines.tiles, out)
     return out
 
 
@@ -346,14 +346,10 @@ def expand_(y: Tensor, shrunk: Tensor, adapters: LowRank, lines: LineTiles, act:
     return y
 
 
-def replace_(
-    y: Tensor, x: Tensor, weight: Tensor, bias: Tensor, flags: Tensor, lines: LineTiles
-) -> Tensor:
+def replace_(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor, flags: Tensor, lines: LineTiles) -> Tensor:
     """Overwrite the lines of y whose slot has a whole weight of its own: weight [slots, outputs, inputs], bias
     [slots, outputs], flags int32 [slots]."""
     _, outputs, inputs = weight.shape
-    launch, across = _bound_replace(
-        inputs, outputs, x.stride(0), y.stride(0), lines.tile_lines, y.dtype
-    )
+    launch, across = _bound_replace(inputs, outputs, x.stride(0), y.stride(0), lines.tile_lines, y.dtype)
     launch(len(lines.tiles) * across, x, weight, bias, flags, lines.order, lines.tiles, y)
     return y

@@ -41,7 +41,9 @@ class _Reader:
         found: ModuleWeights = {}
         for module in self.spec.targets:
             if (place := self.places.get(module)) is not None:
-                found[place] = self._table(module, place) if place in self.sites.tables else self._part(module)
+                found[place] = (
+                    self._table(module, place) if place in self.sites.tables else self._part(module)
+                )
         for place, weights in self._saved():
             found[place] = weights
         for module, indices in self.spec.tokens.items():
@@ -103,7 +105,9 @@ class _Reader:
     def _check_base(self, module: str, weight: Tensor) -> None:
         """Refuse a copy of the base model's weight that differs from the model's."""
         stored = self.tensors[f"{module}.base_layer.weight"]
-        if stored.shape != weight.shape or not torch.equal(stored.to(self.dtype), weight.to(self.dtype).cpu()):
+        if stored.shape != weight.shape or not torch.equal(
+            stored.to(self.dtype), weight.to(self.dtype).cpu()
+        ):
             raise _refused(
                 f"the adapter {self.spec.name!r} brings another weight for {module}, of shape "
                 f"{list(stored.shape)}; the model's has shape {list(weight.shape)}"
@@ -136,9 +140,7 @@ class _Reader:
         for module in modules:
             if (place := self.places.get(module)) is None:
                 continue
-            kinds = {
-                name.rpartition(".")[2] for name in self.spec.saved if name.rpartition(".")[0] == module
-            }
+            kinds = {name.rpartition(".")[2] for name in self.spec.saved if name.rpartition(".")[0] == module}
             if not {"weight"} <= kinds <= {"weight", "bias"}:
                 raise _refused(
                     f"the adapter {self.spec.name!r} replaces {', '.join(sorted(kinds))} of {module}; "

@@ -71,11 +71,7 @@ class GatedMLP:
         scratch: Tensor | None = None,
     ) -> Tensor:
         """As `MLP`; `scratch` is as wide as gate and up together."""
-        if (
-            self.fused_gate_up is not None
-            and not _is_adapted(self.gate_up)
-            and self.fused_gate_up.serves(x)
-        ):
+        if self.fused_gate_up is not None and not _is_adapted(self.gate_up) and self.fused_gate_up.serves(x):
             return self.down(self.fused_gate_up(x), residual, out)
         both = self.gate_up(x, out=scratch)
         if self.kernel is not None and use_kernel(both):

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.adapters import LoraSpec, read_lora
-from penstock.errors import BadValue, EngineError, ModelNotFound, NotPossible
+from penstock.errors import BadValue, EngineError, NotPossible
 from penstock.kernels.lora import rank_bucket
 from penstock.layers.lora import AdapterSites
 from penstock.layers.lora_files import read_adapter
-from penstock.runner.base import AdapterInfo, AdapterStats
+from penstock.runner.base import AdapterInfo, AdapterStats, check_adapters
 from penstock.runner.inputs import AdapterPlan
 from penstock.types import Ints
 from penstock.weights.adapters import ModuleWeights
@@ -44,7 +44,9 @@ class HostAdapter(NamedTuple):
 class AdapterPool:
     """Takes adapters on, and gives those of a step their slots. `AdapterStore` describes its methods."""
 
-    def __init__(self, sites: AdapterSites, max_on_host: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, sites: AdapterSites, max_on_host: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """`max_on_host` counts adapters that were loaded; those of the checkpoint itself always stay."""
         self.max_adapters = sites.num_slots
         self.in_use: Callable[[], Collection[int]] = tuple  # adapters of requests that have not finished
@@ -56,6 +58,7 @@ class AdapterPool:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="penstock-adapters")
         self._specs: dict[int, LoraSpec] = {}  # that were loaded and not yet dropped
         self._known: set[int] = set()  # that requests may choose
+        self._used_ids: set[int] = set(range(len(sites.own)))
         self._host: OrderedDict[int, HostAdapter] = OrderedDict()  # the least recently used first
         self._reading: dict[int, Future[HostAdapter]] = {}
         self._slots: OrderedDict[int, int] = OrderedDict()  # on the device, the least recently used first
@@ -88,12 +91,12 @@ class AdapterPool:
     # Adapters come and go.
 
     def load(self, adapter_id: int, folder: str, name: str) -> Future[AdapterInfo]:
-        with self._lock:
-            if adapter_id in self._known or adapter_id in self._specs:
-                raise BadValue(f"adapter id {adapter_id} was used before", param="adapter")
         return self._reader.submit(self._load, adapter_id, folder, name)
 
     def _load(self, adapter_id: int, folder: str, name: str) -> AdapterInfo:
+        if adapter_id in self._used_ids:
+            raise BadValue(f"adapter id {adapter_id} was used before", param="adapter")
+        self._used_ids.add(adapter_id)
         spec = read_lora(Path(folder), name)
         adapter = self._read(spec)
         with self._lock:
@@ -109,14 +112,7 @@ class AdapterPool:
             self._drop_unused()
 
     def check(self, adapter_ids: Ints) -> None:
-        wanted = set(np.unique(adapter_ids).tolist()) - {-1}
-        if unknown := wanted - self._known:
-            raise ModelNotFound(f"adapter {min(unknown)} is not loaded", param="adapter")
-        if len(wanted) > self.max_adapters:
-            raise NotPossible(
-                f"a request has {len(wanted)} different adapters; at most {self.max_adapters} run at once",
-                param="adapter",
-            )
+        check_adapters(adapter_ids, self._known, self.max_adapters)
 
     def prefetch(self, adapter_ids: Ints) -> None:
         with self._lock:

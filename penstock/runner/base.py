@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
+from penstock.errors import ModelNotFound, NotPossible
 from penstock.types import Array, Comparison, Ints, StepPlan, StepResult
 
 BLOCK_SIZE = 16  # tokens of a block of the KV cache
@@ -57,6 +60,7 @@ class AdapterStore(Protocol):
     """
 
     max_adapters: int  # different ones in one step
+    in_use: Callable[[], Collection[int]]  # adapters of requests that have not finished
 
     def load(self, adapter_id: int, folder: str, name: str) -> Future[AdapterInfo]:
         """Check the adapter and read it into host memory on another thread. The future raises a
@@ -76,6 +80,18 @@ class AdapterStore(Protocol):
         ...
 
     def stats(self) -> AdapterStats: ...
+
+
+def check_adapters(adapter_ids: Ints, known: Collection[int], max_adapters: int) -> None:
+    """`ModelNotFound` for an adapter that is not known, `NotPossible` for too many."""
+    wanted = set(np.unique(adapter_ids).tolist()) - {-1}
+    if unknown := wanted.difference(known):
+        raise ModelNotFound(f"adapter {min(unknown)} is not loaded", param="adapter")
+    if len(wanted) > max_adapters:
+        raise NotPossible(
+            f"a request has {len(wanted)} different adapters; at most {max_adapters} run at once",
+            param="adapter",
+        )
 
 
 SLEEP_LEVELS = (1, 2)  # 1: weights are kept in the host's memory; 2: they are read again from their files

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.layers.adapter_lines import LinePlan, max_tiles
 from penstock.kernels.lora import tile_lines_for
+from penstock.layers.adapter_lines import LinePlan, max_tiles
 from penstock.types import Ints, KVPlan, LengthGroup, PoolPlan, StepPlan
 
 # A small product takes as long as one of twice its tokens; a large one does not, so large sizes are closer.

@@ -192,7 +192,9 @@ class DecodeGraphs(Captures[Key, Graph]):
         pinned = self.staging.pinned_ints(graph.layout.size)
         graph.layout.write(pinned.numpy(), plan, self.generator.padding_slot)
         if graph.layout.adapters is not None and adapters is not None:
-            graph.layout.adapters.write(pinned.numpy(), adapters.of_rows(tile_lines=SMALL_TILE))
+            graph.layout.adapters.write(
+                pinned.numpy(), adapters.of_rows(tile_lines=graph.layout.adapters.tile_lines)
+            )
         self.integers[: graph.layout.size].copy_(pinned, non_blocking=True)
         graph.replay()
         self.replays += 1

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.language import is_precompiling
+from penstock.kernels.lora import LineTiles
 from penstock.kvcache.store import KVCache
 from penstock.layers.adapter_lines import LinePlan
 from penstock.layers.batch import Batch, KVAccess, OutputTokens, PagedTensors, reads_in_place
-from penstock.kernels.lora import LineTiles
 from penstock.layers.lora import AdapterLines, AdapterSites, StepAdapters, adapting
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler, VariantTensors
@@ -333,7 +333,6 @@ class Graphs(Captures[Key, Graph]):
             batch = replace(batch, is_generation=True, kv=_without_decodes(batch.kv))
         if key.params is None:
 
-
             def states() -> list[Tensor]:
                 with adapting(batch.adapters):
                     return [self.model(batch)]
@@ -375,7 +374,6 @@ class Graphs(Captures[Key, Graph]):
             return None
         method = self.pooler.reads((Variant(params, None),))
         return method if method in ("cls", "last") else None
-
 
     def _layout_of(self, key: Key) -> Layout:
         return Layout.of(

@@ -64,7 +64,11 @@ class AdapterInputs:
     """The adapters of a step that is not replayed: the arrays to send, and the tensors that they become."""
 
     def __init__(
-        self, adapters: AdapterPlan, plan: StepPlan, outputs: OutputPlan | None = None, rows: Ints | None = None
+        self,
+        adapters: AdapterPlan,
+        plan: StepPlan,
+        outputs: OutputPlan | None = None,
+        rows: Ints | None = None,
     ) -> None:
         """`rows`: those that heads read; None: all."""
         self.adapters = adapters
@@ -87,7 +91,9 @@ class AdapterInputs:
         )
 
 
-def pool_arrays(plan: PoolPlan, outputs: OutputPlan | None, adapters: AdapterInputs | None = None) -> list[Ints]:
+def pool_arrays(
+    plan: PoolPlan, outputs: OutputPlan | None, adapters: AdapterInputs | None = None
+) -> list[Ints]:
     arrays = [plan.token_ids, plan.positions]
     if plan.type_ids is not None:
         arrays.append(plan.type_ids)
