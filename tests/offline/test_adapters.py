@@ -41,7 +41,7 @@ def test_an_embedder_with_an_adapter_answers_as_the_merged_checkpoint(bert: Adap
         np.testing.assert_allclose(mine, theirs, atol=1e-4)
 
 
-def test_pairs_of_an_embedder_use_the_adapter_for_queries_and_documents(bert: Adapted, engine: Engine) -> None:
+def test_pairs_of_an_embedder_use_the_adapter_for_both_texts(bert: Adapted, engine: Engine) -> None:
     with opened(bert.merged["a"]) as merged:
         expected = merged.score(TEXTS[0], TEXTS)
     np.testing.assert_allclose(engine.score(TEXTS[0], TEXTS, adapter="a"), expected, atol=1e-4)
@@ -101,7 +101,7 @@ def test_a_call_that_runs_keeps_its_adapter(bert: Adapted, engine: Engine) -> No
 
 
 def test_what_is_no_adapter_is_refused_with_its_path(engine: Engine, tmp_path: Path) -> None:
-    with pytest.raises(AdapterNotFound, match="has no adapter_config.json"):
+    with pytest.raises(AdapterNotFound, match="has no adapter_config"):
         engine.load_adapter("x", str(tmp_path))
     with pytest.raises(AdapterNotFound, match="there is no folder"):
         engine.load_adapter("x", str(tmp_path / "nothing"))
@@ -114,7 +114,7 @@ def test_an_adapter_whose_weights_are_damaged_is_refused_and_another_may_have_it
     shutil.copytree(bert.adapters["a"], tmp_path / "bad")
     weights = tmp_path / "bad/adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(Exception, match="adapter_model.safetensors"):
+    with pytest.raises(Exception, match="adapter_model"):
         engine.load_adapter("d", str(tmp_path / "bad"))
     engine.load_adapter("d", str(bert.adapters["a"]))
     engine.unload_adapter("d")
