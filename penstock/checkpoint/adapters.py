@@ -127,6 +127,9 @@ def read_lora(folder: Path, name: str) -> LoraSpec:
     for tensor in saved:
         if not config.saves(tensor):
             raise _refused(f"{weights} has a tensor {tensor!r}, which modules_to_save does not name")
+    if config.modules_to_save and not saved:
+        names = ", ".join(config.modules_to_save)
+        raise _refused(f"{weights} has no tensors of the modules that modules_to_save names: {names}")
     tokens = {module: config.token_indices(module, shape, weights) for module, shape in found.tokens.items()}
     if not targets and not saved and not tokens:
         raise _refused(f"{weights} has no tensors")

@@ -30,7 +30,7 @@ def write_adapter(base: nn.Module, folder: Path, seed: int = 0, **options: Any) 
         if "lora_magnitude" in name:
             parameter.data *= 1 + 0.3 * torch.rand(parameter.shape, generator=draw)
         elif "lora_" in name or "modules_to_save" in name or "trainable_tokens" in name:
-            parameter.data = 0.15 * torch.randn(parameter.shape, generator=draw)
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=draw)
     model.save_pretrained(str(folder))
     adapted: nn.Module = model
     return adapted
