@@ -64,6 +64,7 @@ class Call:
     num_cached_rows: int | None = None  # answered by the result cache; None: it was not asked
     path_value: str = ""  # the value of the path's parameter
     model_name: str = ""  # empty until it is known
+    adapter_name: str = ""  # of the last LoRA adapter that was chosen
     num_rows: int = 0
     num_tokens: int = 0
     num_generated: int = 0  # tokens
@@ -77,7 +78,8 @@ class Call:
     key: ApiKey | None = None  # that the client has sent; None: the route or the server needs none
     client: str = ""  # who sent it, as `client_of` tells
     is_background: bool = False  # a line of a batch, which waits for as long as it takes
-    adapters: tuple[ServedAdapter, ...] = ()  # that the request uses; engines keep them until it is done
+    # Those that the request uses, each with its model. Engines keep them until the request is done.
+    adapters: tuple[tuple[str, ServedAdapter], ...] = ()
 
     def __init__(self, state: ServerState, metrics: ApiMetrics, began_s: float) -> None:
         self.state = state
@@ -129,22 +131,27 @@ class Call:
         if found.prompt is not None:
             choose_prompt_by_name(body, model, found.prompt)
         if model.adapter is not None:
-            self._hold(model.adapter)
+            self._hold(model, model.adapter)
             if asked is not None:
                 body.adapter = None  # the request is given its id
         elif own is not None:
             choose_own_adapter(body, model, own)
         return model
 
-    def _hold(self, adapter: ServedAdapter) -> None:
+    def _hold(self, model: ServedModel, adapter: ServedAdapter) -> None:
         """Keep an adapter in the engines until this request is done."""
+        if any(held is adapter for _, held in self.adapters):
+            return
         adapter.enter()
-        self.adapters = (*self.adapters, adapter)
+        self.adapter_name = adapter.name
+        self.metrics.adapter_begins(model.spec.name, adapter.name)
+        self.adapters = (*self.adapters, (model.spec.name, adapter))
 
     def release_adapters(self) -> None:
         """The request is done."""
         adapters, self.adapters = self.adapters, ()
-        for adapter in adapters:
+        for model, adapter in adapters:
+            self.metrics.adapter_ends(model, adapter.name)
             adapter.leave()
 
     def count_work(self, model: ServedModel, num_rows: int, num_tokens: int) -> None:

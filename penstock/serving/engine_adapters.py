@@ -59,7 +59,13 @@ class EngineAdapters:
         except Exception as error:
             self._done(order, _in_words(error))
             return
-        self._server.call(partial(self._load, order, marks))
+        self._server.wake_up(partial(self._awake, order, marks))  # its files are read for its layers
+
+    def _awake(self, order: AdapterOrder, marks: object, why_not: str | None) -> None:
+        if why_not is None:
+            self._server.call(partial(self._load, order, marks))
+        else:
+            self._done(order, EngineError(f"the model sleeps and cannot be woken: {why_not}"))
 
     def _load(self, order: AdapterOrder, marks: object, core: EngineCore) -> None:
         adapter = order.adapter

@@ -27,10 +27,10 @@ class Adapted(Generic[R]):
         return self.task.num_rows
 
     def check(self, model: TextModel) -> None:
-        self.task.check(model)
+        self.task.check(model.with_lora)
 
     async def prepare(self, model: TextModel, request_id: str) -> Prepared[R]:
-        prepared = await self.task.prepare(model, request_id)
+        prepared = await self.task.prepare(model.with_lora, request_id)
         request = prepared.request
         request.adapters = np.full(request.num_rows, self.adapter, dtype=np.int32)
         return prepared

@@ -3,11 +3,12 @@ admin key: whoever loads an adapter has the server read a folder."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from penstock.api.call import Call, Reply
+from penstock.api.fields import NoEffect
 from penstock.api.routes import RouteSpec
 from penstock.api.state import ServedModel
 from penstock.errors import AdapterNotFound, BadValue, NotPossible, shown
@@ -34,7 +35,7 @@ class LoadAdapterRequest(AdapterBody, kw_only=True):
 class UnloadAdapterRequest(AdapterBody, kw_only=True):
     """Body of `POST /v1/unload_lora_adapter`."""
 
-    lora_int_id: int | None = None
+    lora_int_id: Annotated[int | None, NoEffect("an adapter is known by its name")] = None
 
 
 async def load_adapter(call: Call, body: LoadAdapterRequest) -> Reply:
