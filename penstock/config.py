@@ -45,6 +45,14 @@ class PoolerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("max_embed_len needs enable_chunked_processing; else set max_model_len")
 
 
+class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A LoRA adapter that is loaded with the model: `--lora-modules`."""
+
+    name: str  # that requests choose it by
+    path: str  # its folder
+    base_model_name: str | None = None  # of a server with several models: which one it belongs to
+
+
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The settings of one engine. `resolve` settles "auto" and None."""
 
@@ -83,6 +91,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     document_cache_gb: float = 0.0  # cached vectors of documents that may be scored again
     step_output_mb: float = 16.0  # maximum token vectors that one step returns; 0: no limit
     enforce_eager: bool = False
+    enable_lora: bool = False  # requests may choose LoRA adapters, which are loaded at any time
+    lora_modules: tuple[LoraModule, ...] = ()  # adapters that are loaded with the model
+    max_loras: int = 8  # adapters in one step
+    max_lora_rank: int = 64
+    max_cpu_loras: int | None = None  # adapters in host memory; None: four times `max_loras`
     null_step_ms: float = 0.0  # how long a step of the null device takes
     profile: str | None = None  # folder for profiler traces of steps
     profile_steps: int = 20  # steps in one trace
@@ -178,6 +191,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     chat_template: str | None = None  # Jinja, or the name of one of the model's templates; None: its default
     trust_request_chat_template: bool = False  # requests may bring a chat template of their own
     enable_tokenizer_info_endpoint: bool = False  # /tokenizer_info shows the tokenizer's configuration
+    lora_root: str | None = None  # adapters are loaded at run time from folders below it only; None: from any
     drain_s: float = 30.0
     wake_timeout_s: float = 30.0  # of a request for a model that sleeps; 0: it does not wait
     standby_engine: bool | None = None  # None: beside an engine on a GPU
@@ -236,6 +250,9 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     document_cache_bytes: int = 0
     step_output_bytes: int = 0  # 0: no limit
     graphs: bool = False  # small steps are replayed as CUDA graphs
+    max_loras: int = 0  # adapters in one step; 0: requests have none
+    max_lora_rank: int = 0
+    max_cpu_loras: int = 0  # adapters in host memory
     null_step_s: float = 0.0  # how long a step of the null device takes
     profile: str = ""  # folder; empty: no profile
     profile_steps: int = 20
@@ -278,6 +295,7 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
         can_chunk = model.why_not_chunked is None and config.enable_chunked_prefill is not False
         config = msgspec.structs.replace(config, enable_prefix_caching=model.shares_prefixes and can_chunk)
     _check_impl(config)
+    _check_lora(config, model)
     device = _device(config.device, machine)
     on_cpu = not device.startswith("cuda")
     _check_quantization(config, device, machine)
@@ -324,6 +342,9 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
         document_cache_bytes=_document_cache(config.document_cache_gb),
         step_output_bytes=_step_output(config.step_output_mb),
         graphs=_graphs(config, on_cpu, dtype) and not model.is_static and size == 1,
+        max_loras=config.max_loras if config.enable_lora else 0,
+        max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
+        max_cpu_loras=_given(config.max_cpu_loras, 4 * config.max_loras) if config.enable_lora else 0,
         null_step_s=_null_step(config.null_step_ms, device),
         profile=config.profile or "",
         profile_steps=config.profile_steps,
@@ -450,6 +471,35 @@ def _check_impl(config: EngineConfig) -> None:
     for name, plain in (("quantization", None), ("load_format", "auto")):
         if getattr(config, name) != plain:
             raise ConfigError(f"{name} needs a native model, not --model-impl transformers", param=name)
+
+
+MAX_LORAS, MAX_LORA_RANK, MAX_CPU_LORAS = 512, 1024, 65_536
+
+
+def _check_lora(config: EngineConfig, model: ModelFacts) -> None:
+    """Refuse settings of LoRA adapters that cannot work together."""
+    if not config.enable_lora:
+        if config.lora_modules:
+            raise ConfigError("lora_modules needs enable_lora; set --enable-lora", param="lora_modules")
+        return
+    for name, high in (("max_loras", MAX_LORAS), ("max_lora_rank", MAX_LORA_RANK)):
+        if not 1 <= (value := getattr(config, name)) <= high:
+            raise ConfigError(f"{name} is {value}; use a number from 1 to {high}", param=name)
+    if config.max_cpu_loras is not None and not config.max_loras <= config.max_cpu_loras <= MAX_CPU_LORAS:
+        raise ConfigError(
+            f"max_cpu_loras is {config.max_cpu_loras}; use a number from max_loras, which is "
+            f"{config.max_loras}, to {MAX_CPU_LORAS}",
+            param="max_cpu_loras",
+        )
+    why_not = None
+    if model.is_static:
+        why_not = "static embeddings have no layers that an adapter could change"
+    elif config.model_impl == "transformers":
+        why_not = "adapters need a native model, not --model-impl transformers"
+    elif config.tensor_parallel_size > 1:
+        why_not = "adapters are not divided over GPUs; leave out --tensor-parallel-size"
+    if why_not is not None:
+        raise ConfigError(f"enable_lora cannot be used: {why_not}", param="enable_lora")
 
 
 def _chunked(config: EngineConfig, limit: int, budget: int, why_not: str | None) -> bool:

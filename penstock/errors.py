@@ -88,6 +88,12 @@ class ModelNotAllowed(ModelNotFound):
     """The client's key does not allow the model. It is not told whether the server has it."""
 
 
+class AdapterNotFound(ModelNotFound):
+    """No LoRA adapter of this name or id is loaded."""
+
+    code = "adapter_not_found"
+
+
 class MethodNotAllowed(ClientError):
     status = 405
     code = "method_not_allowed"

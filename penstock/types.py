@@ -266,7 +266,7 @@ class Request:
     token_mask: Ints | None = None
     pairs: Ints | None = None  # [documents], the query row of each; query rows come first
     extra_params: tuple[PoolingParams, ...] = ()  # additional outputs computed from the same rows
-    adapters: Ints | None = None  # [rows], index of the model's adapter; -1: none
+    adapters: Ints | None = None  # [rows], id of an adapter; -1: none
     priority: int = 0  # lower runs sooner
     arrival_s: float = 0.0  # monotonic clock, shared by all processes of a machine
     deadline_s: float | None = None  # on the clock of `arrival_s`
@@ -561,6 +561,7 @@ class BasePlan:
     cu_lengths: Ints  # [rows + 1], where each row begins in the flat run
     lengths: Ints  # [rows]
     groups: tuple[LengthGroup, ...]
+    adapters: Ints | None = None  # [rows], ids of adapters, -1: none; None: no row has one
 
     @property
     def num_tokens(self) -> int:
@@ -583,7 +584,6 @@ class PoolPlan(BasePlan):
     variants: tuple[Variant, ...]
     type_ids: Ints | None = None  # [tokens]; None: all zero
     skip: Ints | None = None  # [rows], number of leading tokens left out of the pooling; None: none
-    adapters: Ints | None = None  # [rows], -1: none; None: no row has one
     kv: KVPlan | None = None  # None: every row runs whole, and nothing is cached
     limits: KeyLimits | None = None  # None: every row attends to all its tokens
 

@@ -39,6 +39,7 @@ class AccessLog:
         fields: dict[str, Any] = {"ms": round((time.monotonic() - call.began_s) * 1000, 3)}
         for name, value in (
             ("model", call.model_name),
+            ("adapter", call.adapter_name),
             ("rows", call.num_rows),
             ("tokens", call.num_tokens),
             ("generated_tokens", call.num_generated),

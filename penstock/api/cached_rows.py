@@ -12,6 +12,7 @@ from typing import ParamSpec, Protocol, TypeVar
 import msgspec
 import numpy as np
 
+from penstock.api.adapters import ServedAdapter
 from penstock.checkpoint.spec import ModelSpec
 from penstock.content import row_keys, scope
 from penstock.handle import EngineHandle
@@ -38,6 +39,7 @@ class CachedModel(Protocol):
     """A model whose results are cached."""
 
     engine: EngineHandle
+    adapter: ServedAdapter | None
 
     @property
     def spec(self) -> ModelSpec: ...

@@ -7,15 +7,16 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.api.adapters import ServedAdapter
 from penstock.api.body import Body as ReplyBody
 from penstock.api.default_model import Use
 from penstock.api.error_styles import ErrorStyle
 from penstock.api.keys import ApiKey
 from penstock.api.metrics import ApiMetrics
 from penstock.api.result_cache import CacheControl
-from penstock.api.state import ServedModel, ServerState
+from penstock.api.state import Found, ServedModel, ServerState
 from penstock.api.tracing import RequestTrace
-from penstock.errors import BadValue, ModelNotAllowed, ModelNotFound, shown
+from penstock.errors import BadValue, ModelNotAllowed, ModelNotFound, NotPossible, shown
 
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
@@ -63,6 +64,7 @@ class Call:
     num_cached_rows: int | None = None  # answered by the result cache; None: it was not asked
     path_value: str = ""  # the value of the path's parameter
     model_name: str = ""  # empty until it is known
+    adapter_name: str = ""  # of the last LoRA adapter that was chosen
     num_rows: int = 0
     num_tokens: int = 0
     num_generated: int = 0  # tokens
@@ -76,6 +78,8 @@ class Call:
     key: ApiKey | None = None  # that the client has sent; None: the route or the server needs none
     client: str = ""  # who sent it, as `client_of` tells
     is_background: bool = False  # a line of a batch, which waits for as long as it takes
+    # Those that the request uses, each with its model. Engines keep them until the request is done.
+    adapters: tuple[tuple[str, ServedAdapter], ...] = ()
 
     def __init__(self, state: ServerState, metrics: ApiMetrics, began_s: float) -> None:
         self.state = state
@@ -97,16 +101,58 @@ class Call:
         set in the body where it does not say otherwise."""
         state = self.state
         model = state.models.get(body.model)  # nearly always its own name
-        if model is None:
-            model, prompt = self.resolve(body.model)
-            if prompt is not None:
-                choose_prompt_by_name(body, model, prompt)
+        asked = getattr(body, "adapter", None)
+        if model is None or asked is not None:
+            model = self._chosen(body, asked)
         elif self.key is not None and not self.may_use(model):
             raise self._not_allowed(body.model)
         if model.auto_truncate and may_truncate and _leaves_open(body):
             body.truncate_prompt_tokens = -1
         self.model_name = model.spec.name
         return model
+
+    def _chosen(self, body: Any, asked: str | None) -> ServedModel:
+        """The model of a body whose name or `adapter` chooses more than the model."""
+        found = self._resolve(body.model)
+        model, own = found.model, found.own_adapter
+        if asked is not None:
+            named = own if model.adapter is None else model.adapter.name
+            if named not in (None, asked):
+                raise BadValue(
+                    f"model names the adapter {named!r}, and adapter {shown(asked)}; leave one out",
+                    param="adapter",
+                )
+            if asked in model.spec.adapters:
+                own = asked
+            elif model.adapter is None:
+                model = model.with_adapter(model.find_adapter(asked))
+        if not self.may_use(model):
+            raise self._not_allowed(model.full_name)
+        if found.prompt is not None:
+            choose_prompt_by_name(body, model, found.prompt)
+        if model.adapter is not None:
+            self._hold(model, model.adapter)
+            if asked is not None:
+                body.adapter = None  # the request is given its id
+        elif own is not None:
+            choose_own_adapter(body, model, own)
+        return model
+
+    def _hold(self, model: ServedModel, adapter: ServedAdapter) -> None:
+        """Keep an adapter in the engines until this request is done."""
+        if any(held is adapter for _, held in self.adapters):
+            return
+        adapter.enter()
+        self.adapter_name = adapter.name
+        self.metrics.adapter_begins(model.spec.name, adapter.name)
+        self.adapters = (*self.adapters, (model.spec.name, adapter))
+
+    def release_adapters(self) -> None:
+        """The request is done."""
+        adapters, self.adapters = self.adapters, ()
+        for model, adapter in adapters:
+            self.metrics.adapter_ends(model, adapter.name)
+            adapter.leave()
 
     def count_work(self, model: ServedModel, num_rows: int, num_tokens: int) -> None:
         """Count rows and tokens that the request brings to a model."""
@@ -124,31 +170,42 @@ class Call:
         """The model of this name, if the client's key allows it."""
         return self.resolve(name)[0]
 
-    def resolve(self, name: str | None) -> tuple[ServedModel, str | None]:
-        """The model of this name and the prompt that the name asks for. Models that the client's key does not
-        allow do not exist for the client."""
+    def resolve(self, name: str | None) -> Found:
+        """What this name stands for. Models that the client's key does not allow do not exist for the
+        client."""
+        found = self._resolve(name)
+        if not self.may_use(found.model):
+            raise self._not_allowed(name)
+        return found
+
+    def _resolve(self, name: str | None) -> Found:
+        """The same, where an adapter may be chosen yet, which decides whether the key allows it."""
         if self.key is None or self.key.models is None:
             return self.state.find(name, self.use)
         if not name and (allowed := [each for each in self.state.models.values() if self.may_use(each)]):
-            return self.state.default(self.use, allowed), None
+            return Found(self.state.default(self.use, allowed))
         try:
-            model, prompt = self.state.find(name, self.use)
+            return self.state.find(name, self.use)
         except ModelNotFound:
             raise self._not_allowed(name) from None
-        if not self.may_use(model):
-            raise self._not_allowed(name)
-        return model, prompt
 
     @property
     def names(self) -> list[str]:
-        """The names of models that the client may use."""
-        return [name for name in self.state.names if self.may_use(self.state.find(name)[0])]
+        """The names of models and adapters that the client may use."""
+        return [name for name in self.state.names if self.may_use(self.state.find(name).model)]
 
     def may_use(self, model: ServedModel) -> bool:
+        """Whether the client's key allows a model. A key for an adapter allows it alone; one for a model
+        allows the adapters too."""
         if self.key is None or self.key.models is None:
             return True
-        aliases = self.state.aliases
-        return any(aliases.get(name, name) == model.spec.name for name in self.key.models)
+        aliases, allowed = self.state.aliases, self.key.models
+        if any(aliases.get(name, name) == model.spec.name for name in allowed):
+            return True
+        if model.adapter is None:
+            return False
+        names = (model.spec.name, *model.aliases)
+        return model.name in allowed or any(f"{name}:{model.name}" in allowed for name in names)
 
     def _not_allowed(self, name: str | None) -> ModelNotAllowed:
         assert self.key is not None
@@ -201,6 +258,16 @@ def _leaves_open(body: Any) -> bool:
     """Whether a body has the field that cuts long texts, and leaves open what happens to them."""
     is_open = getattr(body, "truncate_prompt_tokens", 0) is None
     return is_open and getattr(body, "chunking", None) in (None, "none")
+
+
+def choose_own_adapter(body: Any, model: ServedModel, name: str) -> None:
+    """Set one of the checkpoint's own adapters in a body, which chooses a prompt with it."""
+    if not getattr(body, "takes_own_adapter", False):
+        raise NotPossible(
+            f"this route does not choose among the adapters of model {model.spec.name}; use /v1/embeddings",
+            param="adapter",
+        )
+    body.adapter = name
 
 
 def choose_prompt_by_name(body: Any, model: ServedModel, prompt: str) -> None:

@@ -183,6 +183,8 @@ class Endpoint:
             state.release(client)
             if limits is not None:
                 limits.leave()
+            if call.adapters:
+                call.release_adapters()
 
     async def _plain(self, call: Call, scope: Scope, receive: Receive, send: Send) -> Reply | Streamed:
         """The reply of a route without a JSON body. It does not count as a request in flight."""
@@ -211,6 +213,8 @@ class Endpoint:
         except Exception:
             log.exception("%s failed", self.path, extra={"fields": call.log_fields()})
             return self._error(PenstockError("internal error; the server's log has the details"), call)
+        finally:
+            call.release_adapters()
         return reply
 
     def _work(self, call: Call, decoder: RouteDecoder, raw: bytes | bytearray) -> Awaitable[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -41,6 +41,7 @@ class RequestFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Which model, and when the request runs. They mean the same on every route."""
 
     model: str | None = None
+    adapter: str | None = None
     priority: int = 0
     timeout: float | None = None
     request_id: str | None = None
@@ -50,6 +51,7 @@ class RequestFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class InputFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The inputs, how rows are made from them, and when they run."""
 
+    takes_own_adapter: ClassVar[bool] = True  # `adapter` may name one of the checkpoint's own
     input: str | list[str | int | list[int]]
     model: str | None = None
     add_special_tokens: bool = True

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Protocol
 
 import msgspec
@@ -37,6 +37,7 @@ class TextFields(GenerationFields, kw_only=True):
     """Which model, when, and how the answer comes."""
 
     model: str | None = None
+    adapter: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_tokens_as_token_ids: bool = False
@@ -134,7 +135,7 @@ class Generation:
 
     def head(self, object_name: str) -> dict[str, Any]:
         name = f"{self.kind}-{self.body.request_id or self.job.id}"
-        return {"id": name, "object": object_name, "created": self.created, "model": self.model.spec.name}
+        return {"id": name, "object": object_name, "created": self.created, "model": self.model.name}
 
     @property
     def usage(self) -> dict[str, int]:
@@ -179,6 +180,8 @@ async def begin(call: Call, body: TextFields, task: Generate, *, kind: str) -> G
     """Check everything and prepare the job, off the event loop."""
     model = call.model(body, may_truncate=False)
     _ = model.text.generation  # refuses a model that does not generate
+    if model.adapter is not None:
+        task = replace(task, adapter=model.adapter.id)
     check_stream(body)
     check_structured(body)
     scheduling = scheduling_of(call, body)

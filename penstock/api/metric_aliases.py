@@ -6,6 +6,7 @@ TEI serves one model and has no label for it; its aliases have the label `model`
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -125,6 +126,26 @@ def _cache_usage(scrape: Scrape) -> Series:
     return {key: used.get(key, 0.0) / blocks for key, blocks in capacity.items() if blocks}
 
 
+def _lora_info(scrape: Scrape) -> Series:
+    """One series, whose labels name the adapters with requests in flight; which of them wait is not known."""
+    limits = [sample.value for sample in scrape.of("penstock_lora_max_adapters")]
+    if not limits:
+        return {}
+    running = sorted(
+        {
+            sample.labels["adapter"]
+            for sample in scrape.of("penstock_lora_requests_in_flight")
+            if sample.value > 0
+        }
+    )
+    labels = {
+        "max_lora": str(int(max(limits))),
+        "running_lora_adapters": ",".join(running),
+        "waiting_lora_adapters": "",
+    }
+    return {("", tuple(sorted(labels.items()))): time.time()}
+
+
 def _sleep_state(scrape: Scrape) -> Series:
     out: Series = {}
     for (_, labels), value in _sum("penstock_engine_asleep", _vllm())(scrape).items():
@@ -230,6 +251,13 @@ ALIASES: dict[str, tuple[Alias, ...]] = {
             "penstock_running_rows",
             "Rows and sequences in flight",
             _sum("penstock_running_rows", _vllm()),
+        ),
+        Alias(
+            "vllm:lora_requests_info",
+            "gauge",
+            "penstock_lora_requests_in_flight",
+            "Adapters with requests in flight, as labels; the value is the time of the scrape",
+            _lora_info,
         ),
         Alias(
             "vllm:num_requests_waiting",
@@ -364,7 +392,6 @@ MISSING: dict[str, tuple[str, ...]] = {  # nothing here counts what they tell
         "vllm:mm_cache_queries_total",
         "vllm:mm_cache_hits_total",
         "vllm:cache_config_info",
-        "vllm:lora_requests_info",
     ),
 }
 

@@ -111,6 +111,15 @@ KEY_REFUSED = Counter(
     "Requests refused because of their API key, by its name: too many requests or tokens, or a model",
     ["key", "reason"],
 )
+LORA_REQUESTS = Counter(
+    "penstock_lora_requests", "Requests with a LoRA adapter, by model and adapter", ["model", "adapter"]
+)
+LORA_IN_FLIGHT = Gauge(
+    "penstock_lora_requests_in_flight",
+    "Requests with a LoRA adapter that are in flight, by model and adapter",
+    ["model", "adapter"],
+    multiprocess_mode="livesum",
+)
 BATCHES = Gauge(
     "penstock_batches", "Batches in the folder, by status", ["status"], multiprocess_mode="livemax"
 )
@@ -162,6 +171,13 @@ class ApiMetrics:
             KEY_REFUSED.labels(key, error.reason.removeprefix("key_")).inc()
         elif isinstance(error, ModelNotAllowed):
             KEY_REFUSED.labels(key, "model").inc()
+
+    def adapter_begins(self, model: str, adapter: str) -> None:
+        self._buffer.counter(LORA_REQUESTS, model, adapter).inc()
+        LORA_IN_FLIGHT.labels(model, adapter).inc()
+
+    def adapter_ends(self, model: str, adapter: str) -> None:
+        LORA_IN_FLIGHT.labels(model, adapter).dec()
 
     def ignored_fields(self, route: str, count: int) -> None:
         IGNORED_FIELDS.labels(route).inc(count)

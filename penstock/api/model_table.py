@@ -18,14 +18,16 @@ from typing import Any
 
 import msgspec
 
+from penstock.api.adapters import ServedAdapter, updated
 from penstock.api.admission import Admission
 from penstock.api.metrics import RETRIED
 from penstock.api.state import ServedModel, ServerState, engine_reason
 from penstock.checkpoint.spec import with_max_model_len
 from penstock.config import ServerConfig
-from penstock.errors import BadValue, EngineUnavailable, OrderFailed, PenstockError
+from penstock.errors import BadValue, EngineUnavailable, OrderFailed, PenstockError, revive
 from penstock.serving.control import (
     Action,
+    AdapterReleased,
     ApiAttached,
     ApiCannotServe,
     ApiConnected,
@@ -76,6 +78,8 @@ def build_model(launch: ModelLaunch, server: ServerConfig) -> ServedModel:
         aliases=launch.names[1:],
         status=status,
         state_files=tuple(Path(address.state_file) for address in launch.engines),
+        takes_adapters=engine_config.enable_lora,
+        adapters=updated({}, launch.adapters, lambda adapter: None),
     )
 
 
@@ -143,6 +147,8 @@ class ModelTableFollower:
         finally:
             self._orders.pop(number, None)
         if answer.error is not None:
+            if answer.kind:
+                raise revive(answer.kind, answer.error, None)
             raise (BadValue if answer.is_client_error else OrderFailed)(answer.error)
         return answer
 
@@ -187,13 +193,23 @@ class ModelTableFollower:
             present = {model.number: model for model in self._state.models.values()}
             served: list[ServedModel] = []
             for launch in table.models:
-                model = present.pop(launch.number, None) or await self._begin(launch)
+                model = present.pop(launch.number, None)
+                if model is None:
+                    model = await self._begin(launch)
+                else:
+                    release = partial(self._release, launch.number)
+                    model.adapters = updated(model.adapters, launch.adapters, release)
                 if model is not None:
                     served.append(model)
             self._state.serve_models(served)
             self._send(TableApplied(table.version))
             for model in present.values():
                 self._run(close_when_unused(model))
+
+    def _release(self, model: int, adapter: ServedAdapter) -> None:
+        """Tell the supervisor that no request uses an adapter any more."""
+        with contextlib.suppress(EngineUnavailable):  # the supervisor is gone, and this process follows it
+            self._send(AdapterReleased(model, adapter.id))
 
     async def _begin(self, launch: ModelLaunch) -> ServedModel | None:
         """A new model, which connects to its engine. None: it cannot be served, and the supervisor knows."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 
 from penstock.api.fields import CacheSalt, User
@@ -11,6 +13,7 @@ from penstock.inputs.processor import InputOptions
 class PromptedFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Which model reads the texts, after which prompt, and when."""
 
+    takes_own_adapter: ClassVar[bool] = True  # `adapter` may name one of the checkpoint's own
     model: str | None = None
     prompt_name: str | None = None
     instruction: str | None = None

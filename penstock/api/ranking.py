@@ -34,6 +34,7 @@ class RankFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """How pairs become rows, what scores are, and when they run."""
 
     model: str | None = None
+    adapter: str | None = None
     instruction: str | None = None
     max_tokens_per_query: int | None = None
     max_tokens_per_doc: int | None = None

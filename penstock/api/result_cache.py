@@ -146,6 +146,8 @@ class ResultCache:
             return await submit(engine, request, scheduling)
         is_large = request.num_rows > MAX_LOOP_ROWS or request.token_ids.nbytes > MAX_LOOP_BYTES
         keys = await off_loop(is_large, row_digests, request, self._secret)
+        if model.adapter is not None:  # ids of adapters mean something in one server only
+            keys = [model.adapter.digest + key for key in keys]
         lookup = _Lookup(model, revision, request, keys)
         rows: list[CachedRow | None] = [None] * len(keys)
         if user.cache_control is CacheControl.DEFAULT:

@@ -10,6 +10,7 @@ from penstock.api.call import Call
 from penstock.api.state import ServedModel
 from penstock.errors import BadValue, QueueFull, shown
 from penstock.inputs.processor import MAX_PRIORITY
+from penstock.tasks.adapted import Adapted
 from penstock.tasks.run import PoolingTask, Prepared, Scheduling, finish, submit
 from penstock.types import PooledOutput, Request
 
@@ -41,13 +42,15 @@ class Result(Generic[R]):
     def head(self, body: Scheduled, prefix: str) -> dict[str, Any]:
         """The fields that begin most answers."""
         name = f"{prefix}-{body.request_id or self.request.id}"
-        return {"id": name, "created": int(time.time()), "model": self.model.spec.name}
+        return {"id": name, "created": int(time.time()), "model": self.model.name}
 
 
 async def run(
     call: Call, body: Scheduled, model: ServedModel, task: PoolingTask[R], *, rows_name: str = "input"
 ) -> Result[R]:
     """Prepare, submit and finish a task, no longer than the caller is willing to wait."""
+    if model.adapter is not None:
+        task = Adapted(task, model.adapter.id)
     task.check(model.text)
     num_rows = task.num_rows
     check_num_rows(call, num_rows, rows_name)

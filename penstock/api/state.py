@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
+from penstock.api.adapters import Adapters, ServedAdapter
 from penstock.api.admission import Admission
 from penstock.api.default_model import Use, choose
 from penstock.api.keys import KeyRing
@@ -19,7 +21,16 @@ from penstock.api.result_cache import ResultCache
 from penstock.backlog import max_queued_of
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ServerConfig
-from penstock.errors import EngineUnavailable, ModelNotFound, ServerFull, TooManyRequests, shown
+from penstock.errors import (
+    AdapterNotFound,
+    BadValue,
+    EngineUnavailable,
+    ModelNotFound,
+    NotPossible,
+    ServerFull,
+    TooManyRequests,
+    shown,
+)
 from penstock.handle import EngineHandle
 from penstock.serving.control import Action, OrderAnswer
 from penstock.serving.launch import EngineState
@@ -47,10 +58,46 @@ class ServedModel:
     aliases: tuple[str, ...] = ()
     status: StatusPage | None = None  # of the engines; None: they have none
     state_files: tuple[Path, ...] = ()  # where the supervisor writes why each engine cannot serve
+    takes_adapters: bool = False  # LoRA adapters may be loaded
+    adapters: Adapters = field(default_factory=dict)  # those that are, by name
+    adapter: ServedAdapter | None = None  # that a request has chosen
 
     @property
     def spec(self) -> ModelSpec:
         return self.text.spec
+
+    @property
+    def name(self) -> str:
+        """What answers call the model: the name of the adapter that a request has chosen, if any."""
+        return self.spec.name if self.adapter is None else self.adapter.name
+
+    @property
+    def full_name(self) -> str:
+        """A name that no other model has, nor the same model with another adapter."""
+        return self.spec.name if self.adapter is None else f"{self.spec.name}:{self.adapter.name}"
+
+    def with_adapter(self, adapter: ServedAdapter) -> ServedModel:
+        """The same model for a request that has chosen an adapter."""
+        return replace(self, adapter=adapter)
+
+    def find_adapter(self, name: str, param: str = "adapter") -> ServedAdapter:
+        """The adapter of this name; the error tells which there are, or how to load some."""
+        if (found := self.adapters.get(name)) is not None:
+            return found
+        model, own = self.spec.name, self.spec.adapters
+        if not self.takes_adapters:
+            if own:
+                raise BadValue(
+                    f"adapter {shown(name)} is unknown; model {model} has: {', '.join(own)}", param=param
+                )
+            raise NotPossible(
+                f"model {model} has no adapters; start the server with --enable-lora to load some",
+                param=param,
+            )
+        loaded = ", ".join((*own, *self.adapters)) or "none; load it with POST /v1/load_lora_adapter"
+        raise AdapterNotFound(
+            f"adapter {shown(name)} is not loaded; model {model} has: {loaded}", param=param
+        )
 
     @property
     def engines_ready(self) -> list[bool]:
@@ -97,6 +144,14 @@ class BufferedBytes:
             f"the server holds {self.held} bytes of requests and answers; --max-buffered-mb limits them to "
             f"{self.limit}; try again shortly"
         )
+
+
+class Found(NamedTuple):
+    """What a name of a request stands for."""
+
+    model: ServedModel  # with the adapter that the name chooses
+    prompt: str | None = None
+    own_adapter: str | None = None  # one of the checkpoint's own
 
 
 class ModelFollower(Protocol):
@@ -160,29 +215,48 @@ class ServerState:
 
     @property
     def names(self) -> list[str]:
-        """Every name that a request may use, of all models."""
-        return [*self.models, *self.aliases]
+        """Every name that a request may use, of all models and adapters."""
+        return [*self.models, *self.aliases, *self.adapter_names]
 
-    def find(self, name: str | None, use: Use | None = None) -> tuple[ServedModel, str | None]:
-        """The model of this name; without a name, the one that suits the use. `NAME:PROMPT` names a prompt
-        too."""
+    @property
+    def adapter_names(self) -> dict[str, ServedModel]:
+        """The adapters, each with its model. One whose name several models have is called MODEL:NAME."""
+        pairs = [(model, each) for model in self.models.values() for each in model.adapters.values()]
+        count = Counter(adapter.name for _, adapter in pairs)
+        chosen = ((model.with_adapter(adapter), count[adapter.name] > 1) for model, adapter in pairs)
+        return {each.full_name if is_shared else each.name: each for each, is_shared in chosen}
+
+    def find(self, name: str | None, use: Use | None = None) -> Found:
+        """The model of this name; without a name, the one that suits the use. The name of an adapter, alone
+        or as `MODEL:ADAPTER`, chooses it; `:PROMPT` after either names a prompt too."""
         if name is None or name == "":
             if len(self.models) == 1:
-                return next(iter(self.models.values())), None
-            return self.default(use), None
-        if (model := self._named(name)) is not None:
-            return model, None
-        if name == NO_NAME:
-            return self.default(use), None
-        base, _, prompt = name.rpartition(":")
-        if (model := self._named(base)) is not None:
-            if prompt == DEFAULT_TAG:
-                return model, None
-            if prompt in PROMPT_KINDS or prompt in model.spec.prompts:
-                return model, prompt
-        if self.config.any_model_name:
-            return self.default(use), None
+                return Found(next(iter(self.models.values())))
+            return Found(self.default(use))
+        if (found := self._lookup(name)) is not None:
+            return found
+        if name == NO_NAME or self.config.any_model_name:
+            return Found(self.default(use))
         raise self._not_found(name)
+
+    def _lookup(self, name: str, num_suffixes: int = 2) -> Found | None:
+        if (model := self._named(name)) is not None:
+            return Found(model)
+        if (found := self._adapter_named(name)) is not None:
+            return found
+        base, _, suffix = name.rpartition(":")
+        if not base or not num_suffixes or (found := self._lookup(base, num_suffixes - 1)) is None:
+            return None
+        return _with_suffix(found, suffix)
+
+    def _adapter_named(self, name: str) -> Found | None:
+        holders = [model for model in self.models.values() if name in model.adapters]
+        if len(holders) > 1:
+            choices = ", ".join(f"{model.spec.name}:{name}" for model in holders)
+            raise BadValue(
+                f"several models have an adapter {shown(name)}; use one of {choices}", param="model"
+            )
+        return Found(holders[0].with_adapter(holders[0].adapters[name])) if holders else None
 
     def default(self, use: Use | None = None, among: Sequence[ServedModel] | None = None) -> ServedModel:
         """The model of requests that name none; one of `among`, where a client may not use all."""
@@ -198,6 +272,9 @@ class ServerState:
         return model
 
     def _not_found(self, name: str) -> ModelNotFound:
+        base, _, suffix = name.rpartition(":")
+        if (model := self._named(base)) is not None and model.takes_adapters:
+            model.find_adapter(suffix, "model")  # raises
         return ModelNotFound(
             f"model {shown(name)} is not served here; this server has: {', '.join(self.names)}",
             param="model",
@@ -249,6 +326,23 @@ class ServerState:
         except EngineUnavailable:
             return False
         return True
+
+
+def _with_suffix(found: Found, suffix: str) -> Found | None:
+    """What a name with `:SUFFIX` stands for: a prompt or an adapter. No adapter has the name of a prompt."""
+    model = found.model
+    if found.prompt is not None:
+        return None
+    if suffix == DEFAULT_TAG:
+        return found
+    if suffix in PROMPT_KINDS or suffix in model.spec.prompts:
+        return found._replace(prompt=suffix)
+    if model.adapter is None and found.own_adapter is None:
+        if suffix in model.adapters:
+            return Found(model.with_adapter(model.adapters[suffix]))
+        if suffix in model.spec.adapters:
+            return Found(model, own_adapter=suffix)
+    return None
 
 
 def read_state(state_file: Path) -> EngineState:

@@ -33,7 +33,7 @@ class GrammarFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class GenerateParameters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """How a text is continued. Without sampling parameters, the likeliest token is taken each time."""
 
-    adapter_id: Annotated[str | None, Refused("name an adapter as model: BASE:ADAPTER")] = None
+    adapter_id: str | None = None
     best_of: Annotated[int | None, Refused("one text is generated", accepts=(None, 1))] = None
     decoder_input_details: bool | None = None
     details: bool | None = None
@@ -109,6 +109,7 @@ TGI_ERRORS = ErrorStyle(_error_body, _error_status)
 
 class PromptBody(Scheduled, Protocol):
     model: str | None
+    adapter: str | None
 
 
 async def generate_text(
@@ -147,9 +148,12 @@ async def generate_text(
 
 def _fields(body: PromptBody, parameters: GenerateParameters, streams: bool) -> TextFields:
     samples = parameters.samples
+    if body.adapter is not None and parameters.adapter_id not in (None, body.adapter):
+        raise BadValue("adapter and parameters.adapter_id name two adapters; leave one out", param="adapter")
     wants_prefill = bool(parameters.details and parameters.decoder_input_details)
     return TextFields(
         model=body.model,
+        adapter=body.adapter or parameters.adapter_id,
         priority=body.priority,
         timeout=body.timeout,
         request_id=body.request_id,

@@ -1,47 +1,123 @@
-"""The adapters that a checkpoint carries beside its weights."""
+"""Low-rank adapters as PEFT saves them, and the task adapters that a checkpoint carries beside its weights.
+
+`read_lora` reads a folder with adapter_config.json and adapter_model.safetensors, without torch. What it does
+not understand, it refuses by name.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.checkpoint.files import inside, positive_integer, read_json, shown
+from penstock.checkpoint.files import positive_integer, read_json, shown
+from penstock.checkpoint.tensors import StoredTensor, stored_tensors
 from penstock.errors import ModelLoadError
 
-_MAX_RANK = 1 << 14
-# Options of PEFT that change the computation, and the values that leave it as it is here.
-_PLAIN: dict[str, tuple[Any, ...]] = {
+MAX_RANK = 1 << 14
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+_ALL_LINEAR = "all-linear"
+# Options that change the computation, and the values with which they do not. () stands for an empty one.
+_REFUSED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "use_dora": (False,),
     "use_qalora": (False,),
     "lora_bias": (False,),
-    "fan_in_fan_out": (False,),
-    "modules_to_save": (),
     "layer_replication": (),
-    "layers_to_transform": (),
-    "exclude_modules": (),
-    "trainable_token_indices": (),
     "target_parameters": (),
-    "rank_pattern": ({},),
-    "alpha_pattern": ({},),
     "arrow_config": (),
     "alora_invocation_tokens": (),
+    "use_bdlora": (False,),
+    "kasa_config": (),
+    "velora_config": (),
+    "monteclora_config": (),
+    "megatron_config": (),
+    "corda_config": (),
+    "lora_ga_config": (),
+    "loftq_config": (),
+    # Others, such as pissa, olora and loftq, change the weights of the base model before the training.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
+_READ: set[str] = {"r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "exclude_modules"}
+_READ |= {
+    "modules_to_save",
+    "layers_to_transform",
+    "layers_pattern",
+    "rank_pattern",
+    "alpha_pattern",
+    "trainable_token_indices",
+}
+_HARMLESS: set[str] = {
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "lora_dropout",
+}
+_HARMLESS |= {
+    "fan_in_fan_out",
+    "megatron_core",
+    "eva_config",
+    "qalora_group_size",
+    "runtime_config",
+    "ensure_weight_tying",
+}
+_PARTS = (  # of the names of tensors, after that of their module
+    ".lora_A.weight",
+    ".lora_B.weight",
+    ".lora_embedding_A",
+    ".lora_embedding_B",
+    ".lora_magnitude_vector",
+    ".lora_magnitude_vector.weight",
+    ".token_adapter.trainable_tokens_delta",
+    ".base_layer.weight",
+)
 
 
-class PeftAdapter(msgspec.Struct, frozen=True):
-    """A low-rank adapter as PEFT saves it, in a folder of its own: W + scale · B A for the target modules."""
+class LoraTarget(msgspec.Struct, frozen=True):
+    """A module that an adapter changes by a low-rank product: W + scale · B A."""
 
-    name: str
-    file: str
     rank: int
     scale: float
-    targets: frozenset[str]  # last parts of the names of modules
+    inputs: int  # of a table: its rows
+    outputs: int
+    is_table: bool = False  # an embedding
+    is_dora: bool = False  # the rows of the sum have lengths of their own
+    has_base: bool = False  # the file repeats the weight of the base model
+
+
+class LoraSpec(msgspec.Struct, frozen=True):
+    """An adapter in a folder, checked but for whether it fits the model."""
+
+    name: str
+    folder: str
+    rank: int  # the largest of its targets
+    base_model: str  # as the adapter names it; empty: it does not
+    targets: dict[str, LoraTarget]  # by the names of modules
+    saved: dict[str, tuple[int, ...]]  # tensors that replace those of the model, with their shapes
+    tokens: dict[str, tuple[int, ...]]  # tables of which some rows are replaced, and which
+
+    @property
+    def file(self) -> Path:
+        return Path(self.folder) / WEIGHTS
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Every module that it changes."""
+        saved = (name.rpartition(".")[0] for name in self.saved)
+        return tuple(dict.fromkeys((*self.targets, *saved, *self.tokens)))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The last parts of the names of its modules."""
+        return tuple(sorted({module.rpartition(".")[2] for module in self.modules}))
 
 
 def adapter_names(config: Mapping[str, Any], key: str = "lora_adaptations") -> tuple[str, ...]:
@@ -51,22 +127,282 @@ def adapter_names(config: Mapping[str, Any], key: str = "lora_adaptations") -> t
     return tuple(map(str, config.get(key) or ()))
 
 
-def read_peft_adapter(folder: Path, name: str) -> PeftAdapter:
-    """The adapter in adapters/`name`. An option that is not understood is refused."""
-    path = inside(folder, f"adapters/{name}", folder / "config.json")
-    file = path / "adapter_config.json"
+def read_lora(folder: Path, name: str) -> LoraSpec:
+    """The adapter in a folder. An option or a tensor that is not understood is refused."""
+    file = folder / CONFIG
+    if not file.is_file():
+        raise _refused(f"{folder} has no {CONFIG}, so it is no adapter that PEFT has saved")
     values = read_json(file)
-    for key, accepted in _PLAIN.items():
-        if (value := values.get(key)) is not None and value not in accepted:
-            raise ModelLoadError(f"{file} has {key} = {shown(value)}, which is not supported", param="model")
-    targets = values.get("target_modules")
-    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise ModelLoadError(
-            f"{file} has target_modules = {shown(targets)}; it has to be a list of module names",
-            param="model",
+    _check_options(values, file)
+    weights = folder / WEIGHTS
+    if not weights.is_file():
+        raise _refused(f"{folder} has no {WEIGHTS}; save the adapter with safe_serialization=True")
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in stored_tensors(weights).items()}
+    config = _Config.read(values, file)
+    found = _by_module(tensors, weights)
+    targets = {module: _target(module, parts, config, weights) for module, parts in found.targets.items()}
+    for module in (*targets, *found.tokens):
+        if module in targets and not config.names(module):
+            raise _refused(f"{weights} has tensors for {module}, which target_modules does not name")
+    saved = {name: tensors[name].shape for name in found.saved}
+    for tensor in saved:
+        if not config.saves(tensor):
+            raise _refused(f"{weights} has a tensor {tensor!r}, which modules_to_save does not name")
+    if config.modules_to_save and not saved:
+        names = ", ".join(config.modules_to_save)
+        raise _refused(f"{weights} has no tensors of the modules that modules_to_save names: {names}")
+    tokens = {module: config.token_indices(module, shape, weights) for module, shape in found.tokens.items()}
+    if not targets and not saved and not tokens:
+        raise _refused(f"{weights} has no tensors")
+    rank = max((target.rank for target in targets.values()), default=0)
+    base = str(values.get("base_model_name_or_path") or "")
+    return LoraSpec(name, str(folder), rank, base, targets, saved, tokens)
+
+
+def read_lora_options(folder: Path) -> tuple[int, tuple[str, ...]]:
+    """The rank of an adapter and the last parts of the names of its modules, without its weights."""
+    values = read_json(file := folder / CONFIG)
+    _check_options(values, file)
+    config = _Config.read(values, file)
+    if isinstance(config.target_modules, str):
+        raise _refused(f"{file} has target_modules = {config.target_modules!r}; it has to be a list of names")
+    return config.rank, tuple(name.rpartition(".")[2] for name in config.target_modules)
+
+
+def match_modules(names: Iterable[str], known: Iterable[str]) -> dict[str, str]:
+    """The one of `known` that each name means, without those that mean none. Names of the same module may
+    differ in what comes first: `bert.encoder.layer.0…` and `encoder.layer.0…`."""
+    exact = dict.fromkeys(known)
+    by_end: dict[str, list[str]] = {}
+    for name in exact:
+        by_end.setdefault(name.rpartition(".")[2], []).append(name)
+    found = {}
+    for name in names:
+        if name in exact:
+            found[name] = name
+            continue
+        alike = [
+            other
+            for other in by_end.get(name.rpartition(".")[2], ())
+            if other.endswith(f".{name}") or name.endswith(f".{other}")
+        ]
+        if len(alike) == 1:
+            found[name] = alike[0]
+    return found
+
+
+def _check_options(values: Mapping[str, Any], file: Path) -> None:
+    for key, accepted in _REFUSED.items():
+        value = values.get(key)
+        if value is None or value in accepted or (not accepted and not value):
+            continue
+        hint = f"; supported: {', '.join(map(str, accepted))}" if accepted else ""
+        raise _refused(f"{file} has {key} = {shown(value)}, which is not supported{hint}")
+    known = {*_REFUSED, *_READ, *_HARMLESS}
+    for key, value in values.items():
+        if key not in known and value not in (None, False, {}, []):
+            raise _refused(f"{file} has {key} = {shown(value)}, which is not known")
+
+
+class _Found(NamedTuple):
+    """The tensors of a file by what they are."""
+
+    targets: dict[str, dict[str, StoredTensor]]  # of each module, by their part
+    tokens: dict[str, tuple[int, ...]]  # the shapes of rows that replace those of tables
+    saved: list[str]  # names of the others
+
+
+def _by_module(tensors: Mapping[str, StoredTensor], file: Path) -> _Found:
+    found = _Found({}, {}, [])
+    for name, tensor in tensors.items():
+        part = next((part for part in _PARTS if name.endswith(part)), None)
+        module = name if part is None else name.removesuffix(part)
+        if part == ".token_adapter.trainable_tokens_delta":
+            found.tokens[module] = tensor.shape
+        elif part is not None:
+            found.targets.setdefault(module, {})[part.removesuffix(".weight").lstrip(".")] = tensor
+        elif "lora_" in name:
+            raise _refused(f"{file} has a tensor {name!r}, which is not known")
+        else:
+            found.saved.append(name)
+    return found
+
+
+class _Config(NamedTuple):
+    """adapter_config.json: which modules it names, with which rank and scale."""
+
+    rank: int
+    alpha: float
+    is_rs: bool
+    is_dora: bool
+    target_modules: str | tuple[str, ...]
+    exclude_modules: str | tuple[str, ...]
+    modules_to_save: tuple[str, ...]
+    layers: tuple[int, ...] | None  # None: all
+    layers_pattern: tuple[str, ...]
+    rank_pattern: Mapping[str, Any]
+    alpha_pattern: Mapping[str, Any]
+    token_tables: Mapping[str, tuple[int, ...]]
+    file: Path
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], file: Path) -> _Config:
+        layers = values.get("layers_to_transform")
+        indices = values.get("trainable_token_indices") or {}
+        tables = indices if isinstance(indices, Mapping) else {"embed_tokens": indices}
+        return cls(
+            rank=positive_integer(values, "r", file=file, high=MAX_RANK),
+            alpha=_number(values.get("lora_alpha", 8), "lora_alpha", file),
+            is_rs=bool(values.get("use_rslora")),
+            is_dora=bool(values.get("use_dora")),
+            target_modules=_names(values, "target_modules", file),
+            exclude_modules=_names(values, "exclude_modules", file),
+            modules_to_save=tuple(_list(values.get("modules_to_save"), "modules_to_save", file)),
+            layers=None if layers in (None, []) else tuple(_integers(layers, "layers_to_transform", file)),
+            layers_pattern=tuple(_list(values.get("layers_pattern"), "layers_pattern", file)),
+            rank_pattern=_pattern(values, "rank_pattern", file),
+            alpha_pattern=_pattern(values, "alpha_pattern", file),
+            token_tables={
+                str(name): tuple(_integers(each, "trainable_token_indices", file))
+                for name, each in tables.items()
+            },
+            file=file,
         )
-    rank, alpha = positive_integer(values, "r", file=file, high=_MAX_RANK), values.get("lora_alpha")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
-        raise ModelLoadError(f"{file} has lora_alpha = {shown(alpha)}; it has to be a number", param="model")
-    scale = alpha / math.sqrt(rank) if values.get("use_rslora") else alpha / rank
-    return PeftAdapter(name, str(path / "adapter_model.safetensors"), rank, scale, frozenset(targets))
+
+    def rank_of(self, module: str) -> int:
+        ranks = {key: value for key, value in self.rank_pattern.items() if _fits(key, module, self.file)}
+        values = {"r": next(iter(ranks.values()), self.rank)}
+        return positive_integer(values, "r", file=self.file, high=MAX_RANK)
+
+    def scale_of(self, module: str, rank: int) -> float:
+        alphas = (value for key, value in self.alpha_pattern.items() if _fits(key, module, self.file))
+        alpha = _number(next(alphas, self.alpha), "alpha_pattern", self.file)
+        return alpha / math.sqrt(rank) if self.is_rs else alpha / rank
+
+    def names(self, module: str) -> bool:
+        """Whether PEFT would change this module."""
+        excluded, wanted = self.exclude_modules, self.target_modules
+        if isinstance(excluded, str):
+            if excluded and _matches(excluded, module, self.file):
+                return False
+        elif _ends_with_any(module, excluded):
+            return False
+        if isinstance(wanted, str):
+            return wanted == _ALL_LINEAR or _matches(wanted, module, self.file)
+        if module in wanted:
+            return True
+        return _ends_with_any(module, wanted) and self._transforms_layer(module)
+
+    def _transforms_layer(self, module: str) -> bool:
+        if self.layers is None:
+            return True
+        patterns = [rf"(?:^|.*?\.){each}\.(?P<number>\d+)\." for each in self.layers_pattern]
+        for pattern in patterns or [r".*?\.[^.]*\.(?P<number>\d+)\."]:
+            if (found := _compiled(pattern, self.file).match(module)) is not None:
+                return int(found["number"]) in self.layers
+        return False
+
+    def saves(self, tensor: str) -> bool:
+        """Whether `modules_to_save` names the module of a tensor, or one around it."""
+        parts = tensor.split(".")
+        within = {".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts))}
+        return not within.isdisjoint(self.modules_to_save)
+
+    def token_indices(self, module: str, shape: Sequence[int], file: Path) -> tuple[int, ...]:
+        """The rows of a table that are replaced."""
+        for name, indices in self.token_tables.items():
+            if module == name or module.endswith(f".{name}"):
+                if len(shape) != 2 or len(indices) != shape[0] or len(set(indices)) != len(indices):
+                    raise _refused(
+                        f"{file} replaces rows of {module} by a tensor of shape {list(shape)}; "
+                        f"trainable_token_indices names {len(set(indices))} rows"
+                    )
+                return indices
+        raise _refused(f"{file} replaces rows of {module}, which trainable_token_indices does not name")
+
+
+def _target(module: str, parts: Mapping[str, StoredTensor], config: _Config, file: Path) -> LoraTarget:
+    is_table = "lora_embedding_A" in parts
+    names = ("lora_embedding_A", "lora_embedding_B") if is_table else ("lora_A", "lora_B")
+    down, up = (parts.get(name) for name in names)
+    if down is None or up is None or len(down.shape) != 2 or len(up.shape) != 2:
+        raise _refused(f"{file} has no matrices {names[0]} and {names[1]} for {module}")
+    rank = config.rank_of(module)
+    if down.shape[0] != rank or up.shape[1] != rank:
+        raise _refused(
+            f"{file} has {names[0]} of shape {list(down.shape)} and {names[1]} of shape {list(up.shape)} for "
+            f"{module}; its rank is {rank}"
+        )
+    magnitude = parts.get("lora_magnitude_vector")
+    if config.is_dora != (magnitude is not None):
+        state = "no lora_magnitude_vector" if magnitude is None else "a lora_magnitude_vector"
+        raise _refused(f"{file} has {state} for {module}, but use_dora is {str(config.is_dora).lower()}")
+    if is_table and magnitude is not None:
+        raise _refused(f"{file} has DoRA on {module}, an embedding, which is not supported")
+    if magnitude is not None and magnitude.shape != (up.shape[0],):
+        raise _refused(f"{file} has a lora_magnitude_vector of shape {list(magnitude.shape)} for {module}")
+    return LoraTarget(
+        rank,
+        config.scale_of(module, rank),
+        down.shape[1],
+        up.shape[0],
+        is_table,
+        magnitude is not None,
+        "base_layer" in parts,
+    )
+
+
+def _fits(pattern: str, module: str, file: Path) -> bool:
+    """Whether a key of rank_pattern or alpha_pattern is meant for a module."""
+    return _compiled(rf"(.*\.)?({pattern})$", file).match(module) is not None
+
+
+def _matches(pattern: str, module: str, file: Path) -> bool:
+    return _compiled(pattern, file).fullmatch(module) is not None
+
+
+def _compiled(pattern: str, file: Path) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise _refused(f"{file} has {pattern!r}, which is no regular expression: {error}") from None
+
+
+def _ends_with_any(module: str, names: Sequence[str]) -> bool:
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _names(values: Mapping[str, Any], key: str, file: Path) -> str | tuple[str, ...]:
+    value = values.get(key)
+    return value if isinstance(value, str) else tuple(_list(value, key, file))
+
+
+def _list(value: Any, key: str, file: Path) -> list[str]:
+    value = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise _refused(f"{file} has {key} = {shown(value)}; it has to be a list of names")
+    return value
+
+
+def _integers(value: Any, key: str, file: Path) -> list[int]:
+    value = [value] if isinstance(value, int) else value
+    if not isinstance(value, list) or not all(type(each) is int and each >= 0 for each in value):
+        raise _refused(f"{file} has {key} = {shown(value)}; it has to be a list of numbers")
+    return value
+
+
+def _pattern(values: Mapping[str, Any], key: str, file: Path) -> Mapping[str, Any]:
+    value = values.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise _refused(f"{file} has {key} = {shown(value)}; it has to be an object of names and numbers")
+    return value
+
+
+def _number(value: Any, key: str, file: Path) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise _refused(f"{file} has {key} = {shown(value)}; it has to be a number")
+    return float(value)
+
+
+def _refused(message: str) -> ModelLoadError:
+    return ModelLoadError(message, param="lora_path")

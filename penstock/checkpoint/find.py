@@ -30,7 +30,7 @@ def find(model: str | None, revision: str | None = None, download_dir: str | Non
         return path
     if path.is_file():
         raise ModelLoadError(f"{model} is a file; give the folder that contains config.json", param="model")
-    if not _HUB_ID.fullmatch(model):
+    if not is_hub_id(model):
         raise ModelLoadError(
             f"{model!r} is neither a folder nor a hub id such as {DEFAULT_NAME}", param="model"
         )
@@ -38,6 +38,10 @@ def find(model: str | None, revision: str | None = None, download_dir: str | Non
     if is_default and not hub.is_cached(model, "config.json", download_dir=download_dir):
         return default_folder()
     return hub.fetch(model, revision, download_dir)
+
+
+def is_hub_id(name: str) -> bool:
+    return _HUB_ID.fullmatch(name) is not None
 
 
 def served_name(model: str | None) -> str:

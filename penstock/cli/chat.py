@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.adapter_flag import AdapterFlag
 from penstock.cli.command import with_options
 from penstock.cli.flags import ENGINE_AND_ARGUMENT, EngineFields
 from penstock.cli.generate import ChatOptions, SamplingOptions, sampling_fields
@@ -25,8 +26,8 @@ HELP = (
 _QUIET = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
-@with_options(ENGINE_AND_ARGUMENT, ChatOptions, SamplingOptions)
-def chat(engine: EngineFields, options: ChatOptions, sampling: SamplingOptions) -> None:
+@with_options(ENGINE_AND_ARGUMENT, ChatOptions, SamplingOptions, AdapterFlag)
+def chat(engine: EngineFields, options: ChatOptions, sampling: SamplingOptions, adapter: AdapterFlag) -> None:
     """Talk to MODEL in the terminal. Type /help for commands.
 
     \b
@@ -34,7 +35,7 @@ def chat(engine: EngineFields, options: ChatOptions, sampling: SamplingOptions) 
       penstock chat Qwen/Qwen3-0.6B --system "Answer in one sentence."
     """
     chat_template = options.template
-    fields = sampling_fields(sampling)
+    fields, name = sampling_fields(sampling), adapter.chosen(engine)
     from rich.console import Console
 
     from penstock.offline.open import open_model
@@ -43,19 +44,26 @@ def chat(engine: EngineFields, options: ChatOptions, sampling: SamplingOptions) 
     with open_model(engine, chat_template=chat_template) as opened:
         _ = opened.text.generation.chat.template  # refuses a model without a chat template
         console.print(f"[bold]{opened.spec.name}[/bold] — /help, /exit", style="dim")
-        Conversation(opened, fields, console, options.system).run()
+        with nullcontext(-1) if name is None else opened.adapters.hold(name) as adapter_id:
+            Conversation(opened, fields, console, options.system, adapter_id).run()
 
 
 class Conversation:
     """The messages so far, and the loop that adds to them."""
 
     def __init__(
-        self, model: LocalModel, fields: GenerationFields, console: Console, system: str | None = None
+        self,
+        model: LocalModel,
+        fields: GenerationFields,
+        console: Console,
+        system: str | None = None,
+        adapter: int = -1,
     ) -> None:
         self._model = model
         self._fields = fields
         self._console = console
         self._system = system
+        self._adapter = adapter
         self.messages: list[dict[str, str]] = []
 
     def run(self) -> None:
@@ -112,7 +120,7 @@ class Conversation:
         from penstock.tasks.generate import ChatPrompt, Generate
 
         source = ChatPrompt(messages=[*first, *self.messages])
-        task = Generate(source=source, fields=self._fields, default_max_tokens=None)
+        task = Generate(source=source, fields=self._fields, default_max_tokens=None, adapter=self._adapter)
         reply = task.stream(self._model.text, self._model.engine, f"turn-{len(self.messages)}")
         async with aclosing(reply) as stream:
             async for deltas in stream:

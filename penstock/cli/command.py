@@ -26,6 +26,7 @@ _LAST_PANELS = (  # after a command's own, in this order
     "Server",
     "Scheduling",
     "Memory",
+    "LoRA adapters",
     "Generation",
     "Observability",
     "Ray",
@@ -205,8 +206,8 @@ class MultiValueCommand(Command):
 
 
 class ServeCommand(Command):
-    """Lets --served-model-name take several values once the model is named, so that none is taken for it.
-    Reads --config before the other flags."""
+    """Lets --served-model-name and --lora-modules take several values once the model is named, so that none
+    is taken for it. Reads --config before the other flags."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         args = with_json_keys(plain_flags(args, self.params), _JSON_FLAGS)
@@ -214,9 +215,9 @@ class ServeCommand(Command):
         if file is not None:
             ctx.default_map = read_config(file, self.params)
         names_model = _names_model(args)
-        flag = "--served-model-name"
-        if flag in args and (names_model or not args[0].startswith("-")):
-            args = repeat_flags(args, {flag})
+        several = {"--served-model-name", "--lora-modules"}
+        if not several.isdisjoint(args) and (names_model or not args[0].startswith("-")):
+            args = repeat_flags(args, several)
         rest = super().parse_args(ctx, args)
         if file is not None and not names_model and ctx.params["models"]:
             ctx.params["engineconfig_model"] = None  # the argument comes before the file

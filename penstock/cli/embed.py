@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from penstock.cli.adapter_flag import AdapterFlag
 from penstock.cli.command import with_options
 from penstock.cli.flags import ENGINE, EngineFields
 from penstock.cli.vector_flags import VectorFlags
@@ -145,8 +146,10 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
 
-@with_options(EmbedOptions, VectorFlags, RayOptions, ENGINE)
-def embed(options: EmbedOptions, vectors: VectorFlags, ray: RayOptions, engine: EngineFields) -> None:
+@with_options(EmbedOptions, VectorFlags, AdapterFlag, RayOptions, ENGINE)
+def embed(
+    options: EmbedOptions, vectors: VectorFlags, adapter: AdapterFlag, ray: RayOptions, engine: EngineFields
+) -> None:
     """Embed every text of a file into a file of vectors.
 
     Reads JSONL, CSV, Parquet, Lance and plain text. Reads, computes and writes at the same time, a few
@@ -158,8 +161,9 @@ def embed(options: EmbedOptions, vectors: VectorFlags, ray: RayOptions, engine: 
       penstock embed articles.jsonl -o vectors.jsonl --column body --keep title
       penstock embed 'articles/*.parquet' -o vectors/ --on-error skip
       penstock embed articles.jsonl --to lancedb:./db/articles --id-column url
+      penstock embed articles.parquet -o vectors.parquet --adapter tenant-a=adapters/tenant-a
     """
-    job = _job(options, vectors, engine)
+    job = _job(options, vectors, adapter, engine)
     sink = _sink(options)
     if ray.ray:
         from penstock.scale.data import Pool, run_job
@@ -184,7 +188,7 @@ def _sink(options: EmbedOptions) -> Sink | None:
     return store_sink(options.to, adopt=options.adopt)
 
 
-def _job(options: EmbedOptions, vectors: VectorFlags, engine: EngineFields) -> Job:
+def _job(options: EmbedOptions, vectors: VectorFlags, adapter: AdapterFlag, engine: EngineFields) -> Job:
     from penstock.jobs.job import Job
 
     fields = msgspec.structs.asdict(options) | msgspec.structs.asdict(vectors)
@@ -192,6 +196,7 @@ def _job(options: EmbedOptions, vectors: VectorFlags, engine: EngineFields) -> J
     fields["inputs"] = tuple(options.inputs)
     fields["vectors"] = tuple(vectors.vectors) or (VectorKind.DENSE,)
     fields["truncation_side"] = vectors.truncation_side.value
+    fields["adapter"] = adapter.chosen(engine)
     return Job(engine=engine, **fields)
 
 

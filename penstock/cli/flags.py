@@ -21,11 +21,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 import typer
 
-from penstock.config import ALIAS_SETS, EngineConfig, ModelConfig, ServerConfig
+from penstock.config import ALIAS_SETS, EngineConfig, LoraModule, ModelConfig, ServerConfig
 from penstock.errors import ConfigError
 
 MODEL, SERVER_PANEL, SCHEDULING = "Model", "Server", "Scheduling"
 MEMORY, GENERATION, OBSERVABILITY = "Memory", "Generation", "Observability"
+ADAPTERS = "LoRA adapters"
 MAX_TTL_S = 315_360_000  # ten years
 
 EngineFields = dict[str, Any]  # fields of EngineConfig that the user has set
@@ -204,6 +205,28 @@ def data_parallel_size(given: str | int) -> str | int:
             f"--data-parallel-size is {text!r}; use auto or a number from 1", param="data_parallel_size"
         )
     return text if text == "auto" else int(text)
+
+
+def lora_modules(given: Sequence[Any]) -> tuple[LoraModule, ...]:
+    """The values of --lora-modules: NAME=PATH, JSON objects with name and path, or a JSON list of these."""
+    modules: list[LoraModule] = []
+    for each in given:
+        try:
+            if isinstance(each, str) and each.lstrip().startswith(("{", "[")):
+                each = json.loads(each)
+            if isinstance(each, list):
+                modules += lora_modules(each)
+            elif isinstance(each, str) and all(parts := each.partition("=")):
+                modules.append(LoraModule(parts[0], parts[2]))
+            else:
+                modules.append(msgspec.convert(each, LoraModule))
+        except (ValueError, msgspec.ValidationError):
+            raise ConfigError(
+                f"--lora-modules has {each!r}; use NAME=PATH, or JSON such as "
+                '{"name": "tenant-a", "path": "/adapters/a"}',
+                param="lora_modules",
+            ) from None
+    return tuple(modules)
 
 
 def _mebibytes(value: float) -> int:
@@ -435,6 +458,38 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         field="enforce_eager",
         panel=SCHEDULING,
         help="Run without CUDA graphs.",
+    ),
+    Flag(
+        field="enable_lora",
+        panel=ADAPTERS,
+        help="Let requests choose LoRA adapters, which are loaded with --lora-modules or at run time.",
+    ),
+    Flag(
+        field="lora_modules",
+        panel=ADAPTERS,
+        metavar="NAME=PATH [NAME=PATH...]",
+        convert=lora_modules,
+        help="Adapters to load with the model: folders that PEFT has saved, each with the name that requests "
+        "use.",
+    ),
+    Flag(
+        field="max_loras",
+        panel=ADAPTERS,
+        min=1,
+        help="Maximum number of adapters in one step. As many are kept on the device.",
+    ),
+    Flag(
+        field="max_lora_rank",
+        panel=ADAPTERS,
+        min=1,
+        help="Maximum rank of an adapter. It decides how much device memory each of --max-loras takes.",
+    ),
+    Flag(
+        field="max_cpu_loras",
+        panel=ADAPTERS,
+        min=1,
+        help="Adapters that are kept in host memory; others are read from their folders again.",
+        default_text="four times --max-loras",
     ),
     Flag(
         field="kv_cache_gb",
@@ -801,6 +856,14 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         metavar="SECONDS",
         help="Deadline of requests that set none.",
         default_text="no deadline",
+    ),
+    Flag(
+        field="lora_root",
+        panel=ADAPTERS,
+        metavar="FOLDER",
+        convert=_absolute,
+        help="Load adapters at run time from folders below this one only.",
+        default_text="any folder; the route needs an admin key",
     ),
     Flag(
         field="drain_s",
@@ -1182,7 +1245,8 @@ def _literals(hint: Any) -> tuple[str, ...]:
 def _kind(hint: Any) -> Any:
     """What the command line parses for a field of this type: a plain type, a list of such, or JSON."""
     if get_origin(hint) is tuple:
-        return list[get_args(hint)[0]]  # type: ignore[misc]
+        inner = get_args(hint)[0]
+        return list[str] if issubclass(inner, msgspec.Struct) else list[inner]  # type: ignore[valid-type]
     if get_origin(hint) is dict or (isinstance(hint, type) and issubclass(hint, msgspec.Struct)):
         return _JSON
     if get_origin(hint) in (Union, types.UnionType):

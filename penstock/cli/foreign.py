@@ -172,7 +172,7 @@ _ONE_MACHINE = (
 _STEPS = "steps are planned by Penstock's own scheduler"
 _KERNELS = "Penstock chooses its kernels and CUDA graphs itself"
 _LOADING = "weights are read by Penstock's own loader"
-_ADAPTERS = "no LoRA adapter is loaded; merge it into the model"
+_ADAPTERS = "adapters are kept in the number format of the model, whole on each GPU"
 _NO_CODE = "no code of a checkpoint is run"
 _CACHE = "the cache has its own size; see --kv-cache-gb"
 
@@ -252,6 +252,8 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     no_effect("--distributed-executor-backend", server=VLLM, value="NAME", why=_ONE_MACHINE),
     no_effect("--disable-custom-all-reduce", server=VLLM, why=_ONE_MACHINE),
     no_effect("--max-parallel-loading-workers", server=VLLM, value="N", why=_LOADING),
+    no_effect("--fully-sharded-loras", server=VLLM, why=_ADAPTERS),
+    no_effect("--specialize-active-lora", server=VLLM, why=_KERNELS),
     no_effect("--safetensors-load-strategy", server=VLLM, value="NAME", why=_LOADING),
     no_effect("--model-loader-extra-config", server=VLLM, value="JSON", why=_LOADING),
     no_effect("--use-tqdm-on-load", server=VLLM, why=_LOADING),
@@ -302,6 +304,7 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
         server=VLLM,
         why="the cache has the number format of the model",
     ),
+    only("--lora-dtype", accepts=("auto",), server=VLLM, why=_ADAPTERS),
     only("--tokenizer-mode", accepts=("auto", "hf"), server=VLLM, why="tokenizer.json is read"),
     only("--config-format", accepts=("auto", "hf"), server=VLLM, why="config.json is read"),
     only(
@@ -339,8 +342,6 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     refused("--return-tokens-as-token-ids", server=VLLM, why="set it in requests"),
     refused("--allow-credentials", server=VLLM, why="clients send the API key as a header, not as a cookie"),
     refused("--disable-fastapi-docs", server=VLLM, why="/docs and /openapi.json are always there"),
-    refused("--enable-lora", server=VLLM, why=_ADAPTERS),
-    refused("--lora-modules", server=VLLM, value="MODULES", why=_ADAPTERS),
     refused("--enable-force-include-usage", server=VLLM, why="set stream_options in requests"),
     refused("--headless", server=VLLM, why=_ONE_MACHINE),
     refused("--grpc", server=VLLM, why="the server speaks HTTP only"),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import msgspec
 import typer
 
+from penstock.cli.adapter_flag import AdapterFlag
 from penstock.cli.command import with_options
 from penstock.cli.flags import ENGINE, GENERATION, EngineFields, chat_template, json_object
 from penstock.errors import BadValue, ClientError
@@ -138,8 +139,10 @@ class GenerateOptions(ChatOptions, frozen=True, kw_only=True):
     ] = None
 
 
-@with_options(GenerateOptions, SamplingOptions, ENGINE)
-def generate(options: GenerateOptions, sampling: SamplingOptions, engine: EngineFields) -> None:
+@with_options(GenerateOptions, SamplingOptions, AdapterFlag, ENGINE)
+def generate(
+    options: GenerateOptions, sampling: SamplingOptions, adapter: AdapterFlag, engine: EngineFields
+) -> None:
     """Continue every PROMPT, or every row of --file, in order.
 
     \b
@@ -152,7 +155,7 @@ def generate(options: GenerateOptions, sampling: SamplingOptions, engine: Engine
         raise BadValue("give prompts, or a file of prompts with --file", param="prompts")
     if options.system is not None and not options.chat:
         raise BadValue("--system needs --chat", param="--system")
-    fields = sampling_fields(sampling, n=options.n)
+    fields, name = sampling_fields(sampling, n=options.n), adapter.chosen(engine)
     import asyncio
 
     from penstock.offline.open import open_model
@@ -163,7 +166,8 @@ def generate(options: GenerateOptions, sampling: SamplingOptions, engine: Engine
         _ = running.text.generation  # refuses a model that does not generate
         output = options.output
         out = sys.stdout if output is None else stack.enter_context(output.open("w", encoding="utf-8"))
-        task = _Task(running, fields, options.system, options.chat)
+        adapter_id = -1 if name is None else stack.enter_context(running.adapters.hold(name))
+        task = _Task(running, fields, options.system, options.chat, adapter_id)
         single = len(prompts) == 1 and options.n == 1 and not options.jsonl
         asyncio.run(task.stream(next(rows), out) if single else task.run(rows, out, options.jsonl))
 
@@ -194,12 +198,20 @@ def _from_file(stack: ExitStack, options: GenerateOptions) -> Iterator[str]:
 class _Task:
     """Prompts through one model."""
 
-    def __init__(self, model: LocalModel, fields: GenerationFields, system: str | None, chat: bool) -> None:
+    def __init__(
+        self,
+        model: LocalModel,
+        fields: GenerationFields,
+        system: str | None,
+        chat: bool,
+        adapter: int = -1,
+    ) -> None:
         self._model = model
         self._ids = itertools.count()
         self._fields = fields
         self._system = system
         self._chat = chat
+        self._adapter = adapter
 
     async def stream(self, prompt: str, out: TextIO) -> None:
         """One answer, written as it is generated."""
@@ -258,7 +270,7 @@ class _Task:
         if self._chat:
             system = [] if self._system is None else [{"role": "system", "content": self._system}]
             source = ChatPrompt(messages=[*system, {"role": "user", "content": prompt}])
-        task = Generate(source=source, fields=self._fields, default_max_tokens=None)
+        task = Generate(source=source, fields=self._fields, default_max_tokens=None, adapter=self._adapter)
         return task.stream(self._model.text, self._model.engine, f"prompt-{next(self._ids)}")
 
 

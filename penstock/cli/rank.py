@@ -11,6 +11,7 @@ from typing import Annotated, Any, TextIO
 import msgspec
 import typer
 
+from penstock.cli.adapter_flag import AdapterFlag
 from penstock.cli.command import with_options
 from penstock.cli.flags import ENGINE, EngineFields
 from penstock.errors import BadValue
@@ -88,8 +89,8 @@ class ScoreOptions(RankOptions, frozen=True, kw_only=True):
     ] = "document"
 
 
-@with_options(RerankOptions, ENGINE)
-def rerank(given: RerankOptions, engine: EngineFields) -> None:
+@with_options(RerankOptions, AdapterFlag, ENGINE)
+def rerank(given: RerankOptions, adapter: AdapterFlag, engine: EngineFields) -> None:
     """Sort the texts of a file by relevance to QUERY.
 
     Prints score, row number and text of each document, best first.
@@ -108,15 +109,16 @@ def rerank(given: RerankOptions, engine: EngineFields) -> None:
         documents = [text for chunk in chunks for text in chunk.texts]
     if not documents:
         raise BadValue(f"{given.source} has no documents", param="documents")
+    name = adapter.chosen(engine)
     with Engine(**engine) as running, _writing(given.output) as out:
-        options = _options(given)
+        options = {**_options(given), "adapter": name}
         for found in running.rerank(given.query, documents, top_n=given.top_n, **options):
             values = {"score": found.score, "index": found.index, "document": found.document}
             _write(out, values, given.jsonl)
 
 
-@with_options(ScoreOptions, ENGINE)
-def score(given: ScoreOptions, engine: EngineFields) -> None:
+@with_options(ScoreOptions, AdapterFlag, ENGINE)
+def score(given: ScoreOptions, adapter: AdapterFlag, engine: EngineFields) -> None:
     """Score every pair of a query and a document in a file.
 
     Reads JSONL, CSV and Parquet. Prints score and row number of each pair, in the file's order.
@@ -131,8 +133,9 @@ def score(given: ScoreOptions, engine: EngineFields) -> None:
 
     with open_source(given.source, given.input_format) as rows:
         columns = choose_columns(rows, given.document_column, None, (given.query_column,))
+        name = adapter.chosen(engine)
         with Engine(**engine) as running, _writing(given.output) as out:
-            options = _options(given)
+            options = {**_options(given), "adapter": name}
             for chunk in rows.chunks(columns, start=0, stop=None, size=_CHUNK):
                 queries = _queries(chunk.carried[given.query_column], given.query_column, chunk.first)
                 for at, value in enumerate(running.score(queries, chunk.texts, **options).tolist()):

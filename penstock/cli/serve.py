@@ -114,6 +114,7 @@ def serve(
     ray.check_unused()
     device = engine.get("device", EngineConfig().device)
     with spawned_engine(device) as begun:  # before the imports below: it starts meanwhile
+        from penstock.serving.adapters import check_base_names
         from penstock.serving.model_settings import describe_loaded, describe_model
         from penstock.serving.supervisor import Supervisor
 
@@ -130,6 +131,7 @@ def serve(
             described.append(describe_model(settings, server_config))
             spec = described[-1][1]
             check_tasks(foreign.tasks, spec.name, [task.value for task in spec.tasks])
+        check_base_names(shared.get("lora_modules", ()), described)
         describe = partial(describe_loaded, defaults=shared, server=server_config)
         supervisor = Supervisor(described, server_config, begun, describe=describe)
     raise typer.Exit(supervisor.run())

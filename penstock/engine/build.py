@@ -46,6 +46,12 @@ def build_core(
     core.max_queue_s = settings.max_queue_seconds
     core.sleeper = loaded.sleeper
     core.background = loaded.background
+    if loaded.adapters is not None:
+        core.adapters = loaded.adapters
+        loaded.adapters.in_use = core.adapters_in_use
+        core.scheduler.max_adapters = loaded.adapters.max_adapters
+        if generation is not None:
+            generation.max_adapters = loaded.adapters.max_adapters
     if loaded.watch is not None:
         loaded.watch(partial(_device_failed, core))
     if settings.tensor_parallel_size > 1:

@@ -134,6 +134,10 @@ class Grammars:
             self._forget(request.id)
         return expired
 
+    def requests(self) -> list[Request]:
+        """Those whose grammar is being compiled."""
+        return [waiting.request for waiting in self._waiting.values()]
+
     def next_deadline_s(self) -> float | None:
         """When `expire` is to be called next, at the latest."""
         now_s = self._clock()

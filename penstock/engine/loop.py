@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from penstock.backlog import ADMITTED_SHARE, Backlog, check_wait
 from penstock.engine.comparisons import Comparisons
 from penstock.engine.dedup import Deduplicator
@@ -33,7 +35,14 @@ from penstock.errors import (
     QueueTooSlow,
 )
 from penstock.kvcache.blocks import BlockPool
-from penstock.runner.base import BackgroundSteps, Runner, Sleeper
+from penstock.runner.base import (
+    AdapterInfo,
+    AdapterStats,
+    AdapterStore,
+    BackgroundSteps,
+    Runner,
+    Sleeper,
+)
 from penstock.scheduler.background import BackgroundLane
 from penstock.scheduler.generation import GenerationScheduler
 from penstock.scheduler.plan import build_plan
@@ -83,6 +92,7 @@ class NextStep(NamedTuple):
     is_background: bool = False
 
 
+_NO_ADAPTERS = AdapterStats(0, 0, 0, 0, 0)
 SHARED_STEP_S = 0.05  # a step of large requests takes about this long while small ones wait for it
 BACKGROUND_STEP_S = 0.002  # a background step, while interactive requests come
 MAX_LONG_ROW = 4  # times a short step: a background row that others interrupt
@@ -119,6 +129,7 @@ class EngineCore:
         self.background: BackgroundSteps | None = None  # None: nothing interrupts a step
         self.sleeper: Sleeper | None = None  # None: this engine cannot sleep
         self.why_not_sleep = "this engine cannot sleep"  # where it has no sleeper
+        self.adapters: AdapterStore | None = None  # None: requests have no adapters
         self.held = HeldWork()  # while the engine sleeps
         self.dedup = Deduplicator(scheduler.runs_soon) if share_identical else None
         self.pending = PendingRequests(scheduler, self.dedup)
@@ -152,6 +163,11 @@ class EngineCore:
         return None if self.generation is None else self.generation.pool
 
     @property
+    def adapter_stats(self) -> AdapterStats:
+        """Where the adapters are, and how often they were moved."""
+        return _NO_ADAPTERS if self.adapters is None else self.adapters.stats()
+
+    @property
     def running(self) -> int:
         """The number of rows in flight."""
         num_rows = 0 if self._interrupted is None else self._interrupted.plan.num_rows
@@ -177,6 +193,7 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Take on a request; `BadValue`, `NotPossible` or `QueueFull` if it cannot be."""
         self._check_id(request.id)
+        self._check_adapters(request)
         if not request.is_background:
             self._lane.saw_interactive(self.clock())
         if request.sampling is not None:
@@ -187,6 +204,39 @@ class EngineCore:
             if self.scheduler.queue.num_tokens > self._num_fast_tokens:
                 check_wait(self._wait_s(request), self.max_queue_s)
             self.pending.add(request, self._start_by_s())
+
+    def load_adapter(self, adapter_id: int, folder: str, name: str) -> Future[AdapterInfo]:
+        """Let requests choose the LoRA adapter in `folder`. The future completes on another thread; it raises
+        a `PenstockError` if the adapter does not fit the model. Ids are never used twice."""
+        if self.adapters is not None:
+            return self.adapters.load(adapter_id, folder, name)
+        refused: Future[AdapterInfo] = Future()
+        refused.set_exception(NotPossible("this engine takes no adapters; start it with --enable-lora"))
+        return refused
+
+    def adapters_in_use(self) -> set[int]:
+        """Adapters of requests that have not finished."""
+        requests = list(self.pending.requests())
+        if self.generation is not None:
+            requests += self.generation.requests()
+        if self.grammars is not None:
+            requests += self.grammars.requests()
+        arrays = [request.adapters for request in requests if request.adapters is not None]
+        return {int(each) for array in arrays for each in np.unique(array)}
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        """Refuse new requests for an adapter; those taken on before finish."""
+        if self.adapters is not None:
+            self.adapters.unload(adapter_id)
+
+    def _check_adapters(self, request: Request) -> None:
+        """Refuse adapters that are not loaded, and begin to read those that are only on disk."""
+        if request.adapters is None:
+            return
+        if self.adapters is None:
+            raise NotPossible("this model has no adapters", param="adapter")
+        self.adapters.check(request.adapters)
+        self.adapters.prefetch(request.adapters)
 
     def _wait_s(self, request: Request) -> float:
         """Seconds until a pooling request that arrives now starts."""
@@ -246,8 +296,6 @@ class EngineCore:
     def _add_generation(self, request: Request, sampling: SamplerParams) -> None:
         if self.generation is None:
             raise NotPossible("this engine does not generate")
-        if request.adapters is not None:  # generation plans carry none: running would be silently wrong
-            raise NotPossible("generation does not apply adapters; use a pooling task", param="adapter")
         start_by_s = None
         if not request.is_background:
             check_wait(self._prompt_wait_s(self.generation, request), self.max_queue_s)
@@ -632,8 +680,9 @@ class EngineCore:
 
 
 def uses_no_cache(plan: StepPlan) -> bool:
-    """Whether a step neither reads nor writes what other steps may use."""
-    if not isinstance(plan, PoolPlan) or plan.kv is not None:
+    """Whether a step neither reads nor writes what other steps may use. The layers of a model hold the adapters
+    of the step that runs."""
+    if not isinstance(plan, PoolPlan) or plan.kv is not None or plan.adapters is not None:
         return False
     return all(variant.pairs is None for variant in plan.variants)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -44,6 +44,9 @@ class PendingRequests:
 
     def __getitem__(self, request_id: str) -> Progress:
         return self._progress[request_id]
+
+    def requests(self) -> Iterator[Request]:
+        return (progress.request for progress in self._progress.values())
 
     def add(self, request: Request, start_by_s: float | None = None) -> None:
         """Queue the rows of a request that no other computes; `QueueFull` or `NotPossible` if refused."""

@@ -134,6 +134,7 @@ class JobOptions:
     client: str = ""
     weight: float = 1.0
     is_background: bool = False
+    adapter: int = -1  # its id; -1: none
 
 
 DEFAULT_JOB_OPTIONS = JobOptions()
@@ -157,6 +158,7 @@ class GenerationJob:
     client: str = ""
     weight: float = 1.0
     is_background: bool = False
+    adapter: int = -1  # its id; -1: none
 
     @property
     def num_rows(self) -> int:
@@ -201,6 +203,7 @@ class GenerationJob:
             reuse_prefix=sampling.prompt_logprobs is None,  # the cache holds no logits of the prompt
             cache_salt=self.cache_salt,
             sampling=sampling,
+            adapters=None if self.adapter < 0 else np.full(len(prompts), self.adapter, dtype=np.int32),
         )
 
 
@@ -280,6 +283,7 @@ class GenerationInputs:
             client=options.client,
             weight=options.weight,
             is_background=options.is_background,
+            adapter=options.adapter,
         )
 
     def sampling(

@@ -7,8 +7,8 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,6 +22,7 @@ from penstock.jobs.rows import BadRow, Chunk, Columns
 from penstock.jobs.stamp import Stamp
 from penstock.offline.loop_thread import LoopThread
 from penstock.offline.open import DescribedModel
+from penstock.tasks.adapted import Adapted
 from penstock.tasks.embed import Embed
 from penstock.tasks.model import TextModel
 from penstock.tasks.multi_task import MultiTask
@@ -56,6 +57,7 @@ class VectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     dtype: OutputDtype = OutputDtype.FLOAT32
     prompt_name: str | None = None
     prompt: str | None = None
+    adapter: str | None = None  # one of the engine's `lora_modules`, or of the checkpoint's own
     truncate: bool = True
     truncation_side: str = "right"
 
@@ -106,6 +108,10 @@ class Embedder:
         self.spec, self.settings = self._described.spec, self._described.settings
         self.options = options
         self._input_options = options.input_options()
+        self._adapter = "" if options.adapter is None else self._described.adapter_mark(options.adapter)
+        if options.adapter in self.spec.adapters:
+            self._input_options = replace(self._input_options, adapter=options.adapter)
+        self._held, self._adapter_id = ExitStack(), -1  # of a LoRA adapter, once it is loaded
         self._params = options.params()
         self.skips_bad_rows = skips_bad_rows
         self._text = TextModel(self.spec)
@@ -148,6 +154,7 @@ class Embedder:
             truncation=options.truncation_side if options.truncate else "none",
             max_tokens=self._max_tokens,
             similarity=self.spec.similarity,
+            adapter=self._adapter,
             overrides=changed,
         )
 
@@ -173,17 +180,20 @@ class Embedder:
             "prompt": self._prompt,
             "truncate": options.truncate,
             "truncation_side": options.truncation_side,
-        }
+        } | ({"adapter": self._adapter} if self._adapter else {})
 
     def __enter__(self) -> Embedder:
         self._local = self._described.load(self._text)
         self._loop = LoopThread()
+        if (name := self.options.adapter) is not None and name not in self.spec.adapters:
+            self._adapter_id = self._held.enter_context(self._local.adapters.hold(name))
         return self
 
     def __exit__(self, *_: object) -> None:
         for _prepared, future in self._running:  # none, unless the run was interrupted
             if future is not None:
                 future.cancel()
+        self._held.close()
         self._local.close()
         self._loop.close()
 
@@ -229,8 +239,9 @@ class Embedder:
         while chunk.texts:
             task = self._task(chunk.texts)
             task.check_lengths = check
+            chosen = task if self._adapter_id < 0 else Adapted(task, self._adapter_id)
             try:
-                prepared = self._loop.wait(task.prepare(self._text, f"rows-{chunk.first}"))
+                prepared = self._loop.wait(chosen.prepare(self._text, f"rows-{chunk.first}"))
             except _BadRows as found:
                 chunk = chunk.without(found.rows)
                 continue

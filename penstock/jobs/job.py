@@ -59,6 +59,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     normalize: bool | None = None
     embed_dtype: str = OutputDtype.FLOAT32
     prompt_name: str | None = None
+    adapter: str | None = None
     prompt: str | None = None
     truncate: bool = True
     truncation_side: Literal["left", "right"] = "right"
@@ -82,6 +83,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             normalize=self.normalize,
             dtype=OutputDtype(self.embed_dtype),
             prompt_name=self.prompt_name,
+            adapter=self.adapter,
             prompt=self.prompt,
             truncate=self.truncate,
             truncation_side=self.truncation_side,

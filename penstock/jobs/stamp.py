@@ -29,6 +29,7 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True):
     truncation: str = "right"  # which end of a long text was cut, or "none": long texts were refused
     max_tokens: int | None = None  # longer texts were cut or refused
     similarity: str = "cosine"  # how the model's vectors are compared
+    adapter: str = ""  # name of the adapter, and of a LoRA adapter the hash of its content: NAME@HASH
     overrides: dict[str, Any] = {}  # settings that change the model: pooler_config, quantization, …
     version: str = __version__  # of Penstock; makes no difference
 

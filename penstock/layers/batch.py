@@ -12,6 +12,7 @@ from penstock.kernels.language import use_kernel
 from penstock.kernels.rotary import KVCacheWrite
 from penstock.kvcache.store import KVStore
 from penstock.layers.cpu_shapes import pad_rows
+from penstock.layers.lora import StepAdapters
 from penstock.layers.scratch import StepScratch
 from penstock.types import LengthGroup
 
@@ -142,7 +143,7 @@ class Batch:
     num_tokens: int
     num_rows: int
     kv: KVAccess | None = None
-    adapters: Tensor | None = None  # int32 [rows], -1: none; None: no row has one
+    adapters: StepAdapters | None = None  # None: no row has one
     limits: KeyLimitTensors | None = None  # rows whose tokens attend to the leading ones only
     is_generation: bool = False  # attention is causal, whatever the model does when it pools
     reuses_buffers: bool = False  # layers write to the same scratch buffers one after another
@@ -166,7 +167,7 @@ class Batch:
 
     def padded(self, size: int) -> Batch:
         """The batch with padding tokens behind the last row, which belong to none."""
-        if size == self.num_tokens or self.adapters is not None:  # adapters are spread over the rows' tokens
+        if size == self.num_tokens:
             return self
         return replace(
             self,
@@ -180,6 +181,8 @@ class Batch:
         works on each token by itself."""
         if self.output_tokens is None:
             return context, hidden
+        if self.adapters is not None:
+            self.adapters.use("outputs")
         tokens = self.output_tokens.tokens
         return context.index_select(0, tokens), hidden.index_select(0, tokens)
 
@@ -197,6 +200,7 @@ class Batch:
             max_length=outputs.max_length,
             num_tokens=len(outputs.tokens),
             output_tokens=None,
+            adapters=None if self.adapters is None else self.adapters.of_outputs(),
         )
 
     @property

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.blockwise import BlockQuantized, dequantize_blocks
+from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.fp8 import BlockLinear, Fp8Linear
 from penstock.layers.fp8_blocks import join_blocks, join_rows, read_blocks, supports_fp8_blocks
 from penstock.layers.int4 import Int4Linear, WeightScratch, join_int4, supports_int4
 from penstock.layers.linear import LinearLayer, make_linear
+from penstock.layers.lora import AdaptedLinear, AdaptedTable, AdapterSites
 from penstock.layers.norm import LayerNorm, RMSNorm
 from penstock.layers.parallel import RowParallelLinear, Shard, Units
 from penstock.weights.quantized import IntGroups, QuantizedReader, ScaledFp8, StoredPart, dequantize_part
@@ -35,6 +37,7 @@ class LayerBuilder:
         self.folder: Path | None = None  # of the checkpoint
         self.stored: QuantizedReader | None = None  # of a checkpoint that is quantised
         self.shard: Shard | None = None  # None: this process computes the whole model
+        self.adapters: AdapterSites | None = None  # None: the model takes no adapters
         self._scratch = WeightScratch()
 
     def linear(
@@ -48,15 +51,46 @@ class LayerBuilder:
     ) -> LinearLayer:
         """One layer, or several fused along their outputs. `outputs` is one size for all, or one for each."""
         names = [names] if isinstance(names, str) else list(names)
+        sizes = [outputs] * len(names) if isinstance(outputs, int) else outputs
+        layer = self._plain_linear(names, inputs, sizes, act, bias=bias)
+        return self.adapted(layer, names, sizes, act, bias=bias)
+
+    def _plain_linear(
+        self, names: Sequence[str], inputs: int, outputs: Sequence[int], act: str, *, bias: bool
+    ) -> LinearLayer:
         added: Tensor | None = None
         if bias:
             added = self.weights.fuse([f"{name}.bias" for name in names], outputs)
         if not any(self.is_quantized(name) for name in names):
             weight = self.weights.fuse([f"{name}.weight" for name in names], outputs, inputs)
             return make_linear(weight, added, act, self.precision(names[0]))
-        sizes = [outputs] * len(names) if isinstance(outputs, int) else outputs
-        parts = [self._read_part(name, size, inputs) for name, size in zip(names, sizes, strict=True)]
+        parts = [self._read_part(name, size, inputs) for name, size in zip(names, outputs, strict=True)]
         return self._from_parts(parts, added, act, self.precision(names[0]))
+
+    def adapted(
+        self,
+        layer: LinearLayer,
+        names: Sequence[str],
+        outputs: Sequence[int],
+        act: str = "identity",
+        *,
+        bias: bool,
+        is_transposed: bool = False,
+    ) -> LinearLayer:
+        """A layer that adapters may change, if the model takes any. It may be fused from several; `act` is
+        the activation that it applies."""
+        if (sites := self.adapters) is None:
+            return layer
+        like = self.weights.dtype, self.weights.device
+        found = AdaptedLinear(layer, act, outputs, sites, like, has_bias=bias, is_transposed=is_transposed)
+        sites.layers.update((name, (found, number)) for number, name in enumerate(names))
+        return found
+
+    def adapted_table(self, name: str, weight: Tensor) -> AdaptedTable | None:
+        """What adapters may change about a table; None if the model takes none."""
+        if (sites := self.adapters) is None:
+            return None
+        return sites.tables.setdefault(name, AdaptedTable(weight, sites))
 
     def column(
         self,
@@ -207,6 +241,21 @@ class LayerBuilder:
             return RMSNorm(self.weights.take(f"{name}.weight", size), eps)
         weight = self.weights.read(f"{name}.weight", (size,)).float() + 1
         return RMSNorm(weight.to(dtype=self.weights.dtype, device=self.weights.device), eps)
+
+    def adapt_embedding(self, embedding: EncoderEmbedding, tables: str) -> EncoderEmbedding:
+        """Let adapters change the words and segments of an encoder's embedding."""
+        words = self.adapted_table(tables + "word_embeddings", embedding.words)
+        segments = None
+        if embedding.segments is not None:
+            segments = self.adapted_table(tables + "token_type_embeddings", embedding.segments)
+        embedding.adapted = words, segments
+        return embedding
+
+    def share_table(self, weight: Tensor, *modules: str) -> None:
+        """Note that a head reads this weight, and that adapters cannot change these modules."""
+        if self.adapters is not None:
+            self.adapters.share_table(weight)
+            self.adapters.fixed.update(modules)
 
     def table(self, name: str, rows: int, size: int) -> Tensor:
         return self.weights.take(f"{name}.weight", rows, size)

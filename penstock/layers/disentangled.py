@@ -69,6 +69,15 @@ class DistanceTerms:
     distances: Distances
     key: Tensor | None  # [heads, 2 · span, dim], multiplied by queries
     query: Tensor | None  # [heads, 2 · span, dim], multiplied by keys
+    of_row: Tensor | None = None  # int64 [rows]: where adapters change the projections, which a row uses
+
+    def of_rows(self, first: int, count: int) -> DistanceTerms:
+        """The projections for some rows."""
+        if self.of_row is None:
+            return self
+        own = self.of_row[first : first + count]
+        key, query = (None if x is None else x.index_select(0, own) for x in (self.key, self.query))
+        return DistanceTerms(self.distances, key, query)
 
 
 def attend_disentangled(
@@ -92,7 +101,7 @@ def attend_disentangled(
             q, k, v = (
                 x[first:stop].view(rows, length, heads, dim).transpose(1, 2) for x in (query, key, value)
             )
-            bias = distance_bias(q, k, terms) * scale
+            bias = distance_bias(q, k, terms.of_rows(group.first_row + row, rows)) * scale
             if group.key_limit:
                 k, v, bias = (
                     k[:, :, : group.key_limit],
@@ -111,10 +120,10 @@ def distance_bias(query: Tensor, key: Tensor, terms: DistanceTerms) -> Tensor:
     shape = (rows, heads, length, length)
     bias = torch.zeros((), dtype=query.dtype, device=query.device)
     if terms.key is not None:
-        scores = query @ terms.key[:, part].transpose(-1, -2)  # [rows, heads, length, reached]
+        scores = query @ terms.key[..., part, :].transpose(-1, -2)  # [rows, heads, length, reached]
         bias = bias + scores.gather(-1, index.expand(shape))
     if terms.query is not None:
-        scores = key @ terms.query[:, part].transpose(-1, -2)
+        scores = key @ terms.query[..., part, :].transpose(-1, -2)
         bias = bias + scores.gather(-1, index.T.expand(shape)).transpose(-1, -2)
     return bias
 

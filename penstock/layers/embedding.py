@@ -8,6 +8,7 @@ from torch import Tensor
 from penstock.kernels.embedding import embed
 from penstock.kernels.language import use_kernel
 from penstock.layers.batch import Batch
+from penstock.layers.lora import AdaptedTable
 from penstock.layers.norm import LayerNorm
 
 
@@ -33,8 +34,12 @@ class EncoderEmbedding:
             self.positions = positions[first_position:]
             self.plain_positions = self.positions if segments is None else self.positions + segments[0]
         self.norm = norm
+        self.adapted: tuple[AdaptedTable | None, AdaptedTable | None] = (None, None)  # words and segments
 
     def __call__(self, batch: Batch) -> Tensor:
+        if any(table is not None and table.is_active for table in self.adapted):
+            out = self._adapted_sum(batch)
+            return out if self.norm is None else self.norm(out)
         if use_kernel(self.words):
             return self._fused(batch)
         out = self.sum(batch)
@@ -45,6 +50,17 @@ class EncoderEmbedding:
         return embed(
             batch.token_ids, self.words, batch.positions, self.positions, batch.type_ids, self.segments, norm
         )
+
+    def _adapted_sum(self, batch: Batch) -> Tensor:
+        words, segments = self.adapted
+        out = F.embedding(batch.token_ids, self.words)
+        if words is not None:
+            words.change_(out, batch.token_ids)
+        if self.segments is not None:
+            ids = batch.token_ids.new_zeros(len(out)) if batch.type_ids is None else batch.type_ids
+            added = F.embedding(ids, self.segments)
+            out += added if segments is None else segments.change_(added, ids)
+        return out if self.positions is None else out.add_(F.embedding(batch.positions, self.positions))
 
     def sum(self, batch: Batch) -> Tensor:
         """The sum, without the norm."""

@@ -67,7 +67,7 @@ class Linear:
 
 def scratch_width(layer: LinearLayer) -> int:
     """The width of the `out` tensor that a layer writes to; 0 if it ignores `out`."""
-    return layer.out_features if isinstance(layer, Linear) else 0
+    return layer.out_features if isinstance(getattr(layer, "base", layer), Linear) else 0
 
 
 class PackedLinear:

@@ -11,6 +11,7 @@ from penstock.kernels.quantize import Activations
 from penstock.layers.activation import activation
 from penstock.layers.fp8 import Fp8Linear
 from penstock.layers.linear import Linear, LinearLayer
+from penstock.layers.lora import AdaptedLinear, current_form, unwrap
 
 
 class MLP:
@@ -19,7 +20,9 @@ class MLP:
     def __init__(self, up: LinearLayer, down: LinearLayer) -> None:
         self.up = up
         self.down = down
-        self.quantized = up if isinstance(up, Fp8Linear) and isinstance(down, Fp8Linear) else None
+        self.quantized: Fp8Linear | None = None
+        if isinstance(plain := unwrap(up), Fp8Linear) and isinstance(unwrap(down), Fp8Linear):
+            self.quantized = plain
 
     @property
     def input_layer(self) -> LinearLayer:
@@ -35,7 +38,7 @@ class MLP:
     ) -> Tensor:
         """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last. `out` and
         `scratch` are optional tensors for the result and for the output of `up`."""
-        if self.quantized is not None:
+        if self.quantized is not None and not _is_adapted(self.up):
             return self.down(self.quantized.quantized(x), residual, out)
         return self.down(self.up(x, out=scratch), residual, out)
 
@@ -51,8 +54,9 @@ class GatedMLP:
         self.kernel = act if act in ACTIVATION_CODES else None
         self.gate_first = gate_first
         self.fused_gate_up: GateUp | None = None
-        if isinstance(gate_up, Linear) and gate_up.bias is None and not isinstance(down, Fp8Linear):
-            self.fused_gate_up = GateUp.of(gate_up.weight, act, gate_first)
+        plain = unwrap(gate_up)
+        if isinstance(plain, Linear) and plain.bias is None and not isinstance(unwrap(down), Fp8Linear):
+            self.fused_gate_up = GateUp.of(plain.weight, act, gate_first)
 
     @property
     def input_layer(self) -> LinearLayer:
@@ -67,11 +71,11 @@ class GatedMLP:
         scratch: Tensor | None = None,
     ) -> Tensor:
         """As `MLP`; `scratch` is as wide as gate and up together."""
-        if self.fused_gate_up is not None and self.fused_gate_up.serves(x):
+        if self.fused_gate_up is not None and not _is_adapted(self.gate_up) and self.fused_gate_up.serves(x):
             return self.down(self.fused_gate_up(x), residual, out)
         both = self.gate_up(x, out=scratch)
         if self.kernel is not None and use_kernel(both):
-            if isinstance(self.down, Fp8Linear):
+            if isinstance(current_form(self.down), Fp8Linear):
                 return self.down(
                     gated_activation_quantized(both, self.kernel, self.gate_first), residual, out
                 )
@@ -79,3 +83,8 @@ class GatedMLP:
         first, second = both.chunk(2, dim=-1)  # views, [tokens, intermediate] each
         gate, up = (first, second) if self.gate_first else (second, first)
         return self.down(self.act(gate).mul_(up), residual, out)
+
+
+def _is_adapted(layer: LinearLayer) -> bool:
+    """Whether adapters change this layer in the step that runs now."""
+    return isinstance(layer, AdaptedLinear) and layer.is_active

@@ -34,7 +34,7 @@ class Norm:
 
     def quantize_for(self, layer: object) -> None:
         """Quantise the output if `layer`, the only one to read it, takes fp8."""
-        self.quantizes = isinstance(layer, Fp8Linear)
+        self.quantizes = isinstance(getattr(layer, "base", layer), Fp8Linear)
 
     def __call__(self, x: Tensor) -> Tensor:
         raise NotImplementedError

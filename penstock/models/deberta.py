@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from penstock.errors import ModelLoadError
@@ -16,6 +17,7 @@ from penstock.layers.disentangled import Distances, DistanceTerms, attend_disent
 from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
 from penstock.layers.linear import LinearLayer
+from penstock.layers.lora import StepAdapters
 from penstock.layers.mlp import MLP
 from penstock.layers.ragged_conv import RaggedConv1d
 from penstock.layers.residual import connect_post_norms, post_norm_residual
@@ -38,7 +40,9 @@ class DebertaLayer:
         self.heads: int = config["num_attention_heads"]
         self.qkv = build.linear([own + n for n in ("query_proj", "key_proj", "value_proj")], hidden, hidden)
         self.scale = disentangled_scale(hidden // self.heads, 1 + len(_terms(config)))
-        self.terms = None if relative is None else self._project(build, own, config, relative)
+        self.relative = relative
+        self.projections = _projections(build, own, config, self.qkv)
+        self.terms = None if relative is None else self._project(relative)
         self.out = build.linear(prefix + "attention.output.dense", hidden, hidden)
         self.attention_norm = build.norm(prefix + "attention.output.LayerNorm", hidden, eps)
         self.mlp = MLP(
@@ -54,35 +58,57 @@ class DebertaLayer:
             context = attend_fused(qkv, self.heads, batch, AttentionKind(scale=self.scale))
         else:
             query, key, value = qkv.view(len(qkv), 3, self.heads, -1).unbind(1)
-            context = attend_disentangled(query, key, value, batch, self.terms, self.scale)
+            terms = self.terms if batch.adapters is None else self._adapted_terms(batch.adapters)
+            context = attend_disentangled(query, key, value, batch, terms, self.scale)
         if self.is_last:
             context, hidden = batch.select_outputs(context, hidden)
         hidden, layer_input = post_norm_residual(self.out, self.attention_norm, context, hidden)
         return post_norm_residual(self.mlp, self.output_norm, layer_input, hidden)
 
-    def _project(
-        self, build: LayerBuilder, own: str, config: Mapping[str, Any], relative: RelativeTable
-    ) -> DistanceTerms:
+    def _project(self, relative: RelativeTable) -> DistanceTerms:
         """Project the table once, because it does not depend on the input."""
-        table, wanted, hidden = relative.table, _terms(config), config["hidden_size"]
-        key: Tensor | None = None
-        query: Tensor | None = None
-        if config.get("share_att_key"):
-            query, key, _ = self.qkv(table).chunk(3, dim=-1)
-        else:
-            if "c2p" in wanted:
-                key = build.linear(own + "pos_key_proj", hidden, hidden)(table)
-            if "p2c" in wanted:
-                query = build.linear(own + "pos_query_proj", hidden, hidden)(table)
-        return DistanceTerms(
-            relative.distances,
-            self._by_head(key) if "c2p" in wanted else None,
-            self._by_head(query) if "p2c" in wanted else None,
+        key, query = (None if each is None else each(relative.table) for each in self.projections)
+        return DistanceTerms(relative.distances, self._by_head(key), self._by_head(query))
+
+    def _adapted_terms(self, adapters: StepAdapters) -> DistanceTerms:
+        """The projections of the table with each adapter of the step, and which of them a row uses."""
+        assert self.relative is not None
+        table, size = self.relative.table, len(self.relative.table)
+        slots, of_row = adapters.distinct_slots()
+        adapters.use_runs(slots, np.full(len(slots), size, dtype=np.int32))
+        every = table.repeat(len(slots), 1)
+        found = [None if each is None else each(every) for each in self.projections]
+        adapters.use("tokens")
+        key, query = (
+            None if x is None else x.view(len(slots), size, self.heads, -1).transpose(1, 2) for x in found
         )
+        return DistanceTerms(self.relative.distances, key, query, of_row)
 
     def _by_head(self, rows: Tensor | None) -> Tensor | None:
         """[rows, hidden] → [heads, rows, dim]."""
         return None if rows is None else rows.view(len(rows), self.heads, -1).transpose(0, 1).contiguous()
+
+
+def _projections(
+    build: LayerBuilder, own: str, config: Mapping[str, Any], qkv: LinearLayer
+) -> tuple[Callable[[Tensor], Tensor] | None, Callable[[Tensor], Tensor] | None]:
+    """How the distance table becomes keys and queries; None for a term that the model lacks."""
+    wanted, hidden = _terms(config), config["hidden_size"]
+    key: Callable[[Tensor], Tensor] | None = None
+    query: Callable[[Tensor], Tensor] | None = None
+    if not config.get("relative_attention"):
+        return None, None
+    if config.get("share_att_key"):
+        if "c2p" in wanted:
+            key = lambda table: qkv(table).chunk(3, dim=-1)[1]  # noqa: E731
+        if "p2c" in wanted:
+            query = lambda table: qkv(table).chunk(3, dim=-1)[0]  # noqa: E731
+        return key, query
+    if "c2p" in wanted:
+        key = build.linear(own + "pos_key_proj", hidden, hidden)
+    if "p2c" in wanted:
+        query = build.linear(own + "pos_query_proj", hidden, hidden)
+    return key, query
 
 
 class RelativeTable:
@@ -190,6 +216,7 @@ def _embedding(
         build.table(tables + "position_embeddings", positions, size) if positions else None,
         build.table(tables + "token_type_embeddings", segments, size) if segments else None,
     )
+    build.adapt_embedding(embedding, tables)
     if size == config["hidden_size"]:
         return embedding, None
     return embedding, build.linear(tables + "embed_proj", size, config["hidden_size"], bias=False)

@@ -206,6 +206,7 @@ class Decoder:
     def __init__(self, build: LayerBuilder, shape: DecoderShape) -> None:
         prefix = build.weights.prefix_of("embed_tokens.weight")
         self.embedding = build.table(prefix + "embed_tokens", shape.vocabulary, shape.hidden)
+        self.adapted_words = build.adapted_table(prefix + "embed_tokens", self.embedding)
         # Gemma's scale is rounded to the model's precision before it is applied.
         self.embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=build.weights.dtype))
         rotaries = _rotaries(build, shape)
@@ -236,6 +237,8 @@ class Decoder:
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = F.embedding(batch.token_ids, self.embedding)
+        if self.adapted_words is not None:
+            self.adapted_words.change_(hidden, batch.token_ids)
         if self.embedding_scale != 1.0:
             hidden.mul_(self.embedding_scale)
         angles = {rotary: rotary.angles(batch) for rotary in self.rotaries}

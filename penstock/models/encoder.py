@@ -210,6 +210,7 @@ def _embedding(build: LayerBuilder, prefix: str, shape: Shape) -> tuple[EncoderE
         shape.first_position,
         build.norm(tables + "LayerNorm", width, shape.eps),
     )
+    build.adapt_embedding(embedding, tables)
     return embedding, build.linear(prefix + shape.widen, width, shape.hidden) if shape.widen else None
 
 

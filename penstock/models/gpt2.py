@@ -64,6 +64,7 @@ class GPT2:
         prefix = build.weights.prefix_of("wte.weight")
         positions = option(config, "n_positions", "n_ctx")
         self.embedding = build.table(prefix + "wte", config["vocab_size"], hidden)
+        self.adapted_words = build.adapted_table(prefix + "wte", self.embedding)
         self.positions = build.table(prefix + "wpe", positions, hidden)
         self.layers = [GPT2Layer(build, f"{prefix}h.{i}.", config, i) for i in range(layers)]
         self.layers[-1].is_last = True
@@ -78,6 +79,8 @@ class GPT2:
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = F.embedding(batch.token_ids, self.embedding)
+        if self.adapted_words is not None:
+            self.adapted_words.change_(hidden, batch.token_ids)
         hidden += F.embedding(batch.positions, self.positions)
         normed: Activations = self.norms[0](hidden)
         for layer, next_norm in zip(self.layers, self.norms[1:], strict=True):
@@ -99,4 +102,5 @@ def gpt2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> G
 
 def _linear(build: LayerBuilder, name: str, inputs: int, outputs: int, act: str = "identity") -> LinearLayer:
     weight = build.weights.take(f"{name}.weight", inputs, outputs).t().contiguous()
-    return make_linear(weight, build.weights.take(f"{name}.bias", outputs), act, build.quantization)
+    layer = make_linear(weight, build.weights.take(f"{name}.bias", outputs), act, build.quantization)
+    return build.adapted(layer, [name], [outputs], act, bias=True, is_transposed=True)

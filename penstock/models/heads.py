@@ -98,7 +98,8 @@ def add_token_projection(model: HasHeads, build: LayerBuilder, config: Mapping[s
     """Add ColBERT's projection of every hidden state to a short vector, stored next to the backbone."""
     dim: int = config[COLBERT_DIM]
     weight = build.weights.take("linear.weight", dim, model.hidden_size)  # small, so never quantised
-    model.heads[Task.TOKEN_EMBED] = TaskHead("all", Linear(weight, None), dim)
+    project = build.adapted(Linear(weight, None), ["linear"], [dim], bias=False)
+    model.heads[Task.TOKEN_EMBED] = TaskHead("all", project, dim)
 
 
 def add_masked_lm_head(
@@ -120,6 +121,7 @@ def add_masked_lm_head(
         build.norm(names.norm, width, shape.eps, bias=shape.norm_bias),
         build.tied(weight, bias if shape.decoder_bias else None),
     )
+    build.share_table(weight, names.decoder)
     model.heads[Task.SPARSE] = TaskHead("all", project, vocabulary)
 
 
@@ -167,15 +169,18 @@ def add_token_head(
     if max(tokens) >= len(words):
         raise ModelLoadError(f"token {max(tokens)} is outside the vocabulary of {len(words)} tokens")
     words = _output_weight(words, build, config)
+    build.share_table(words, *_OUTPUT_NAMES)
     rows = words[list(tokens)].float()
     project: Callable[[Tensor], Tensor] = _scaled(lambda x: F.linear(x.float(), rows), config)
     model.heads[Task.SCORE] = TaskHead("last", project, len(rows))
 
 
+_OUTPUT_NAMES = ("lm_head", "language_model.lm_head")  # the second beside an image tower
+
+
 def _output_name(build: LayerBuilder, config: Mapping[str, Any]) -> str | None:
     """The name of the language-model head; None if it is the word table."""
-    names = ("lm_head", "language_model.lm_head")  # the second beside an image tower
-    name = next((name for name in names if build.has_weight(name)), names[0])
+    name = next((name for name in _OUTPUT_NAMES if build.has_weight(name)), _OUTPUT_NAMES[0])
     return None if config.get("tie_word_embeddings", not build.has_weight(name)) else name
 
 
@@ -212,7 +217,10 @@ def add_language_head(
     if task is Task.GENERATE and build.shard is not None:
         project = _divided_head(words, added, build, config, build.shard)
     else:
-        project = make_linear(_output_weight(words, build, config), added, "identity", None)
+        weight = _output_weight(words, build, config)
+        build.share_table(weight)
+        layer = make_linear(weight, added, "identity", None)
+        project = build.adapted(layer, [_OUTPUT_NAMES[0]], [len(words)], bias=bias)
     model.heads[task] = TaskHead(
         "last" if task is Task.GENERATE else "all", _scaled(project, config), len(words)
     )

@@ -12,13 +12,20 @@ from typing import Any
 from penstock.checkpoint.adapters import adapter_names
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
+from penstock.layers.lora import AdapterSites
 from penstock.models.encoder import Encoder, roberta
 from penstock.models.heads import ROBERTA_MLM, MaskedLMShape, add_masked_lm_head, add_two_step_head
-from penstock.models.lora_encoder import LoraBuilder, LoraEncoder
 from penstock.models.options import option, require, rope_options
 from penstock.models.rotary_encoder import RotaryEncoder, Shape, TensorNames, ported
 from penstock.types import Task
-from penstock.weights.adapters import Adapter, AdapterSet, MergedSource
+from penstock.weights.adapters import (
+    Adapter,
+    AdapterSet,
+    MergedSource,
+    ModuleWeights,
+    PartWeights,
+    TableWeights,
+)
 
 FLASH = TensorNames(
     layer="encoder.layers.{}.",
@@ -51,21 +58,41 @@ def jina_embeddings_v3(build: LayerBuilder, config: Mapping[str, Any], head: Tas
 def _build(build: LayerBuilder, config: Mapping[str, Any], head: Task | None, shape: Shape) -> RotaryEncoder:
     require(config, use_reg_tokens=False)
     adapter = _adapter(config)
+    own = _all_adapters(config) if adapter is None else None
     source = MergedSource(build.weights, adapter)
-    model: RotaryEncoder
-    if adapter is None and (adapters := _all_adapters(config)) is not None:
-        build = LoraBuilder(source, adapters, build.quantization, build.unquantized)
-        model = LoraEncoder(build, shape, (FLASH, PORTED), IGNORED)
-    else:
-        merged = LayerBuilder(source, build.quantization, build.unquantized)
-        merged.shard = build.shard
-        build = merged
-        model = RotaryEncoder(build, shape, (FLASH, PORTED), IGNORED)
+    if own is not None and build.adapters is None:
+        build.adapters = AdapterSites(own.count, own.rank)
+    merged = LayerBuilder(source, build.quantization, build.unquantized)
+    merged.shard, merged.adapters = build.shard, build.adapters
+    build = merged
+    model = RotaryEncoder(build, shape, (FLASH, PORTED), IGNORED)
+    if own is not None and build.adapters is not None:
+        _read_own(build.adapters, source, own)
     add_two_step_head(model, build, config, head)
     if head is Task.SPARSE:
         head_shape = MaskedLMShape(names=ROBERTA_MLM, act="gelu", eps=config.get("layer_norm_eps", 1e-5))
         add_masked_lm_head(model, build, config, model.embedding.words, head_shape)
     return model
+
+
+def _read_own(sites: AdapterSites, source: MergedSource, own: AdapterSet) -> None:
+    """Read the task adapters, which the checkpoint stores beside the weights that they change."""
+    sites.grow(0, own.rank)
+    found: list[ModuleWeights] = [{} for _ in range(own.count)]
+    for name, (layer, number) in sites.layers.items():
+        if source.has_adapters(weight := f"{name}.weight"):
+            outputs = layer.ends[number] - (layer.ends[number - 1] if number else 0)
+            left, right = source.adapters(weight, (outputs, layer.in_features), own)
+            for i, each in enumerate(found):
+                up = (left[i].float() * own.scale).to(source.dtype)
+                each[name] = PartWeights(right[i].to(source.dtype), up)
+    for name, table in sites.tables.items():
+        if source.has_adapters(weight := f"{name}.weight"):
+            left, right = source.adapters(weight, (table.rows, table.width), own)
+            for i, each in enumerate(found):
+                up = (right[i].t().float() * own.scale).to(source.dtype).contiguous()
+                each[name] = TableWeights(left[i].to(source.dtype), up)
+    sites.own = found
 
 
 def _shape(config: Mapping[str, Any], *, positions: str, rope_theta: float) -> Shape:

@@ -136,6 +136,7 @@ class JinaBert:
             build.table(tables + "token_type_embeddings", config.get("type_vocab_size", 2), hidden),
             norm=build.norm(tables + "LayerNorm", hidden, eps),
         )
+        build.adapt_embedding(self.embedding, tables)
         slopes = torch.tensor(alibi_slopes(config["num_attention_heads"]), device=build.weights.device)
         kind = AttentionKind(bias=DistanceBias(slopes, reach=0))
         names = self._names(build, config)

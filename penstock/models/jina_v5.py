@@ -5,77 +5,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from penstock.checkpoint.adapters import adapter_names, read_peft_adapter
+from penstock.checkpoint.adapters import adapter_names, read_lora, read_lora_options
+from penstock.checkpoint.files import inside
 from penstock.errors import ModelLoadError
-from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
-from penstock.layers.linear import LinearLayer
-from penstock.layers.lora import AdaptedLinear, AdapterChoice, adapter_mask
+from penstock.layers.lora import AdapterSites
+from penstock.models.adapter_files import read_adapter
 from penstock.models.decoder import qwen3_shape
-from penstock.models.decoder_layers import Decoder, DecoderShape
+from penstock.models.decoder_layers import Decoder
 from penstock.models.eurobert import eurobert_shape
 from penstock.types import Task
-from penstock.weights.adapters import AdapterSet, PeftAdapters, PeftMergedSource
+from penstock.weights.adapters import ModuleWeights, PartWeights, PeftMergedSource
+from penstock.weights.stream import DummySource
 
 _TASKS = "task_names"
-
-
-class AdapterBuilder(LayerBuilder):
-    """Builds layers with all adapters of the checkpoint beside their weights."""
-
-    def __init__(self, build: LayerBuilder, adapters: PeftAdapters) -> None:
-        super().__init__(build.weights, build.quantization, build.unquantized)
-        self.adapters = adapters
-        self.choice = AdapterChoice()
-
-    def linear(
-        self,
-        names: str | Sequence[str],
-        inputs: int,
-        outputs: int | Sequence[int],
-        act: str = "identity",
-        *,
-        bias: bool = True,
-    ) -> LinearLayer:
-        base = super().linear(names, inputs, outputs, act, bias=bias)
-        names = [names] if isinstance(names, str) else list(names)
-        if not any(self.adapters.has(name) for name in names):
-            return base
-        if act != "identity":
-            raise ModelLoadError(f"an adapter on {names[0]!r}, a layer with an activation, is not supported")
-        sizes = [outputs] * len(names) if isinstance(outputs, int) else outputs
-        pairs = [self.adapters.read(name, size, inputs) for name, size in zip(names, sizes, strict=True)]
-        up = [self._placed(part.permute(1, 0, 2).flatten(1)) for part, _ in pairs]
-        down = [self._placed(part.flatten(0, 1)) for _, part in pairs]
-        return AdaptedLinear(base, down, up, self.choice)
-
-    def _placed(self, tensor: Tensor) -> Tensor:
-        return tensor.to(dtype=self.weights.dtype, device=self.weights.device).contiguous()
-
-
-class AdaptedDecoder(Decoder):
-    """A decoder in which each row of a batch has an adapter or none."""
-
-    def __init__(self, build: AdapterBuilder, shape: DecoderShape) -> None:
-        super().__init__(build, shape)
-        self.choice = build.choice
-        self.adapters = AdapterSet(len(build.adapters.adapters), build.adapters.rank, scale=1.0)
-        build.adapters.check_all_read()
-
-    def __call__(self, batch: Batch) -> Tensor:
-        if batch.adapters is None:
-            return super().__call__(batch)
-        mask = adapter_mask(batch.adapters, batch.lengths, batch.num_tokens, self.adapters)
-        self.choice.choose(mask.to(self.embedding.dtype))
-        try:
-            return super().__call__(batch)
-        finally:
-            self.choice.choose(None)
 
 
 def jina_embeddings_v5(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
@@ -84,15 +31,42 @@ def jina_embeddings_v5(build: LayerBuilder, config: Mapping[str, Any], head: Tas
     if folder is None:
         raise ModelLoadError("the adapters of jina-embeddings-v5 are in files beside its weights")
     if task is None:
-        adapters = [read_peft_adapter(folder, name) for name in adapter_names(config, _TASKS)]
-        if not adapters:
+        names = adapter_names(config, _TASKS)
+        if not names:
             raise ModelLoadError(f"{folder / 'config.json'} has no {_TASKS}, the names of its adapters")
-        return AdaptedDecoder(AdapterBuilder(build, PeftAdapters(adapters, build.weights)), shape)
+        if build.adapters is None:
+            build.adapters = AdapterSites(len(names), 1)
+        model = Decoder(build, shape)
+        build.adapters.own = [_read(build.adapters, build, _folder(folder, name), name) for name in names]
+        return model
     if task not in (known := list(map(str, config.get(_TASKS) or ()))):
         raise ModelLoadError(
             f"lora_task is {task!r}, which is not among the model's adapters: {', '.join(known) or 'none'}"
         )
-    merged = PeftMergedSource(build.weights, PeftAdapters([read_peft_adapter(folder, task)], build.weights))
-    model = Decoder(LayerBuilder(merged, build.quantization, build.unquantized), shape)
+    merged = PeftMergedSource(build.weights, read_lora(_folder(folder, task), task))
+    own = LayerBuilder(merged, build.quantization, build.unquantized)
+    own.adapters = build.adapters
+    model = Decoder(own, shape)
     merged.check_all_read(model.ignored_tensors)
     return model
+
+
+def _folder(folder: Path, name: str) -> Path:
+    return inside(folder, f"adapters/{name}", folder / "config.json")
+
+
+def _read(sites: AdapterSites, build: LayerBuilder, folder: Path, name: str) -> ModuleWeights:
+    """One adapter; random beside random weights, which have no files."""
+    if not isinstance(build.weights, DummySource):
+        spec = read_lora(folder, name)
+        sites.grow(0, spec.rank)
+        return read_adapter(spec, sites, build.weights.dtype)
+    rank, targets = read_lora_options(folder)
+    sites.grow(0, rank)
+    found: ModuleWeights = {}
+    for module, (layer, number) in sites.layers.items():
+        if module.rpartition(".")[2] in targets:
+            outputs = layer.ends[number] - (layer.ends[number - 1] if number else 0)
+            down = build.weights.read("lora_A", (rank, layer.in_features)).cpu()
+            found[module] = PartWeights(down, build.weights.read("lora_B", (outputs, rank)).cpu())
+    return found

@@ -93,6 +93,9 @@ def build_model(
         heads.add_token_head(model, build, config, score_tokens)
     if generates:
         heads.add_language_head(model, build, config)
+    if build.adapters is not None:
+        build.adapters.ignored = model.ignored_tensors
+        vars(model)["adapter_sites"] = build.adapters
     unused = build.weights.check_all_read((*model.ignored_tensors, *unread))
     harmless = (*_BUFFERS, *unread, *(("lm_head.",) if config.get("tie_word_embeddings") else ()))
     _report(found, [name for name in unused if not any(mark in name for mark in harmless)], config)

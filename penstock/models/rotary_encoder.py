@@ -160,6 +160,7 @@ class RotaryEncoder:
             shape.first_position,
             build.norm(self.prefix + names.embedding_norm, shape.hidden, shape.eps),
         )
+        build.adapt_embedding(self.embedding, tables)
         self.rotary = None if shape.rope is None else _rotary(build, shape, shape.rope)
         self.layers: list[RotaryEncoderLayer] = []
         with CompilingBeside() as compiling:

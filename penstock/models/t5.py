@@ -59,6 +59,7 @@ class T5Encoder:
         hidden: int = config["d_model"]
         self.prefix = build.weights.prefix_of("encoder.final_layer_norm.weight") + "encoder."
         self.embedding = _words(build, self.prefix, config["vocab_size"], hidden)
+        self.adapted_words = build.adapted_table(self.prefix + "embed_tokens", self.embedding)
         kind = AttentionKind(scale=1.0, bias=_bias(build, self.prefix + "block.0.", config))
         count = config["num_layers"]
         self.layers = [T5Layer(build, f"{self.prefix}block.{i}.", config, kind) for i in range(count)]
@@ -76,6 +77,8 @@ class T5Encoder:
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = F.embedding(batch.token_ids, self.embedding)
+        if self.adapted_words is not None:
+            self.adapted_words.change_(hidden, batch.token_ids)
         normed: Activations = self.norms[0](hidden)
         for layer, next_norm in zip(self.layers, self.norms[1:], strict=True):
             hidden, normed = layer(hidden, normed, batch, next_norm)

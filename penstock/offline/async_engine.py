@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
-from penstock.errors import BadValue
+from penstock.errors import BadValue, NotPossible
 from penstock.inputs.chunks import Chunking, ChunkOptions
 from penstock.inputs.generation import DEFAULT_MAX_TOKENS, SamplingParams
 from penstock.inputs.offsets import require_texts
@@ -36,6 +36,7 @@ from penstock.outputs.entities import Aggregation, Entity
 from penstock.outputs.ranking import check_top_n
 from penstock.outputs.spans import SpanOptions
 from penstock.outputs.sparse import SparseRow, Term, with_tokens
+from penstock.tasks.adapted import Adapted
 from penstock.tasks.classify import Classify, ClassifyPairs, TokenClassify
 from penstock.tasks.embed import ChunkedEmbeddings, Embed, EmbedInChunks, TextChunks
 from penstock.tasks.entities import FindEntities, FindLabelledEntities
@@ -223,6 +224,7 @@ class AsyncEngine:
         multi_label: bool = False,
         truncate_prompt_tokens: int | None = None,
         cache_salt: str = "",
+        adapter: str | None = None,
         priority: int = 0,
         progress: bool | None = None,
     ) -> list[LabelScores]:
@@ -237,7 +239,8 @@ class AsyncEngine:
             truncate_prompt_tokens=truncate_prompt_tokens,
             cache_salt=cache_salt,
         )
-        return await self._run(zero_shot_task(self.local.text, texts, labels, options), priority, progress)
+        task = zero_shot_task(self.local.text, texts, labels, options)
+        return await self._run(task, priority, progress, adapter)
 
     @explicit_signature
     async def token_classify(
@@ -282,10 +285,9 @@ class AsyncEngine:
             task = FindEntities(inputs=texts, options=given, aggregation=aggregation)
             return await self._run(task, priority, progress)
         spans = SpanOptions(threshold=threshold, flat=flat, multi_label=multi_label)
-        labelled = FindLabelledEntities(
-            texts=require_texts(texts), labels=labels, options=spans, rows=row_options(given)
-        )
-        return await self._run(labelled, priority, progress)
+        rows = row_options(replace(given, adapter=None))
+        labelled = FindLabelledEntities(texts=require_texts(texts), labels=labels, options=spans, rows=rows)
+        return await self._run(labelled, priority, progress, given.adapter)
 
     @explicit_signature
     async def reward(
@@ -384,6 +386,7 @@ class AsyncEngine:
         documents: Texts,
         *,
         use_activation: bool | None = None,
+        adapter: str | None = None,
         priority: int = 0,
         progress: bool | None = None,
         **options: Unpack[PairKeywords],
@@ -396,7 +399,7 @@ class AsyncEngine:
         params = PoolingParams(Task.SCORE, normalize=use_activation)
         pairs = make_pairs(queries, documents)
         task = Score(pairs=pairs, params=params, options=pair_options(options))
-        return await self._run(task, priority, progress)
+        return await self._run(task, priority, progress, adapter)
 
     @explicit_signature
     async def rerank(
@@ -406,6 +409,7 @@ class AsyncEngine:
         *,
         top_n: int | None = None,
         use_activation: bool | None = None,
+        adapter: str | None = None,
         priority: int = 0,
         progress: bool | None = None,
         **options: Unpack[PairKeywords],
@@ -416,6 +420,7 @@ class AsyncEngine:
             query,
             list(documents),
             use_activation=use_activation,
+            adapter=adapter,
             priority=priority,
             progress=progress,
             **options,
@@ -448,6 +453,7 @@ class AsyncEngine:
         sampling: Sampling = None,
         *,
         add_special_tokens: bool = True,
+        adapter: str | None = None,
         priority: int = 0,
     ) -> list[Completion]:
         """What follows each prompt, a text or its token ids, as the server's `/v1/completions` generates it.
@@ -456,11 +462,13 @@ class AsyncEngine:
         stand next to each other.
         """
         local, scheduling = self.local, Scheduling(priority=priority)
-        calls = _generate_calls(prompts, sampling, add_special_tokens)
-        runs = [call.run(local.text, local.engine, next(self._ids), scheduling) for call in calls]
-        if len(runs) == 1:
-            return await runs[0]
-        groups = await _all(runs)
+        with self._held(adapter) as adapter_id:
+            calls = _generate_calls(prompts, sampling, add_special_tokens)
+            calls = [replace(call, adapter=adapter_id) for call in calls]
+            runs = [call.run(local.text, local.engine, next(self._ids), scheduling) for call in calls]
+            if len(runs) == 1:
+                return await runs[0]
+            groups = await _all(runs)
         return [replace(each, prompt_index=at) for at, group in enumerate(groups) for each in group]
 
     async def generate_stream(
@@ -469,12 +477,13 @@ class AsyncEngine:
         sampling: SamplingParams | None = None,
         *,
         add_special_tokens: bool = True,
+        adapter: str | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[TextDelta, None]:
         """The text that follows one prompt, as it is generated. Closing the iterator cancels the rest."""
         inputs: Any = prompt if isinstance(prompt, str) else [list(prompt)]
         source = TextPrompts(prompts=inputs, add_special_tokens=add_special_tokens)
-        async with aclosing(self._stream(_generate(source, sampling), priority)) as stream:
+        async with aclosing(self._stream(_generate(source, sampling), priority, adapter)) as stream:
             async for delta in stream:
                 yield delta
 
@@ -484,13 +493,15 @@ class AsyncEngine:
         sampling: SamplingParams | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
         priority: int = 0,
     ) -> list[Completion]:
         """The reply to a conversation, through the model's chat template, as `/v1/chat/completions` generates
         it."""
-        call = _chat(messages, sampling, chat_template_kwargs)
         local, scheduling = self.local, Scheduling(priority=priority)
-        return await call.run(local.text, local.engine, next(self._ids), scheduling)
+        with self._held(adapter) as adapter_id:
+            call = replace(_chat(messages, sampling, chat_template_kwargs), adapter=adapter_id)
+            return await call.run(local.text, local.engine, next(self._ids), scheduling)
 
     async def chat_stream(
         self,
@@ -498,11 +509,12 @@ class AsyncEngine:
         sampling: SamplingParams | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[TextDelta, None]:
         """The reply as it is generated. Closing the iterator cancels the rest."""
         call = _chat(messages, sampling, chat_template_kwargs)
-        async with aclosing(self._stream(call, priority)) as stream:
+        async with aclosing(self._stream(call, priority, adapter)) as stream:
             async for delta in stream:
                 yield delta
 
@@ -519,21 +531,62 @@ class AsyncEngine:
         decode = partial(self.local.text.tokenizer.decode_rows, ids, skip_special_tokens)
         return await self.local.text.batcher.call(decode, sum(map(len, ids)))
 
-    async def _run(self, task: PoolingTask[R], priority: int, progress: bool | None) -> R:
-        with progress_bar(task.num_rows, progress) as advance:
-            return await self._open_runner().run(task, Scheduling(priority=priority), advance)
+    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> None:
+        """Load a LoRA adapter from its folder. Calls choose it with `adapter=name`; `replace` puts it in the
+        place of one that has this name."""
+        await asyncio.to_thread(self.local.adapters.load, name, path, replace=replace)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter; calls that run with it finish."""
+        self.local.adapters.unload(name)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The LoRA adapters that are loaded."""
+        return self.local.adapters.names
+
+    async def _run(
+        self, task: PoolingTask[R], priority: int, progress: bool | None, adapter: str | None = None
+    ) -> R:
+        """`adapter` is for tasks whose options have none."""
+        options = getattr(task, "options", None)
+        if isinstance(options, InputOptions) and options.adapter not in (None, *self.spec.adapters):
+            adapter = options.adapter
+            task = replace(task, options=replace(options, adapter=None))  # type: ignore[type-var]
+        with progress_bar(task.num_rows, progress) as advance, self._held(adapter) as adapter_id:
+            chosen = task if adapter_id < 0 else Adapted(task, adapter_id)
+            return await self._open_runner().run(chosen, Scheduling(priority=priority), advance)
+
+    @contextmanager
+    def _held(self, adapter: str | None) -> Iterator[int]:
+        """The id of a LoRA adapter, which stays loaded meanwhile; -1 for none."""
+        if adapter is None:
+            yield -1
+        elif adapter in self.spec.adapters:
+            raise NotPossible(
+                f"this method does not choose among the adapters of model {self.spec.name}; use embed",
+                param="adapter",
+            )
+        else:
+            with self.local.adapters.hold(adapter) as adapter_id:
+                yield adapter_id
 
     def _open_runner(self) -> TaskRunner:
         _ = self.local  # refuses an engine that is not open
         return self._runner
 
-    async def _stream(self, call: Generate, priority: int) -> AsyncGenerator[TextDelta, None]:
+    async def _stream(
+        self, call: Generate, priority: int, adapter: str | None
+    ) -> AsyncGenerator[TextDelta, None]:
         local, scheduling = self.local, Scheduling(priority=priority)
-        stream = call.stream(local.text, local.engine, next(self._ids), scheduling)
-        async with aclosing(stream):
-            async for deltas in stream:
-                for delta in deltas:
-                    yield delta
+        with self._held(adapter) as adapter_id:
+            chosen = replace(call, adapter=adapter_id)
+            async with aclosing(
+                chosen.stream(local.text, local.engine, next(self._ids), scheduling)
+            ) as stream:
+                async for deltas in stream:
+                    for delta in deltas:
+                        yield delta
 
 
 def output_dtype(name: str) -> OutputDtype:

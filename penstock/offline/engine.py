@@ -71,6 +71,20 @@ class Engine:
     def settings(self) -> Resolved:
         return self.local.settings
 
+    def load_adapter(self, name: str, path: str, *, replace: bool = False) -> None:
+        """Load a LoRA adapter from its folder. Calls choose it with `adapter=name`; `replace` puts it in the
+        place of one that has this name."""
+        self.local.adapters.load(name, path, replace=replace)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter; calls that run with it finish."""
+        self.local.adapters.unload(name)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The LoRA adapters that are loaded."""
+        return self.local.adapters.names
+
     @property
     def labels(self) -> tuple[str, ...]:
         """The names of a classifier's outputs."""
@@ -200,6 +214,7 @@ class Engine:
         multi_label: bool = False,
         truncate_prompt_tokens: int | None = None,
         cache_salt: str = "",
+        adapter: str | None = None,
         priority: int = 0,
         progress: bool | None = None,
     ) -> list[LabelScores]:
@@ -216,6 +231,7 @@ class Engine:
                 multi_label=multi_label,
                 truncate_prompt_tokens=truncate_prompt_tokens,
                 cache_salt=cache_salt,
+                adapter=adapter,
                 priority=priority,
                 progress=progress,
             )
@@ -370,6 +386,7 @@ class Engine:
         documents: Texts,
         *,
         use_activation: bool | None = None,
+        adapter: str | None = None,
         priority: int = 0,
         progress: bool | None = None,
         **options: Unpack[PairKeywords],
@@ -384,6 +401,7 @@ class Engine:
                 queries,
                 documents,
                 use_activation=use_activation,
+                adapter=adapter,
                 priority=priority,
                 progress=progress,
                 **options,
@@ -398,6 +416,7 @@ class Engine:
         *,
         top_n: int | None = None,
         use_activation: bool | None = None,
+        adapter: str | None = None,
         priority: int = 0,
         progress: bool | None = None,
         **options: Unpack[PairKeywords],
@@ -409,6 +428,7 @@ class Engine:
                 documents,
                 top_n=top_n,
                 use_activation=use_activation,
+                adapter=adapter,
                 priority=priority,
                 progress=progress,
                 **options,
@@ -438,6 +458,7 @@ class Engine:
         sampling: Sampling = None,
         *,
         add_special_tokens: bool = True,
+        adapter: str | None = None,
         priority: int = 0,
     ) -> list[Completion]:
         """What follows each prompt, a text or its token ids, as the server's `/v1/completions` generates it.
@@ -446,7 +467,9 @@ class Engine:
         stand next to each other.
         """
         return self._loop.wait(
-            self._async.generate(prompts, sampling, add_special_tokens=add_special_tokens, priority=priority)
+            self._async.generate(
+                prompts, sampling, add_special_tokens=add_special_tokens, adapter=adapter, priority=priority
+            )
         )
 
     def generate_stream(
@@ -455,12 +478,13 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         add_special_tokens: bool = True,
+        adapter: str | None = None,
         priority: int = 0,
     ) -> Iterator[TextDelta]:
         """The text that follows one prompt, as it is generated. Closing the iterator cancels the rest."""
         return self._iterate(
             self._async.generate_stream(
-                prompt, sampling, add_special_tokens=add_special_tokens, priority=priority
+                prompt, sampling, add_special_tokens=add_special_tokens, adapter=adapter, priority=priority
             )
         )
 
@@ -470,12 +494,19 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
         priority: int = 0,
     ) -> list[Completion]:
         """The reply to a conversation, through the model's chat template, as `/v1/chat/completions` generates
         it."""
         return self._loop.wait(
-            self._async.chat(messages, sampling, chat_template_kwargs=chat_template_kwargs, priority=priority)
+            self._async.chat(
+                messages,
+                sampling,
+                chat_template_kwargs=chat_template_kwargs,
+                adapter=adapter,
+                priority=priority,
+            )
         )
 
     def chat_stream(
@@ -484,12 +515,17 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
         priority: int = 0,
     ) -> Iterator[TextDelta]:
         """The reply as it is generated. Closing the iterator cancels the rest."""
         return self._iterate(
             self._async.chat_stream(
-                messages, sampling, chat_template_kwargs=chat_template_kwargs, priority=priority
+                messages,
+                sampling,
+                chat_template_kwargs=chat_template_kwargs,
+                adapter=adapter,
+                priority=priority,
             )
         )
 

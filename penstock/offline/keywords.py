@@ -25,7 +25,7 @@ class InputKeywords(TypedDict, total=False):
     prompt: str | None  # text that goes before each input
     instruction: str | None  # filled into the model's instruction template
     input_type: str | None  # "query" or "document"
-    adapter: str | None  # of models with task adapters
+    adapter: str | None  # a LoRA adapter that is loaded, or a task adapter of the model's own
     truncate_prompt_tokens: int | None  # -1: cut at the model's limit; None: longer inputs are errors
     truncation_side: Side
     add_special_tokens: bool

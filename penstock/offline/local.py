@@ -7,6 +7,7 @@ import contextlib
 import queue
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from penstock.engine.build import build_core
 from penstock.engine.loop import EngineCore
 from penstock.errors import BadValue, EngineUnavailable
 from penstock.handle import EngineHandle, EngineStats, StreamListener, Unsubscribe
+from penstock.runner.base import AdapterInfo
 from penstock.types import Comparison, Failure, Outcome, PooledOutput, Request
 from penstock.wire.router import OutcomeRouter, Subscribers
 
@@ -70,7 +72,12 @@ class _Cancel:
     caller: _LoopRecipient  # has given up, and wants a confirmation
 
 
-_Message = Request | Comparison | _Cancel | None  # None: wake up
+@dataclass(frozen=True, slots=True)
+class _Call:
+    work: Callable[[EngineCore], None]  # short, done between two steps
+
+
+_Message = Request | Comparison | _Cancel | _Call | None  # None: wake up
 
 
 class LocalEngine(EngineHandle):
@@ -147,6 +154,28 @@ class LocalEngine(EngineHandle):
             self._submit(request, recipient)
         return recipient.future
 
+    def load_adapter(self, adapter_id: int, folder: str, name: str) -> Future[AdapterInfo]:
+        """Let requests choose a LoRA adapter under this id, which none has had; callable from any thread."""
+        loaded: Future[AdapterInfo] = Future()
+
+        def copy(done: Future[AdapterInfo]) -> None:
+            error = done.exception()
+            if error is None:
+                loaded.set_result(done.result())
+            else:
+                loaded.set_exception(error)
+
+        with self._submit_lock:
+            if self._closing:
+                raise EngineUnavailable(self._closed_reason)
+            begin = _Call(lambda core: core.load_adapter(adapter_id, folder, name).add_done_callback(copy))
+            self._inbox.put(begin)
+        return loaded
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        """Refuse further requests with an adapter; those that run are finished. Callable from any thread."""
+        self._inbox.put(_Call(lambda core: core.unload_adapter(adapter_id)))
+
     def close(self) -> None:
         with self._submit_lock:
             if self._closing:
@@ -211,6 +240,8 @@ class LocalEngine(EngineHandle):
     def _handle(self, message: _Message) -> None:
         if isinstance(message, Request | Comparison):
             self._deliver(self._core.submit(message))
+        elif isinstance(message, _Call):
+            message.work(self._core)
         elif message is not None:
             self._cancel(message)
 

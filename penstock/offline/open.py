@@ -9,10 +9,12 @@ from typing import Any
 
 import msgspec
 
+from penstock.checkpoint.adapter_files import adapter_digest, find_adapter
 from penstock.checkpoint.describe import describe
 from penstock.checkpoint.spec import ModelSpec, with_max_model_len
-from penstock.config import EngineConfig, Resolved, from_mapping
-from penstock.errors import ConfigError
+from penstock.config import EngineConfig, LoraModule, Resolved, from_mapping
+from penstock.errors import AdapterNotFound, ConfigError, shown
+from penstock.offline.adapters import LocalAdapters
 from penstock.offline.local import LocalEngine
 from penstock.runner.load import settle
 from penstock.tasks.model import TextModel
@@ -38,6 +40,9 @@ class DescribedModel:
                 "serve the model, or run several processes, for example with Ray",
                 param="data_parallel_size",
             )
+        modules = named.get("lora_modules")
+        if isinstance(modules, Mapping):
+            named = {**named, "lora_modules": [LoraModule(name, path) for name, path in modules.items()]}
         config = from_mapping(EngineConfig, dict(named))
         if config.pooler_config.enable_chunked_processing:
             raise ConfigError(
@@ -52,13 +57,34 @@ class DescribedModel:
         settings = settle(config, described)
         return cls(config, with_max_model_len(described, settings.max_model_len), settings)
 
+    def adapter_mark(self, name: str) -> str:
+        """What tells vectors with this adapter from others: its name, and the content of its files."""
+        module = next((each for each in self.config.lora_modules if each.name == name), None)
+        if module is not None:
+            folder = find_adapter(module.path, download_dir=self.config.download_dir)
+            return f"{name}@{adapter_digest(folder)}"
+        if name in self.spec.adapters:
+            return name
+        known = ", ".join((*self.spec.adapters, *(each.name for each in self.config.lora_modules))) or "none"
+        raise AdapterNotFound(
+            f"adapter {shown(name)} is not known; model {self.spec.name} has: {known}", param="adapter"
+        )
+
     def load(self, text: TextModel | None = None) -> LocalModel:
         """Load the weights. `text` is the model's text side, where the caller has made it already."""
         text = TextModel(self.spec) if text is None else text
         settings = msgspec.structs.replace(
             self.settings, max_queued_tokens=UNLIMITED, max_queue_seconds=0.0, shares_steps=False
         )
-        return LocalModel(self.spec, self.settings, text, LocalEngine(self.spec, settings))
+        engine = LocalEngine(self.spec, settings)
+        adapters = LocalAdapters(self.config, self.spec, engine)
+        try:
+            for module in self.config.lora_modules:
+                adapters.load(module.name, module.path)
+        except BaseException:
+            engine.close()
+            raise
+        return LocalModel(self.spec, self.settings, text, engine, adapters)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +95,7 @@ class LocalModel:
     settings: Resolved
     text: TextModel
     engine: LocalEngine
+    adapters: LocalAdapters
 
     def close(self) -> None:
         """Finish what was submitted, then release the device."""

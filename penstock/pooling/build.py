@@ -166,6 +166,8 @@ class Pooler:
     def _compute_values(self, task: Task, steps: bool, hidden: Tensor, batch: Batch) -> Tensor:
         if task is Task.EMBED:
             return self._pool(hidden, batch)
+        if batch.adapters is not None:
+            batch.adapters.use("tokens")
         if task is Task.TOKEN_EMBED:  # cast to fp32 once selected and cut
             return hidden if task not in self.heads else self.heads[task].project(hidden)
         head = self.heads.get(task) or self.heads[Task.CLASSIFY]  # which serves scores and rewards too
@@ -173,6 +175,8 @@ class Pooler:
             return METHODS[head.method](head.project(hidden), batch)
         all_tokens = steps or head.method == "all"
         read = hidden if all_tokens else METHODS[head.method](hidden, batch).to(hidden.dtype)
+        if not all_tokens and batch.adapters is not None:
+            batch.adapters.use("rows")
         values = head.project(read).float()
         return self.score_head(values) if task is Task.SCORE and self.score_head is not None else values
 

@@ -15,7 +15,8 @@ from penstock.kernels.language import use_kernel
 from penstock.kernels.splade import log1p_relu, splade_pool
 from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
-from penstock.types import MAX_TERMS, Variant
+from penstock.layers.lora import StepAdapters
+from penstock.types import MAX_TERMS, Ints, Variant
 
 # Logits that exist at the same time. On a CPU they should about fit the caches; a GPU needs large products.
 _MAX_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}
@@ -27,6 +28,17 @@ class Block(NamedTuple):
     first_row: int
     first_token: int
     lengths: list[int]
+
+
+class _BlockAdapters(NamedTuple):
+    """The adapters of a block's rows."""
+
+    adapters: StepAdapters
+    slots: Ints  # [rows]
+
+    def use(self, lengths: list[int]) -> None:
+        """Tell the head which lines it is given next: these many tokens of each row."""
+        self.adapters.use_runs(self.slots, np.array(lengths, dtype=np.int32))
 
 
 class Splade:
@@ -54,21 +66,38 @@ class Splade:
         starts = batch.cu_lengths if variant.rows is None and use_kernel(hidden) else None
         budget = self.max_logits or _MAX_LOGITS.get(hidden.device.type, _MAX_LOGITS["cuda"])
         tile = max(1, budget // self.head.outputs)
+        slots = None if batch.adapters is None else batch.adapters.row_slots
+        if slots is not None and variant.rows is not None:
+            slots = slots[variant.rows]
         for block in blocks(lengths.tolist(), tile):
-            weights, ids = self._reduced(hidden, block, tile, starts).topk(terms, dim=-1)
+            own = None
+            if slots is not None and batch.adapters is not None:
+                block_slots = slots[block.first_row : block.first_row + len(block.lengths)]
+                own = _BlockAdapters(batch.adapters, block_slots)
+            weights, ids = self._reduced(hidden, block, tile, starts, own).topk(terms, dim=-1)
             place = out[block.first_row : block.first_row + len(block.lengths)]
             place[..., 0] = ids.masked_fill_(weights == 0, -1)
             place[..., 1] = weights
         return out
 
-    def _reduced(self, hidden: Tensor, block: Block, tile: int, starts: Tensor | None) -> Tensor:
+    def _reduced(
+        self,
+        hidden: Tensor,
+        block: Block,
+        tile: int,
+        starts: Tensor | None,
+        adapters: _BlockAdapters | None = None,
+    ) -> Tensor:
         """fp32 weights of all terms, [rows of the block, vocabulary]."""
         at = block.first_token
+        if adapters is not None:
+            adapters.use(block.lengths)
         if len(block.lengths) == 1:  # perhaps longer than a tile
-            end = at + block.lengths[0]
-            parts = [
-                self._segment(self._logits(hidden[i : min(i + tile, end)]), 1) for i in range(at, end, tile)
-            ]
+            end, parts = at + block.lengths[0], []
+            for i in range(at, end, tile):
+                if adapters is not None:
+                    adapters.use([min(tile, end - i)])
+                parts.append(self._segment(self._logits(hidden[i : min(i + tile, end)]), 1))
             total = parts[0]
             for part in parts[1:]:
                 total = torch.maximum(total, part) if self.spec.reduce == "max" else total + part

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from penstock.types import Array, Comparison, PoolPlan, StepPlan, StepResult
+import numpy as np
+
+from penstock.errors import ModelNotFound, NotPossible
+from penstock.types import Array, Comparison, Ints, PoolPlan, StepPlan, StepResult
 
 BLOCK_SIZE = 16  # tokens of a block of the KV cache
 
@@ -48,6 +51,65 @@ class BackgroundSteps(Protocol):
     def advance(self) -> None:
         """Let a held step do a small part of its work."""
         ...
+
+
+class AdapterInfo(NamedTuple):
+    """An adapter that was loaded, in numbers."""
+
+    rank: int  # the largest of its modules
+    kinds: tuple[str, ...]  # last parts of the names of the modules that it changes, sorted
+    num_bytes: int  # in host memory
+
+
+class AdapterStats(NamedTuple):
+    """The adapters of an engine, for metrics."""
+
+    num_loaded: int  # that requests may choose
+    num_on_host: int
+    num_on_device: int
+    num_host_loads: int  # read from disk, since the start
+    num_device_loads: int  # copied to the device, since the start
+
+
+class AdapterStore(Protocol):
+    """The adapters that requests may choose: on disk, in host memory and on the device.
+
+    Ids are never used twice. Those of the checkpoint's own adapters come first and are always there.
+    """
+
+    max_adapters: int  # different ones in one step
+    in_use: Callable[[], Collection[int]]  # adapters of requests that have not finished
+
+    def load(self, adapter_id: int, folder: str, name: str) -> Future[AdapterInfo]:
+        """Check the adapter and read it into host memory on another thread. The future raises a
+        `PenstockError` if it does not fit the model."""
+        ...
+
+    def unload(self, adapter_id: int) -> None:
+        """Refuse new requests for an adapter. What is held for others is kept while `in_use` names it."""
+        ...
+
+    def check(self, adapter_ids: Ints) -> None:
+        """`ModelNotFound` for an adapter that is not loaded, -1 excepted; `NotPossible` for too many."""
+        ...
+
+    def prefetch(self, adapter_ids: Ints) -> None:
+        """Begin to read those that are only on disk."""
+        ...
+
+    def stats(self) -> AdapterStats: ...
+
+
+def check_adapters(adapter_ids: Ints, known: Collection[int], max_adapters: int) -> None:
+    """`ModelNotFound` for an adapter that is not known, `NotPossible` for too many."""
+    wanted = set(np.unique(adapter_ids).tolist()) - {-1}
+    if unknown := wanted.difference(known):
+        raise ModelNotFound(f"adapter {min(unknown)} is not loaded", param="adapter")
+    if len(wanted) > max_adapters:
+        raise NotPossible(
+            f"a request has {len(wanted)} different adapters; at most {max_adapters} run at once",
+            param="adapter",
+        )
 
 
 SLEEP_LEVELS = (1, 2)  # 1: weights are kept in the host's memory; 2: they are read again from their files

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from penstock.kernels.lora import tile_lines_for
+from penstock.layers.adapter_lines import LinePlan, max_tiles
 from penstock.types import Ints, KVPlan, LengthGroup, PoolPlan, StepPlan
 
 # A small product takes as long as one of twice its tokens; a large one does not, so large sizes are closer.
@@ -94,6 +96,40 @@ class KVLayout:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LineLayout:
+    """The adapters of some lines of a step: room for a bucket of them."""
+
+    slots: slice
+    order: slice
+    tiles: slice
+    tile_lines: int
+
+    @classmethod
+    def of(cls, space: BufferSpace, lines: int, num_slots: int) -> LineLayout:
+        slots, order = space.take(lines), space.take(lines)
+        return cls(slots, order, space.take(3 * max_tiles(lines, num_slots)), tile_lines_for(lines))
+
+    def write(self, out: Ints, lines: LinePlan) -> None:
+        """Padding lines are in no tile, so they are left as they are."""
+        _fill(out[self.slots], lines.slots, padding=-1)
+        _fill(out[self.order], lines.order)
+        _fill(out[self.tiles], lines.tiles)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterLayout:
+    """The part of a layout for a step with adapters."""
+
+    tokens: LineLayout
+    rows: LineLayout
+
+    @classmethod
+    def of(cls, space: BufferSpace, bucket: Bucket, num_slots: int) -> AdapterLayout:
+        tokens = LineLayout.of(space, bucket.tokens, num_slots)
+        return cls(tokens, LineLayout.of(space, bucket.rows, num_slots))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """Where a step's arrays lie in one buffer of integers, each with room for the bucket."""
 
@@ -105,12 +141,20 @@ class Layout:
     type_ids: slice | None
     skip: slice | None
     kv: KVLayout | None  # None: the step does not use the KV cache
+    adapters: AdapterLayout | None  # None: the step has none
     size: int
 
     @classmethod
     def of(
-        cls, bucket: Bucket, *, has_types: bool, has_skip: bool, max_cached_keys: int | None = None
+        cls,
+        bucket: Bucket,
+        *,
+        has_types: bool,
+        has_skip: bool,
+        max_cached_keys: int | None = None,
+        num_slots: int = 0,
     ) -> Layout:
+        """`num_slots`: of adapters; 0: the step has none."""
         tokens, rows, _ = bucket
         space = BufferSpace()
         cu_lengths, lengths = space.take(rows + 1), space.take(rows)
@@ -121,7 +165,10 @@ class Layout:
         if max_cached_keys is not None:
             cu_keys, token_slots = space.take(rows + 1), space.take(tokens)
             kv = KVLayout(cu_keys, token_slots, space.take(max_cached_keys), max_cached_keys)
-        return cls(bucket, cu_lengths, lengths, token_ids, positions, type_ids, skip, kv, space.size)
+        adapters = AdapterLayout.of(space, bucket, num_slots) if num_slots else None
+        return cls(
+            bucket, cu_lengths, lengths, token_ids, positions, type_ids, skip, kv, adapters, space.size
+        )
 
     def write(self, out: Ints, plan: StepPlan) -> None:
         """Write the step's integers, and padding behind each array: rows without tokens, and tokens with id
@@ -147,7 +194,9 @@ def _fill(part: Ints, array: Ints | None, padding: int = 0) -> None:
     part[len(array) :] = padding
 
 
-def max_layout_size() -> int:
+def max_layout_size(num_slots: int = 0) -> int:
     """The size of the largest layout."""
     bucket = Bucket(TOKENS[-1], ROWS[-1], MAX_LENGTHS[-1])
-    return Layout.of(bucket, has_types=True, has_skip=True, max_cached_keys=CACHED_KEYS[-1]).size
+    return Layout.of(
+        bucket, has_types=True, has_skip=True, max_cached_keys=CACHED_KEYS[-1], num_slots=num_slots
+    ).size

@@ -144,6 +144,11 @@ class Captures(Generic[K, G]):
         if isinstance(self.capture, CudaCapture):
             self.capture.renew_pool()
 
+    def forget_where(self, is_stale: Callable[[K], bool]) -> None:
+        """Drop some graphs: tensors that they read have other addresses now."""
+        for key in [key for key in self.captured if is_stale(key)]:
+            del self.captured[key]
+
     def _pause_captures(self) -> None:
         self._not_before = self.clock() + OOM_PAUSE_S
         if self.staging.device.type == "cuda":

@@ -20,11 +20,14 @@ from penstock.kernels.language import use_kernel
 from penstock.kernels.sampled_tokens import insert_sampled_tokens
 from penstock.kvcache.store import KVStore
 from penstock.layers.batch import Batch, KVAccess, PagedTensors
+from penstock.layers.lora import AdapterSites, StepAdapters, adapting
 from penstock.models.registry import Model
 from penstock.runner.base import BLOCK_SIZE
-from penstock.runner.buckets import BufferSpace, NoGroups
+from penstock.runner.buckets import BufferSpace, LineLayout, NoGroups
 from penstock.runner.capture import Capture, Captures
 from penstock.runner.generator import GeneratedTensors, Generator
+from penstock.runner.graphs import padded_lines
+from penstock.runner.inputs import AdapterPlan
 from penstock.runner.staging import Staging
 from penstock.sampling.plan import EDITS, Need
 from penstock.types import GeneratePlan, Ints
@@ -43,10 +46,12 @@ class Key(NamedTuple):
     max_blocks: int
     samples: bool  # the graph ends with tokens, not with logits
     filters: bool  # and it applies top-k, top-p and min-p
+    adapter_rank: int = 0  # the bucket of the rows' adapters' ranks; 0: they have none
 
     def serves(self, other: Key) -> bool:
         """Whether this key's graph can replay the steps of another key."""
         fits = self.rows >= other.rows and self.max_blocks >= other.max_blocks
+        fits = fits and self.adapter_rank == other.adapter_rank
         return fits and self.samples == other.samples and self.filters >= other.filters
 
 
@@ -75,10 +80,12 @@ class Layout:
     num_keys: slice
     slots: slice
     block_tables: slice
+    adapters: LineLayout | None  # None: no row has one
     size: int
 
     @classmethod
-    def of(cls, rows: int, max_blocks: int) -> Layout:
+    def of(cls, rows: int, max_blocks: int, num_slots: int = 0) -> Layout:
+        """`num_slots`: of adapters; 0: no row has one."""
         space = BufferSpace()
         return cls(
             rows,
@@ -90,6 +97,7 @@ class Layout:
             num_keys=space.take(rows),
             slots=space.take(rows),
             block_tables=space.take(rows * max_blocks),
+            adapters=LineLayout.of(space, rows, num_slots) if num_slots else None,
             size=space.size,
         )
 
@@ -151,10 +159,16 @@ class DecodeGraphs(Captures[Key, Graph]):
         # Graphs read from the addresses they were captured with, so the buffer fits the largest at once.
         rows = _bucket(ROWS, generator.padding_slot)
         max_blocks = _bucket(MAX_BLOCKS, store.keys.shape[1] // BLOCK_SIZE)
-        size = Layout.of(rows, max_blocks).size
+        # None: the model takes no adapters.
+        self.adapter_sites: AdapterSites | None = getattr(model, "adapter_sites", None)
+        size = Layout.of(rows, max_blocks, self._num_slots).size
         self.integers = torch.zeros(size, dtype=torch.int32, device=staging.device)
 
-    def key_of(self, plan: GeneratePlan) -> Key | None:
+    @property
+    def _num_slots(self) -> int:
+        return 0 if self.adapter_sites is None else self.adapter_sites.num_slots
+
+    def key_of(self, plan: GeneratePlan, adapters: AdapterPlan | None = None) -> Key | None:
         """None: such a step is never replayed."""
         paged, sample = plan.paged, plan.sample
         if not plan.num_tokens == paged.num_rows == len(sample.sampled_tokens):
@@ -164,11 +178,12 @@ class DecodeGraphs(Captures[Key, Graph]):
         rows, max_blocks = _bucket(ROWS, plan.num_rows), _bucket(MAX_BLOCKS, paged.max_blocks)
         need = self.generator.sampler.plan.need(sample.sampled_slots)
         samples = not need & _AFTER_GRAPH and use_kernel(self.generator.last)
-        return Key(rows, max_blocks, samples, samples and bool(need & Need.FILTER))
+        rank = 0 if adapters is None else adapters.rank
+        return Key(rows, max_blocks, samples, samples and bool(need & Need.FILTER), rank)
 
-    def __call__(self, plan: GeneratePlan) -> GeneratedTensors | None:
+    def __call__(self, plan: GeneratePlan, adapters: AdapterPlan | None = None) -> GeneratedTensors | None:
         """What the generator would give for this step. None: run it without a graph."""
-        key = self.key_of(plan)
+        key = self.key_of(plan, adapters)
         graph = None if key is None else self._graph_for(key)
         if key is None or graph is None:
             return None
@@ -176,6 +191,10 @@ class DecodeGraphs(Captures[Key, Graph]):
         sampler.flush()
         pinned = self.staging.pinned_ints(graph.layout.size)
         graph.layout.write(pinned.numpy(), plan, self.generator.padding_slot)
+        if graph.layout.adapters is not None and adapters is not None:
+            graph.layout.adapters.write(
+                pinned.numpy(), adapters.of_rows(tile_lines=graph.layout.adapters.tile_lines)
+            )
         self.integers[: graph.layout.size].copy_(pinned, non_blocking=True)
         graph.replay()
         self.replays += 1
@@ -206,20 +225,24 @@ class DecodeGraphs(Captures[Key, Graph]):
         return self._try_capture(key, lambda: self._make_graph(key), f"decode steps of {key.rows} rows")
 
     def _make_graph(self, key: Key) -> Graph:
-        layout = Layout.of(key.rows, key.max_blocks)
+        layout = Layout.of(key.rows, key.max_blocks, self._num_slots if key.adapter_rank else 0)
         # A capture runs its work once before, which must change no sequence: so it runs padding rows. They
         # use one pinned buffer more than a step does, so copies still in flight have to end first.
         if self.staging.device.type == "cuda":
             torch.cuda.current_stream(self.staging.device).synchronize()
         pinned = self.staging.pinned_ints(layout.size)
         layout.write_padding(pinned.numpy(), self.generator.padding_slot)
+        if layout.adapters is not None:
+            pinned.numpy()[layout.adapters.tiles] = 0
         self.integers[: layout.size].copy_(pinned, non_blocking=True)
         tensors = layout.views(self.integers)
-        batch, generator = self._batch(key, tensors), self.generator
+        adapters = self._adapters(key, layout)
+        batch, generator = self._batch(key, tensors, adapters), self.generator
 
         def work() -> list[Tensor]:
             insert_sampled_tokens(tensors.token_ids, tensors.fed_slots, generator.last)
-            logits = generator.head.project(self.model(batch))
+            with adapting(adapters):
+                logits = generator.head.project(self.model(batch))
             if not key.samples:
                 return [logits]
             return [generator.sampler.plain(logits, tensors.slots, key.filters)]
@@ -227,7 +250,13 @@ class DecodeGraphs(Captures[Key, Graph]):
         replay, (output,) = self.capture(work)
         return Graph(layout, replay, output, tensors.slots)
 
-    def _batch(self, key: Key, tensors: DecodeTensors) -> Batch:
+    def _adapters(self, key: Key, layout: Layout) -> StepAdapters | None:
+        if layout.adapters is None or self.adapter_sites is None:
+            return None
+        lines = padded_lines(layout.adapters, self.integers)
+        return StepAdapters(self.adapter_sites.state, key.adapter_rank, lines, lines)
+
+    def _batch(self, key: Key, tensors: DecodeTensors, adapters: StepAdapters | None) -> Batch:
         cu_lengths = torch.arange(key.rows + 1, dtype=torch.int32, device=self.staging.device)
         nothing = tensors.slots[:0]
         kv = KVAccess(
@@ -254,6 +283,7 @@ class DecodeGraphs(Captures[Key, Graph]):
             num_tokens=key.rows,
             num_rows=key.rows,
             kv=kv,
+            adapters=adapters,
             is_generation=True,
         )
 

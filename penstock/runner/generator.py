@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
+from penstock.layers.lora import StepAdapters
 from penstock.sampling.logprobs import LogprobTensors
 from penstock.sampling.sampler import Sampler
 from penstock.types import Ints, PromptPlan, SamplePlan
@@ -96,17 +98,28 @@ class Generator:
         """Fill in the tokens that earlier steps have sampled."""
         return feed_tokens(batch, sample, self.last)
 
-    def __call__(self, hidden: Tensor, sample: SamplePlan, tensors: SampleTensors) -> GeneratedTensors:
+    def __call__(
+        self,
+        hidden: Tensor,
+        sample: SamplePlan,
+        tensors: SampleTensors,
+        adapters: StepAdapters | None = None,
+    ) -> GeneratedTensors:
         """Sample from the hidden states [tokens, hidden]."""
         if not len(sample.sampled_tokens):
             sampled = GeneratedTensors(self.last[:0])
         else:
+            if adapters is not None:
+                adapters.use("rows")
             logits = self.head.project(hidden.index_select(0, tensors.sampled_tokens))
             sampled = self.choose(logits, sample, tensors.sampled_slots)
         if (prompts := tensors.prompts) is None:
             return sampled
         states = hidden.index_select(0, prompts.tokens)
-        logprobs = self._prompt_logprobs(states, prompts.next_tokens.long(), prompts.max_logprobs)
+        slots = None
+        if adapters is not None and adapters.row_slots is not None and sample.prompts is not None:
+            slots = np.repeat(adapters.row_slots[sample.prompts.rows], sample.prompts.counts)
+        logprobs = self._prompt_logprobs(states, prompts, adapters, slots)
         return sampled._replace(prompt_logprobs=logprobs)
 
     def choose(self, logits: Tensor, sample: SamplePlan, slots: Tensor) -> GeneratedTensors:
@@ -114,12 +127,17 @@ class Generator:
         sampled = self.sampler(logits, sample.sampled_slots, slots)
         return GeneratedTensors(sampled.token_ids, sampled.logprobs)
 
-    def _prompt_logprobs(self, states: Tensor, next_tokens: Tensor, max_logprobs: int) -> LogprobTensors:
+    def _prompt_logprobs(
+        self, states: Tensor, prompts: PromptTensors, adapters: StepAdapters | None, slots: Ints | None
+    ) -> LogprobTensors:
         """Log probabilities of known tokens, a few at a time: the logits of a whole prompt may not fit."""
-        parts = []
-        for some, following in zip(
-            states.split(TOKENS_AT_ONCE), next_tokens.split(TOKENS_AT_ONCE), strict=True
-        ):
+        parts, max_logprobs = [], prompts.max_logprobs
+        next_tokens = prompts.next_tokens.long()
+        for first in range(0, len(states), TOKENS_AT_ONCE):
+            some, following = (each[first : first + TOKENS_AT_ONCE] for each in (states, next_tokens))
+            if adapters is not None and slots is not None:
+                some_slots = slots[first : first + TOKENS_AT_ONCE]
+                adapters.use_runs(some_slots, np.ones_like(some_slots))
             values = self.head.project(some).float().log_softmax(dim=-1)
             own = values.gather(1, following[:, None])
             top, ids = values.topk(max_logprobs, dim=-1)

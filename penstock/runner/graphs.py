@@ -18,8 +18,11 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.language import is_precompiling
+from penstock.kernels.lora import LineTiles
 from penstock.kvcache.store import KVCache
+from penstock.layers.adapter_lines import LinePlan
 from penstock.layers.batch import Batch, KVAccess, OutputTokens, PagedTensors, reads_in_place
+from penstock.layers.lora import AdapterLines, AdapterSites, StepAdapters, adapting
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler, VariantTensors
 from penstock.pooling.heads import to_output
@@ -30,12 +33,14 @@ from penstock.runner.buckets import (
     Bucket,
     KVLayout,
     Layout,
+    LineLayout,
     NoGroups,
     bucket_of,
     cached_keys_of,
     max_layout_size,
 )
 from penstock.runner.capture import Capture, Captures
+from penstock.runner.inputs import AdapterPlan
 from penstock.runner.staging import Staging
 from penstock.types import GeneratePlan, PooledResult, PoolingParams, PoolPlan, StepPlan, Task, Variant
 
@@ -61,6 +66,7 @@ class Key(NamedTuple):
     params: PoolingParams | None
     max_cached_keys: int | None = None  # None: the step does not use the KV cache
     is_prompt: bool = False  # it runs chunks of prompts, and ends with the model
+    adapter_rank: int = 0  # the bucket of its adapters' ranks; 0: the step has none
 
     def serves(self, other: Key) -> bool:
         """Whether this key's graph can replay the steps of another key at little extra device time."""
@@ -70,6 +76,7 @@ class Key(NamedTuple):
         fits = fits and (self.max_cached_keys or 0) >= (other.max_cached_keys or 0)
         fits = fits and self.has_types >= other.has_types and self.has_skip >= other.has_skip  # absent: zeros
         same = (self.params, self.is_prompt) == (other.params, other.is_prompt)
+        same = same and self.adapter_rank == other.adapter_rank
         return fits and same and self.bucket.tokens <= 2 * other.bucket.tokens
 
 
@@ -144,7 +151,10 @@ class Graphs(Captures[Key, Graph]):
         self.pooler = pooler
         self.cache = cache
         self._carries_sums = pooler.carries or any(head.method in CARRIED for head in pooler.heads.values())
-        self.integers = torch.zeros(max_layout_size(), dtype=torch.int32, device=staging.device)
+        # None: the model takes no adapters.
+        self.adapter_sites: AdapterSites | None = getattr(model, "adapter_sites", None)
+        size = max_layout_size(self._num_slots)
+        self.integers = torch.zeros(size, dtype=torch.int32, device=staging.device)
         self.row_numbers = torch.arange(ROWS[-1] + 1, dtype=torch.int32, device=staging.device)
         self.output_bytes = 0
         self._seen: dict[Key, _Seen] = {}
@@ -163,12 +173,17 @@ class Graphs(Captures[Key, Graph]):
     def is_full(self) -> bool:
         return len(self.captured) >= MAX_GRAPHS or self.output_bytes >= MAX_OUTPUT_BYTES
 
-    def key_of(self, plan: StepPlan) -> Key | None:
+    @property
+    def _num_slots(self) -> int:
+        return 0 if self.adapter_sites is None else self.adapter_sites.num_slots
+
+    def key_of(self, plan: StepPlan, adapters: AdapterPlan | None = None) -> Key | None:
         """None: such a step is never replayed."""
-        return self._pool_key(plan) if isinstance(plan, PoolPlan) else self._prompt_key(plan)
+        key = self._pool_key(plan) if isinstance(plan, PoolPlan) else self._prompt_key(plan)
+        return key if key is None or adapters is None else key._replace(adapter_rank=adapters.rank)
 
     def _pool_key(self, plan: PoolPlan) -> Key | None:
-        if plan.limits is not None or plan.adapters is not None:
+        if plan.limits is not None:
             return None
         bucket = bucket_of(plan.num_tokens, plan.num_rows, plan.max_length)
         if bucket is None:
@@ -211,14 +226,18 @@ class Graphs(Captures[Key, Graph]):
             return None
         return None if params.task is Task.SPARSE and self.pooler.splade is not None else params
 
-    def prepare(self, key: Key, plan: StepPlan) -> Graph | None:
+    def prepare(self, key: Key, plan: StepPlan, adapters: AdapterPlan | None = None) -> Graph | None:
         """The graph for a step, with the copy of the step's integers under way. None: run it eagerly."""
         graph = self.captured.get(key)
         if graph is None and not self._is_due(key) and (graph := self._larger_graph(key)) is None:
             return None
-        layout = _layout_of(key) if graph is None else graph.layout
+        layout = self._layout_of(key) if graph is None else graph.layout
         pinned = self.staging.pinned_ints(layout.size)
         layout.write(pinned.numpy(), plan)
+        if layout.adapters is not None and adapters is not None:
+            tokens, rows = layout.adapters.tokens, layout.adapters.rows
+            tokens.write(pinned.numpy(), adapters.of_tokens(plan, tokens.tile_lines))
+            rows.write(pinned.numpy(), adapters.of_rows(tile_lines=rows.tile_lines))
         self.integers[: layout.size].copy_(pinned, non_blocking=True)
         if graph is None:
             graph = self._capture(key, layout)
@@ -239,7 +258,9 @@ class Graphs(Captures[Key, Graph]):
         end = len(values) * size
         return PooledResult((array,), (flat[end : end + count].numpy(),))
 
-    def replay_hidden(self, graph: HiddenGraph, plan: StepPlan) -> ReplayedStates:
+    def replay_hidden(
+        self, graph: HiddenGraph, plan: StepPlan, adapters: AdapterPlan | None = None
+    ) -> ReplayedStates:
         """Replay a prepared step up to its hidden states."""
         self.replays += 1
         graph.replay()
@@ -257,6 +278,7 @@ class Graphs(Captures[Key, Graph]):
             num_tokens=tokens,
             num_rows=rows,
             kv=None if kv is None else replace(kv, cu_keys=kv.cu_keys[: rows + 1]),
+            adapters=None if adapters is None else self._step_adapters(graph.layout, adapters, plan),
         )
         return ReplayedStates(graph.hidden[:tokens], batch)
 
@@ -306,10 +328,16 @@ class Graphs(Captures[Key, Graph]):
 
     def _make_graph(self, key: Key, layout: Layout) -> Graph:
         batch = _padded_batch(layout, self.integers, self.cache)
+        batch = replace(batch, adapters=self._padded_adapters(key, layout))
         if key.is_prompt and batch.kv is not None:
             batch = replace(batch, is_generation=True, kv=_without_decodes(batch.kv))
         if key.params is None:
-            replay, (hidden,) = self.capture(lambda: [self.model(batch)])
+
+            def states() -> list[Tensor]:
+                with adapting(batch.adapters):
+                    return [self.model(batch)]
+
+            replay, (hidden,) = self.capture(states)
             return HiddenGraph(layout, batch, replay, hidden)
         return self._make_pooled_graph(key, key.params, layout, batch)
 
@@ -323,7 +351,10 @@ class Graphs(Captures[Key, Graph]):
             own = batch
             if method is not None:
                 own = replace(batch, output_tokens=_one_token_per_row(method, batch, rows))
-            pooled = self.pooler(self.model(own), own.output_batch(), variants, tensors)
+                if (adapters := batch.adapters) is not None:  # an output token is that of its row
+                    own = replace(own, adapters=replace(adapters, outputs=adapters.rows))
+            with adapting(own.adapters):
+                pooled = self.pooler(self.model(own), own.output_batch(), variants, tensors)
             values, finite = to_output(pooled, variants, quantizes=self.pooler.quantizes)
             outputs = [value.contiguous() for value in values] + finite
             raw = [output.view(-1).view(torch.uint8) for output in outputs]
@@ -344,11 +375,53 @@ class Graphs(Captures[Key, Graph]):
         method = self.pooler.reads((Variant(params, None),))
         return method if method in ("cls", "last") else None
 
+    def _layout_of(self, key: Key) -> Layout:
+        return Layout.of(
+            key.bucket,
+            has_types=key.has_types,
+            has_skip=key.has_skip,
+            max_cached_keys=key.max_cached_keys,
+            num_slots=self._num_slots if key.adapter_rank else 0,
+        )
 
-def _layout_of(key: Key) -> Layout:
-    return Layout.of(
-        key.bucket, has_types=key.has_types, has_skip=key.has_skip, max_cached_keys=key.max_cached_keys
-    )
+    def _padded_adapters(self, key: Key, layout: Layout) -> StepAdapters | None:
+        """The adapters of the whole bucket."""
+        if layout.adapters is None or self.adapter_sites is None:
+            return None
+        tokens, rows = layout.adapters.tokens, layout.adapters.rows
+        return StepAdapters(
+            self.adapter_sites.state,
+            key.adapter_rank,
+            padded_lines(tokens, self.integers),
+            padded_lines(rows, self.integers),
+        )
+
+    def _step_adapters(self, layout: Layout, adapters: AdapterPlan, plan: StepPlan) -> StepAdapters | None:
+        """The adapters of the step that was copied to a graph's buffer."""
+        if layout.adapters is None:
+            return None
+        tokens, rows = layout.adapters.tokens, layout.adapters.rows
+        return StepAdapters(
+            adapters.state,
+            adapters.rank,
+            _lines(tokens, self.integers, adapters.of_tokens(plan, tokens.tile_lines)),
+            _lines(rows, self.integers, adapters.of_rows(tile_lines=rows.tile_lines)),
+            row_slots=adapters.row_slots,
+        )
+
+
+def padded_lines(layout: LineLayout, integers: Tensor) -> AdapterLines:
+    """The adapters of all lines of a bucket."""
+    tiles = integers[layout.tiles].view(-1, 3)
+    tiled = LineTiles(integers[layout.order], tiles, layout.tile_lines)
+    return AdapterLines(integers[layout.slots], tiled, None)
+
+
+def _lines(layout: LineLayout, integers: Tensor, lines: LinePlan) -> AdapterLines:
+    """The adapters of the lines of a step in a bucket."""
+    padded, count = padded_lines(layout, integers), len(lines.slots)
+    tiled = LineTiles(padded.tiled.order[:count], padded.tiled.tiles, layout.tile_lines)
+    return AdapterLines(padded.slots[:count], tiled, lines.groups)
 
 
 def _one_token_per_row(method: str, batch: Batch, rows: Tensor) -> OutputTokens:

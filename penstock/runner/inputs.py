@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from penstock.kvcache.store import KVCache
+from penstock.layers.adapter_lines import LinePlan, plan_lines
 from penstock.layers.batch import (
     Batch,
     CarryTensors,
@@ -22,10 +24,11 @@ from penstock.layers.batch import (
     reads_in_place,
 )
 from penstock.layers.labels import LabelTensors
+from penstock.layers.lora import AdapterLines, AdapterState, StepAdapters
 from penstock.pooling.build import VariantTensors
 from penstock.runner.base import BLOCK_SIZE
 from penstock.scoring.pairs import PairTensors
-from penstock.types import GeneratePlan, Ints, KeyLimits, KVPlan, PagedPlan, PoolPlan, Variant
+from penstock.types import GeneratePlan, Ints, KeyLimits, KVPlan, PagedPlan, PoolPlan, StepPlan, Variant
 
 Sent = Iterator[Tensor]
 
@@ -38,15 +41,67 @@ class OutputPlan(NamedTuple):
     lengths: Ints  # [rows]
 
 
-def pool_arrays(plan: PoolPlan, outputs: OutputPlan | None) -> list[Ints]:
+class AdapterPlan(NamedTuple):
+    """The adapters of a step: the slot of each of its rows, and their largest rank."""
+
+    state: AdapterState
+    rank: int  # a bucket
+    row_slots: Ints  # [rows]; -1: none
+
+    def of_tokens(self, plan: StepPlan, tile_lines: int | None = None) -> LinePlan:
+        return plan_lines(self.row_slots, plan.lengths, tile_lines)
+
+    def of_outputs(self, outputs: OutputPlan) -> LinePlan:
+        return plan_lines(self.row_slots, outputs.lengths)
+
+    def of_rows(self, rows: Ints | None = None, tile_lines: int | None = None) -> LinePlan:
+        """Those of a line for each row, or for some rows."""
+        slots = self.row_slots if rows is None else self.row_slots[rows]
+        return plan_lines(slots, np.ones_like(slots), tile_lines)
+
+
+class AdapterInputs:
+    """The adapters of a step that is not replayed: the arrays to send, and the tensors that they become."""
+
+    def __init__(
+        self,
+        adapters: AdapterPlan,
+        plan: StepPlan,
+        outputs: OutputPlan | None = None,
+        rows: Ints | None = None,
+    ) -> None:
+        """`rows`: those that heads read; None: all."""
+        self.adapters = adapters
+        self.tokens = adapters.of_tokens(plan)
+        self.rows = adapters.of_rows(rows)
+        self.outputs = None if outputs is None else adapters.of_outputs(outputs)
+
+    def arrays(self) -> list[Ints]:
+        plans = (self.tokens, self.rows) if self.outputs is None else (self.tokens, self.rows, self.outputs)
+        return [array for plan in plans for array in plan.arrays()]
+
+    def take(self, sent: Sent) -> StepAdapters:
+        return StepAdapters(
+            self.adapters.state,
+            self.adapters.rank,
+            AdapterLines.take(self.tokens, sent),
+            AdapterLines.take(self.rows, sent),
+            None if self.outputs is None else AdapterLines.take(self.outputs, sent),
+            self.adapters.row_slots,
+        )
+
+
+def pool_arrays(
+    plan: PoolPlan, outputs: OutputPlan | None, adapters: AdapterInputs | None = None
+) -> list[Ints]:
     arrays = [plan.token_ids, plan.positions]
     if plan.type_ids is not None:
         arrays.append(plan.type_ids)
     arrays += (plan.cu_lengths, plan.lengths)
     if plan.skip is not None:
         arrays.append(plan.skip)
-    if plan.adapters is not None:
-        arrays.append(plan.adapters)
+    if adapters is not None:
+        arrays += adapters.arrays()
     if plan.kv is not None:
         arrays += _kv_arrays(plan.kv)
     if plan.limits is not None:
@@ -56,7 +111,13 @@ def pool_arrays(plan: PoolPlan, outputs: OutputPlan | None) -> list[Ints]:
     return arrays
 
 
-def pool_batch(plan: PoolPlan, outputs: OutputPlan | None, cache: KVCache | None, sent: Sent) -> Batch:
+def pool_batch(
+    plan: PoolPlan,
+    outputs: OutputPlan | None,
+    cache: KVCache | None,
+    sent: Sent,
+    adapters: AdapterInputs | None = None,
+) -> Batch:
     token_ids, positions = next(sent), next(sent)
     type_ids = None if plan.type_ids is None else next(sent)
     cu_lengths, lengths = next(sent), next(sent)
@@ -67,7 +128,7 @@ def pool_batch(plan: PoolPlan, outputs: OutputPlan | None, cache: KVCache | None
         cu_lengths=cu_lengths,
         lengths=lengths,
         skip=None if plan.skip is None else next(sent),
-        adapters=None if plan.adapters is None else next(sent),
+        adapters=None if adapters is None else adapters.take(sent),
         kv=None if plan.kv is None else _kv_access(plan.kv, cache, sent),
         limits=None if plan.limits is None else _key_limits(plan.limits, sent),
         output_tokens=None if outputs is None else _output_tokens(outputs, sent),
@@ -79,14 +140,18 @@ def pool_batch(plan: PoolPlan, outputs: OutputPlan | None, cache: KVCache | None
     )
 
 
-def generation_arrays(plan: GeneratePlan) -> list[Ints]:
+def generation_arrays(plan: GeneratePlan, adapters: AdapterInputs | None = None) -> list[Ints]:
     arrays = [plan.token_ids, plan.positions, plan.cu_lengths, plan.lengths]
+    if adapters is not None:
+        arrays += adapters.arrays()
     arrays += _kv_arrays(plan.kv)
     arrays += (plan.paged.block_tables, plan.paged.num_keys)
     return arrays
 
 
-def generation_batch(plan: GeneratePlan, cache: KVCache | None, sent: Sent) -> Batch:
+def generation_batch(
+    plan: GeneratePlan, cache: KVCache | None, sent: Sent, adapters: AdapterInputs | None = None
+) -> Batch:
     token_ids, positions, cu_lengths, lengths = next(sent), next(sent), next(sent), next(sent)
     return Batch(
         token_ids=token_ids,
@@ -95,6 +160,7 @@ def generation_batch(plan: GeneratePlan, cache: KVCache | None, sent: Sent) -> B
         cu_lengths=cu_lengths,
         lengths=lengths,
         skip=None,
+        adapters=None if adapters is None else adapters.take(sent),
         kv=_kv_access(plan.kv, cache, sent, plan.paged),
         groups=plan.groups,
         max_length=plan.max_length,

@@ -19,7 +19,7 @@ from penstock.checkpoint.sizes import check_memory, check_weight_files
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, Machine, Resolved, available_cpus, resolve
 from penstock.errors import ConfigError, DeviceFailed, ModelLoadError
-from penstock.runner.base import BLOCK_SIZE, BackgroundSteps, Runner, Sleeper
+from penstock.runner.base import BLOCK_SIZE, AdapterStore, BackgroundSteps, Runner, Sleeper
 from penstock.runner.cpu_memory import total_memory_bytes
 from penstock.types import Task
 
@@ -28,10 +28,12 @@ if TYPE_CHECKING:
 
     from penstock.checkpoint.static import StaticSpec
     from penstock.kvcache.store import KVCache
+    from penstock.layers.lora import AdapterSites
     from penstock.layers.parallel import Shard
     from penstock.models.registry import CausalModel, Model
     from penstock.models.static import StaticModel
     from penstock.pooling.build import Pooler
+    from penstock.runner.adapters import AdapterPool
     from penstock.runner.generator import Generator
     from penstock.runner.model_runner import ModelRunner
     from penstock.scoring.pairs import PairScorer
@@ -71,6 +73,7 @@ class Loaded:
     num_cached_vectors: int = 0  # vectors in the store that scores read from
     sleeper: Sleeper | None = None  # None: the runner cannot sleep
     background: BackgroundSteps | None = None  # None: the runner's steps cannot be interrupted
+    adapters: AdapterStore | None = None  # None: no request has one
     # Calls a function, on another thread, if the device is lost while no step runs.
     watch: Callable[[OnDeviceFailed], None] | None = None
 
@@ -110,12 +113,15 @@ def load_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
 
 def _load(spec: ModelSpec, settings: Resolved) -> Loaded:
     if settings.device == "null":
-        from penstock.runner.null import NullRunner, NullSleeper
+        from penstock.runner.null import NullAdapters, NullRunner, NullSleeper
 
         cached = settings.chunked or settings.generates
         blocks = -(-4 * settings.max_model_len // BLOCK_SIZE) if cached else 0
         widths: dict[Task, int] = {t: spec.width(t) for t in spec.tasks if t is not Task.GENERATE}
-        return Loaded(NullRunner(widths, settings.null_step_s), blocks, _LATE_VECTORS, NullSleeper())
+        own = len(spec.adapters)
+        adapters = NullAdapters(own, settings.max_loras or own) if settings.max_loras or own else None
+        runner = NullRunner(widths, settings.null_step_s)
+        return Loaded(runner, blocks, _LATE_VECTORS, NullSleeper(), adapters)
     if is_parallel(settings):
         from penstock.runner.parallel.load import load_parallel
 
@@ -154,6 +160,7 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     runner = ModelRunner(
         model, pooler, device, settings.pipeline_depth, cache, generator, graphs=settings.graphs
     )
+    adapters = runner.adapters = _adapter_pool(model, settings, runner)
     warm_up_runner(runner, spec, settings, blocks, watch)
     log.info("%s", watch)
     warn_of_unmarked(spec)
@@ -167,9 +174,31 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
         if parts.num_blocks != blocks:
             raise ModelLoadError(f"the KV cache has {parts.num_blocks} blocks instead of {blocks}")
         runner.install(parts.model, parts.pooler, parts.cache, parts.generator)
+        if adapters is not None and (sites := adapter_sites(parts.model)) is not None:
+            adapters.attach(sites)
 
     sleeper = ModelSleeper(runner, spec.path, install)
-    return Loaded(runner, blocks, num_cached_vectors, sleeper, runner.background)
+    return Loaded(
+        runner, blocks, num_cached_vectors, sleeper, background=runner.background, adapters=runner.adapters
+    )
+
+
+def adapter_sites(model: Model) -> AdapterSites | None:
+    """The layers of a model that adapters may change; None if it takes none."""
+    return getattr(model, "adapter_sites", None)
+
+
+def _adapter_pool(model: Model, settings: Resolved, runner: ModelRunner) -> AdapterPool | None:
+    """The adapters of a model that takes some, whether at run time or those of its own checkpoint."""
+    if (sites := adapter_sites(model)) is None:
+        return None
+    import torch
+
+    from penstock.runner.adapters import AdapterPool
+
+    pool = AdapterPool(sites, settings.max_cpu_loras, getattr(torch, settings.dtype), runner.device)
+    pool.on_growth = runner.forget_adapter_graphs
+    return pool
 
 
 def num_vectors(pooler: Pooler) -> int:
@@ -336,6 +365,7 @@ def _model(
 
         return TransformersModel(spec, dtype, device)
     from penstock.layers.build import LayerBuilder
+    from penstock.layers.lora import AdapterSites
     from penstock.models.registry import build_model
     from penstock.weights.stream import open_weights
 
@@ -357,6 +387,8 @@ def _model(
         build = LayerBuilder(weights, settings.quantization, settings.unquantized_layers)
         build.folder = spec.path
         build.shard = shard
+        if settings.max_loras:
+            build.adapters = AdapterSites(settings.max_loras, settings.max_lora_rank)
         return build_model(
             spec.architecture,
             spec.config,

@@ -17,14 +17,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.errors import DeviceOutOfMemory
+from penstock.errors import DeviceOutOfMemory, EngineError
 from penstock.kvcache.store import KVCache
 from penstock.layers.batch import Batch
 from penstock.layers.cpu_shapes import padded_size, pads_steps
+from penstock.layers.lora import adapting
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
 from penstock.pooling.heads import to_output
 from penstock.pooling.methods import read_tokens
+from penstock.runner.adapters import AdapterPool
 from penstock.runner.cpu_memory import HeapTrimmer
 from penstock.runner.cuda_device import use_device
 from penstock.runner.decode import DecodeGraphs
@@ -32,6 +34,8 @@ from penstock.runner.faults import typed_faults
 from penstock.runner.generator import GeneratedTensors, Generator, SampleTensors
 from penstock.runner.graphs import MAX_PRUNED_SHARE, Graphs, HiddenGraph, Key, PooledGraph
 from penstock.runner.inputs import (
+    AdapterInputs,
+    AdapterPlan,
     OutputPlan,
     generation_arrays,
     generation_batch,
@@ -84,6 +88,7 @@ class ModelRunner:
         self.device = device
         self.staging = Staging(device, depth)
         self._uses_graphs = graphs
+        self.adapters: AdapterPool | None = None  # None: no plan has adapters
         self.install(model, pooler, cache, generator)
         self._events: list[_Events] = []  # one pair more than there are steps in flight
         self._depth = depth
@@ -116,6 +121,14 @@ class ModelRunner:
         """Let go of everything that `install` was given; steps fail until it is called again."""
         del self.model, self.pooler
         self.cache = self.generator = self.graphs = self.decode = None
+        if self.adapters is not None:
+            self.adapters.detach()
+
+    def forget_adapter_graphs(self) -> None:
+        """Drop the graphs of steps with adapters: a layer has taken memory for them."""
+        for graphs in (self.graphs, self.decode):
+            if graphs is not None:
+                graphs.forget_where(lambda key: key.adapter_rank > 0)
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
         if self.device.type == "cpu":
@@ -172,50 +185,71 @@ class ModelRunner:
         if self.background is not None:
             self.background.release()
         self._thread.shutdown(wait=True, cancel_futures=True)
+        if self.adapters is not None:
+            self.adapters.close()
+
+    def _adapter_plan(self, plan: StepPlan) -> AdapterPlan | None:
+        """The slots of a step's adapters, which are on the device when it runs."""
+        if plan.adapters is None:
+            return None
+        if self.adapters is None:
+            raise EngineError("a plan with adapters needs a model that takes some")
+        return self.adapters.plan(plan.adapters)
 
     @torch.inference_mode()
-    def forward(self, plan: PoolPlan) -> list[Tensor]:
+    def forward(self, plan: PoolPlan, adapters: AdapterPlan | None = None) -> list[Tensor]:
         """A whole pooling step on the device: one tensor for each variant of the plan."""
         outputs = self._output_plan(plan)
-        sent = iter(self.staging.send(pool_arrays(plan, outputs) + variant_arrays(plan.variants)))
-        batch = pool_batch(plan, outputs, self.cache, sent)
-        hidden = self._hidden(batch) if self.runs_model(plan) else self._no_hidden
-        return self.pooler(hidden, batch.output_batch(), plan.variants, variant_tensors(plan.variants, sent))
+        adapters = adapters or self._adapter_plan(plan)
+        inputs = None if adapters is None else AdapterInputs(adapters, plan, outputs)
+        sent = iter(self.staging.send(pool_arrays(plan, outputs, inputs) + variant_arrays(plan.variants)))
+        batch = pool_batch(plan, outputs, self.cache, sent, inputs)
+        variants = variant_tensors(plan.variants, sent)
+        with adapting(batch.adapters):
+            hidden = self._hidden(batch) if self.runs_model(plan) else self._no_hidden
+            return self.pooler(hidden, batch.output_batch(), plan.variants, variants)
 
     def runs_model(self, plan: PoolPlan) -> bool:
         """Whether anything reads what the model computes for a step."""
         return plan.num_tokens > 0 and self.pooler.reads_tokens(plan.variants)
 
     @torch.inference_mode()
-    def generate(self, plan: GeneratePlan) -> GeneratedTensors:
+    def generate(self, plan: GeneratePlan, adapters: AdapterPlan | None = None) -> GeneratedTensors:
         """A whole generation step on the device."""
         generator, sample = self.generator, plan.sample
         if generator is None:
             raise ValueError("a plan that generates needs a runner with a generator")
         generator.update_slots(sample)
-        if self.decode is not None and (replayed := self.decode(plan)) is not None:
+        adapters = adapters or self._adapter_plan(plan)
+        if self.decode is not None and (replayed := self.decode(plan, adapters)) is not None:
             return replayed
-        if self.graphs is not None and (key := self.graphs.key_of(plan)) is not None:
-            graph = self.graphs.prepare(key, plan)
+        inputs = None if adapters is None else AdapterInputs(adapters, plan, rows=sample.sampled_rows)
+        if self.graphs is not None and (key := self.graphs.key_of(plan, adapters)) is not None:
+            graph = self.graphs.prepare(key, plan, adapters)
             if isinstance(graph, HiddenGraph):
                 hidden, _ = self.graphs.replay_hidden(graph, plan)
-                sent = iter(self.staging.send(SampleTensors.arrays(sample)))
-                return generator(hidden, sample, SampleTensors.take(sample, sent))
-        sent = iter(self.staging.send(generation_arrays(plan) + SampleTensors.arrays(sample)))
-        batch = generation_batch(plan, self.cache, sent)
+                arrays = SampleTensors.arrays(sample) + ([] if inputs is None else inputs.arrays())
+                sent = iter(self.staging.send(arrays))
+                tensors = SampleTensors.take(sample, sent)
+                with adapting(of_step := None if inputs is None else inputs.take(sent)):
+                    return generator(hidden, sample, tensors, of_step)
+        sent = iter(self.staging.send(generation_arrays(plan, inputs) + SampleTensors.arrays(sample)))
+        batch = generation_batch(plan, self.cache, sent, inputs)
         tensors = SampleTensors.take(sample, sent)
-        return generator(self._hidden(generator.feed(batch, tensors)), sample, tensors)
+        with adapting(batch.adapters):
+            hidden = self._hidden(generator.feed(batch, tensors))
+            return generator(hidden, sample, tensors, batch.adapters)
 
     def _hidden(self, batch: Batch) -> Tensor:
         return run_model(self.model, batch, pads=self._pads_steps)
 
     @torch.inference_mode()
-    def _step(self, plan: StepPlan) -> StepResult:
+    def _step(self, plan: StepPlan, adapters: AdapterPlan | None = None) -> StepResult:
         """Run a step eagerly, or by what graphs generation has. The result's arrays are valid once the device
         has passed this point."""
         if isinstance(plan, PoolPlan):
-            return self._fetch_pooled(self.forward(plan), plan)
-        return self._fetch_generated(self.generate(plan))
+            return self._fetch_pooled(self.forward(plan, adapters), plan)
+        return self._fetch_generated(self.generate(plan, adapters))
 
     def _fetch_pooled(self, values: list[Tensor], plan: PoolPlan) -> PooledResult:
         outputs, finite = to_output(values, plan.variants, quantizes=self.pooler.quantizes)
@@ -231,21 +265,24 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def _replay(self, graphs: Graphs, key: Key, plan: PoolPlan) -> PooledResult | None:
+    def _replay(
+        self, graphs: Graphs, key: Key, plan: PoolPlan, adapters: AdapterPlan | None
+    ) -> PooledResult | None:
         """Run a pooling step by a graph of the whole step or of the model alone. None: there is none yet."""
-        graph = graphs.prepare(key, plan)
+        graph = graphs.prepare(key, plan, adapters)
         if graph is None:
             return None
         if isinstance(graph, PooledGraph):
             return graphs.replay_pooled(graph, plan)
-        hidden, batch = graphs.replay_hidden(graph, plan)
+        hidden, batch = graphs.replay_hidden(graph, plan, adapters)
         tensors = variant_tensors(plan.variants, iter(self.staging.send(variant_arrays(plan.variants))))
-        return self._fetch_pooled(self.pooler(hidden, batch, plan.variants, tensors), plan)
+        with adapting(batch.adapters):
+            return self._fetch_pooled(self.pooler(hidden, batch, plan.variants, tensors), plan)
 
     def _output_plan(self, plan: PoolPlan) -> OutputPlan | None:
         """The tokens whose hidden states the pooler reads, where they are few enough that the last layer is
         better computed for them alone; else None."""
-        if not self.model.prunes_last_layer or plan.kv is not None or plan.adapters is not None:
+        if not self.model.prunes_last_layer or plan.kv is not None:
             return None
         if not plan.num_rows:
             return None
@@ -272,12 +309,12 @@ class ModelRunner:
         began = time.perf_counter()
         events = self._next_events()
         events.begin.record()
-        graphs = self.graphs
-        key = None if graphs is None else graphs.key_of(plan)
+        graphs, adapters = self.graphs, self._adapter_plan(plan)
+        key = None if graphs is None else graphs.key_of(plan, adapters)
         result, replays_before = None, 0 if graphs is None else graphs.replays
         if graphs is not None and key is not None and isinstance(plan, PoolPlan):
-            result = self._replay(graphs, key, plan)
-        step = self._step(plan) if result is None else result
+            result = self._replay(graphs, key, plan, adapters)
+        step = self._step(plan, adapters) if result is None else result
         was_replayed = graphs is not None and graphs.replays > replays_before
         events.end.record()
         host_s = time.perf_counter() - began

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 
-from penstock.runner.base import MakeRoom
+from penstock.checkpoint.adapters import read_lora
+from penstock.errors import PenstockError
+from penstock.runner.base import AdapterInfo, AdapterStats, MakeRoom, check_adapters
 from penstock.types import (
     Array,
     Comparison,
+    Ints,
     OutputDtype,
     PooledResult,
     PoolPlan,
@@ -36,6 +40,38 @@ class NullSleeper:
 
     def wake(self, make_room: MakeRoom) -> None:
         return None
+
+
+class NullAdapters:
+    """Adapters that are checked and counted, but change nothing."""
+
+    def __init__(self, num_own: int, max_adapters: int) -> None:
+        self.max_adapters = max_adapters
+        self.in_use: Callable[[], Collection[int]] = tuple
+        self._known = set(range(num_own))
+
+    def load(self, adapter_id: int, folder: str, name: str) -> Future[AdapterInfo]:
+        future: Future[AdapterInfo] = Future()
+        try:
+            spec = read_lora(Path(folder), name)
+        except PenstockError as error:
+            future.set_exception(error)
+            return future
+        self._known.add(adapter_id)
+        future.set_result(AdapterInfo(spec.rank, spec.kinds, 0))
+        return future
+
+    def unload(self, adapter_id: int) -> None:
+        self._known.discard(adapter_id)
+
+    def check(self, adapter_ids: Ints) -> None:
+        check_adapters(adapter_ids, self._known, self.max_adapters)
+
+    def prefetch(self, adapter_ids: Ints) -> None:
+        return None
+
+    def stats(self) -> AdapterStats:
+        return AdapterStats(len(self._known), 0, 0, 0, 0)
 
 
 class NullRunner:

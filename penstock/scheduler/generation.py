@@ -77,6 +77,7 @@ class GenerationScheduler:
     def __init__(self, pool: BlockPool, limits: GenerationLimits) -> None:
         self.pool = pool
         self.limits = limits
+        self.max_adapters = 0  # different ones in one step
         self.num_preemptions = 0
         self.queued_tokens = 0  # without those of background requests
         self.queued_background_tokens = 0
@@ -105,6 +106,10 @@ class GenerationScheduler:
     @property
     def busy(self) -> bool:
         return bool(self._unfinished)
+
+    def requests(self) -> list[Request]:
+        """The unfinished ones."""
+        return [sequences[0].request for sequences in self._unfinished.values()]
 
     @property
     def has_background(self) -> bool:
@@ -333,11 +338,33 @@ class GenerationScheduler:
             num_logprobs=table.num_logprobs[slots],
             epochs=table.epoch[slots],
             visits=table.visit[slots],
+            adapters=self._adapters_of(slots),
         )
         memory = SequenceMemory(table.token_ids, table.block_tables, self.pool.block_size)
         masks = self._masks(slots[samples & table.is_constrained[slots]])
         changes = SamplerChanges(table.take_leaves(), table.take_joins(), masks)
         return generation_plan(rows, memory, changes, prompts)
+
+    def _adapters_of(self, slots: Ints) -> Ints | None:
+        """The adapter of each row; None if none has one."""
+        if not self.max_adapters:
+            return None
+        adapters: Ints = self._slots.adapter[slots]
+        return adapters if (adapters >= 0).any() else None
+
+    def _has_adapter_room(self, sequence: SequenceState) -> bool:
+        """Whether a sequence can run beside those that run: all of them may be in one step. Sequences behind
+        one that cannot wait too, so its turn comes."""
+        adapters, table = sequence.request.adapters, self._slots
+        if adapters is None or (own := int(adapters[sequence.row])) < 0:
+            return True
+        is_background = sequence.request.is_background
+        running = {
+            int(table.adapter[slot])
+            for slot in self._running
+            if table[slot].request.is_background == is_background
+        } - {-1}
+        return own in running or len(running) < self.max_adapters
 
     def _masks(self, slots: Ints) -> tuple[tuple[int, Ints], ...]:
         """The tokens that constrained sequences may sample; all tokens before are known."""
@@ -410,13 +437,13 @@ class GenerationScheduler:
             slot = sequence.slot
             if table.num_known[slot] < table.num_tokens[slot]:
                 continue  # its last token is in flight
-            if not self._resume(sequence):
+            if not self._has_adapter_room(sequence) or not self._resume(sequence):
                 return
             yield slot
         line = self._background if turn.is_background else self._waiting
         while turn.admits and table.has_free and not (turn.is_background and self._leaves_few_slots()):
             new = next((s for s in line.walk() if may_run is None or may_run(s.request.id)), None)
-            if new is None or not self._admit(new):
+            if new is None or not self._has_adapter_room(new) or not self._admit(new):
                 return
             yield new.slot
 

@@ -42,6 +42,8 @@ def build_plan(scheduled: Sequence[ScheduledRows], block_size: int = 0) -> PoolP
     type_ids = _concatenate([part.type_ids for part in parts], [len(part.token_ids) for part in parts])
     skip = _concatenate([part.skip for part in parts], num_rows)
     adapters = _concatenate([part.adapters for part in parts], num_rows, absent=-1)
+    if adapters is not None and not (adapters >= 0).any():
+        adapters = None
     second = num_cached if keys is None else keys
     order = step_row_of = np.arange(len(lengths), dtype=np.int32)
     cu_lengths = cumulative(lengths)

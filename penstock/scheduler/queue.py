@@ -60,8 +60,11 @@ class QueuedRequest:
     )
     cached_documents: Ints | None = None  # documents that only have to be scored, until they are
     next_length: int = field(init=False)  # tokens of the next row; 0: no row is left to open
+    adapters: frozenset[int] | None = field(init=False)  # that its rows have; None: none
 
     def __post_init__(self) -> None:
+        ids = self.request.adapters
+        self.adapters = None if ids is None else frozenset(ids.tolist()) - {-1} or None
         self._update_next_length()
 
     def _update_next_length(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -70,6 +70,7 @@ class _StepRoom:
     token_bytes: int = 0  # output of each token of the request that is being scheduled
     has_output: bool = False  # whether token vectors leave the step already
     first_fits: bool = True  # a first row runs whatever its length
+    adapters: set[int] = field(default_factory=set)  # that the step's rows have
 
     @property
     def is_full(self) -> bool:
@@ -99,6 +100,7 @@ class Scheduler:
     """
 
     LOOK_AHEAD = 64  # requests behind one that does not fit that may still fill the step
+    ADAPTER_LOOK_AHEAD = 1024  # the same, behind one whose adapter the step has no room for
     SHORT_STEPS = 32  # after the last step with small requests, those of large ones stay short
 
     def __init__(
@@ -116,6 +118,7 @@ class Scheduler:
         self.queue = WaitingQueue(budget.max_tokens, budget.max_rows) if budget.is_shared else WaitingQueue()
         self.queue.set_head_start(STEPS_IN_HEAD_START * budget.max_tokens)
         self.background = WaitingQueue()  # requests that run only in what those of `queue` leave
+        self.max_adapters = 0  # different ones in one step
         self.max_shared_tokens = budget.max_tokens  # of a step of large requests that small ones wait for
         self._small_lead = 0.0  # tokens that small requests have run more than large ones while both waited
         self._num_flood_steps = 0  # steps of small requests that stay short, as a client waits beside a flood
@@ -414,12 +417,17 @@ class Scheduler:
 
     def _fill(self, waiting: Iterator[QueuedRequest], room: _StepRoom, scheduled: list[ScheduledRows]) -> int:
         """Schedule rows of waiting requests into the room; returns how many requests were visited."""
-        num_passed_over = num_visited = 0
+        num_passed_over = num_visited = num_other_adapters = 0
         wide: list[QueuedRequest] = []
         chunking, limits_output = self.chunking, self.budget.max_output_bytes > 0
         for queued in waiting:
             num_visited += 1
             entry = None
+            if queued.adapters is not None and not self._has_adapter_room(queued.adapters, room):
+                num_other_adapters += 1  # it is among the first in the next step
+                if num_other_adapters > self.ADAPTER_LOOK_AHEAD:
+                    break
+                continue
             if queued.cached is not None or queued.request.pairs is None or self._hold_vectors(queued):
                 is_wide = scheduled and chunking is None and 2 * queued.next_length > room.tokens
                 if is_wide and not self._queue_of(queued.request).is_far_behind(
@@ -439,12 +447,17 @@ class Scheduler:
             if entry is not None:
                 queued.has_started = True
                 scheduled.append(entry)
+                if queued.adapters is not None:
+                    room.adapters |= queued.adapters
             if queued.num_rows_left:
                 num_passed_over += 1
             if room.is_full or num_passed_over > self.LOOK_AHEAD:
                 break
         scheduled += self._best_fits(wide, room)
         return num_visited
+
+    def _has_adapter_room(self, adapters: frozenset[int], room: _StepRoom) -> bool:
+        return adapters <= room.adapters or len(adapters | room.adapters) <= self.max_adapters
 
     def _output_bytes_per_token(self, request: Request) -> int:
         if not request.extra_params:  # almost all requests, and this runs for each of them in every step
@@ -460,10 +473,14 @@ class Scheduler:
                 return
             best = max(fitting, key=lambda queued: queued.next_length)
             wide.remove(best)
+            if best.adapters is not None and not self._has_adapter_room(best.adapters, room):
+                continue
             if self.budget.max_output_bytes:
                 room.token_bytes = self._output_bytes_per_token(best.request)
             if (entry := self._schedule_whole_rows(best, room, alone=False)) is not None:
                 best.has_started = True
+                if best.adapters is not None:
+                    room.adapters |= best.adapters
                 yield entry
 
     def _schedule_whole_rows(

@@ -36,6 +36,7 @@ class SlotTable:
         self.min_length = numbers()  # tokens up to which no stop token ends it
         self.num_blocks = numbers()
         self.num_published = numbers()  # blocks that others may reuse
+        self.adapter = numbers()  # its id; -1: none
         self.num_logprobs = numbers()  # top tokens that it asks for; -1: no log probabilities
         self.epoch = numbers()  # changes whenever results in flight for the slot become invalid
         self.visit = numbers()  # changes whenever its sequence gets or loses its blocks
@@ -79,6 +80,8 @@ class SlotTable:
         self.min_length[slot] = len(prompt) + params.min_tokens
         self._set_stop_ids(slot, params)
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        adapters = sequence.request.adapters
+        self.adapter[slot] = -1 if adapters is None else adapters[sequence.row]
         self.device_s[slot] = 0.0
         self.is_constrained[slot] = sequence.constraint is not None
         self.needs_details[slot] = (

@@ -34,6 +34,7 @@ class StepRows(NamedTuple):
     num_logprobs: Ints  # top tokens that the sequence asks for; -1: no log probabilities
     epochs: Ints
     visits: Ints
+    adapters: Ints | None = None  # ids of adapters, -1: none; None: no row has one
 
     def ordered(self, order: NDArray[np.intp]) -> StepRows:
         return StepRows(
@@ -45,6 +46,7 @@ class StepRows(NamedTuple):
             self.num_logprobs[order],
             self.epochs[order],
             self.visits[order],
+            None if self.adapters is None else self.adapters[order],
         )
 
 
@@ -97,6 +99,7 @@ def generation_plan(
         cu_lengths=cu_lengths,
         lengths=counts,
         groups=_groups(begins, counts, cu_lengths, num_paged),
+        adapters=rows.adapters,
         kv=_kv_plan(tables, rows, positions, num_paged, memory.block_size),
         paged=_paged_plan(tables, begins, num_paged, memory.block_size),
         sample=SamplePlan(
@@ -139,6 +142,7 @@ def _decode_plan(rows: StepRows, memory: SequenceMemory, changes: SamplerChanges
         cu_lengths=indices,
         lengths=rows.counts,
         groups=(),
+        adapters=rows.adapters,
         kv=KVPlan(
             cu_keys=indices,
             max_keys=1,

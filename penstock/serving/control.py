@@ -21,12 +21,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.serving.launch import ModelLaunch
+from penstock.errors import PenstockError
+from penstock.serving.launch import AdapterLaunch, ModelLaunch
 
 log = logging.getLogger("penstock.control")
 SEND_TIMEOUT_S = 5.0  # to a process that reads nothing: it hangs, and is replaced
 _PIECE_BYTES = 1 << 16
-Action = Literal["load", "unload", "sleep", "wake"]
+Action = Literal["load", "unload", "sleep", "wake", "load_adapter", "unload_adapter"]
 
 
 class ApiAttached(msgspec.Struct, frozen=True, tag=True):
@@ -60,6 +61,13 @@ class TableApplied(msgspec.Struct, frozen=True, tag=True):
     version: int
 
 
+class AdapterReleased(msgspec.Struct, frozen=True, tag=True):
+    """No request of an API process uses an adapter any more that the table no longer has."""
+
+    model: int
+    adapter: int  # its id
+
+
 class Order(msgspec.Struct, frozen=True, tag=True):
     """What an operator wants."""
 
@@ -67,7 +75,8 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     action: Action
     model: str  # a name or alias; what to load
     level: int | None = None  # of sleep
-    settings: dict[str, Any] = {}  # of a model to load: fields of `ModelConfig` and `EngineConfig`
+    # Of a model to load: fields of `ModelConfig` and `EngineConfig`. Of an adapter: name, path, replaces.
+    settings: dict[str, Any] = {}
 
 
 class EngineAttached(msgspec.Struct, frozen=True, tag=True):
@@ -94,6 +103,22 @@ class OrderDone(msgspec.Struct, frozen=True, tag=True):
     error: str | None = None
 
 
+class AdapterDone(msgspec.Struct, frozen=True, tag=True):
+    """The end of an order about an adapter; with the reason if it failed."""
+
+    id: int
+    error: str | None = None
+    kind: str = ""  # the class of the error
+
+
+class AdapterLost(msgspec.Struct, frozen=True, tag=True):
+    """An engine that starts cannot load an adapter that its model has. It serves without."""
+
+    model: int
+    adapter: int  # its id
+    reason: str
+
+
 class RoomWanted(msgspec.Struct, frozen=True, tag=True):
     """An engine is about to take memory that its device does not have."""
 
@@ -117,12 +142,21 @@ class OrderAnswer(msgspec.Struct, frozen=True, tag=True):
     seconds: float = 0.0
     error: str | None = None
     is_client_error: bool = False  # the operator can fix it
+    kind: str = ""  # the class of the error, where it is more than one of the two kinds
 
 
 class EngineOrder(msgspec.Struct, frozen=True, tag=True):
     id: int
     action: Literal["sleep", "wake"]
     level: int | None = None
+
+
+class AdapterOrder(msgspec.Struct, frozen=True, tag=True):
+    """Load or unload an adapter."""
+
+    id: int
+    action: Literal["load", "unload"]
+    adapter: AdapterLaunch
 
 
 class RoomMade(msgspec.Struct, frozen=True, tag=True):
@@ -135,10 +169,10 @@ class Closed(msgspec.Struct, frozen=True):
     """The process at the other end is gone."""
 
 
-FromApi = ApiAttached | ApiServes | ApiConnected | ApiCannotServe | TableApplied | Order
-FromEngine = EngineAttached | EngineFailed | OrderDone | RoomWanted
+FromApi = ApiAttached | ApiServes | ApiConnected | ApiCannotServe | TableApplied | AdapterReleased | Order
+FromEngine = EngineAttached | EngineFailed | OrderDone | AdapterDone | AdapterLost | RoomWanted
 ToApi = ModelTable | OrderAnswer
-ToEngine = EngineOrder | RoomMade
+ToEngine = EngineOrder | AdapterOrder | RoomMade
 _to_supervisor: msgspec.json.Decoder[FromApi | FromEngine] = msgspec.json.Decoder(FromApi | FromEngine)
 _to_api: msgspec.json.Decoder[ToApi] = msgspec.json.Decoder(ToApi)
 _to_engine: msgspec.json.Decoder[ToEngine] = msgspec.json.Decoder(ToEngine)
@@ -260,6 +294,7 @@ class EngineControl:
         self._ids = itertools.count()
         self._asked: dict[int, Event] = {}
         self.on_order: Callable[[EngineOrder], None] = lambda order: None
+        self.on_adapter: Callable[[AdapterOrder], None] = lambda order: None
         Thread(target=self._read, name="control", daemon=True).start()
 
     def attach(self, pid: int, device: str) -> None:
@@ -271,6 +306,13 @@ class EngineControl:
 
     def done(self, order: EngineOrder, error: str | None = None) -> None:
         self._send(OrderDone(order.id, error))
+
+    def adapter_done(self, order: AdapterOrder, error: PenstockError | None = None) -> None:
+        reason, kind = (None, "") if error is None else (error.message, type(error).__name__)
+        self._send(AdapterDone(order.id, reason, kind))
+
+    def adapter_lost(self, adapter: int, reason: str) -> None:
+        self._send(AdapterLost(self._model, adapter, reason))
 
     def make_room(self, num_bytes: int, timeout_s: float = 120.0) -> None:
         """Have other models sleep until this many more bytes are free, or no other model can help."""
@@ -297,5 +339,7 @@ class EngineControl:
     def _handle(self, message: ToEngine) -> None:
         if isinstance(message, EngineOrder):
             self.on_order(message)
+        elif isinstance(message, AdapterOrder):
+            self.on_adapter(message)
         elif (asked := self._asked.get(message.id)) is not None:
             asked.set()

@@ -119,6 +119,37 @@ WAKE_SECONDS = Histogram(
     "penstock_wake_seconds", "Time that a wake took", ["model"], buckets=(*_SECONDS[4:], 10.0, 30.0)
 )
 
+MAX_LORAS = Gauge(
+    "penstock_lora_max_adapters",
+    "LoRA adapters that an engine keeps on its device, and that one step may have",
+    _ENGINE,
+    multiprocess_mode="livesum",
+)
+LORA_LOADED = Gauge(
+    "penstock_lora_adapters", "LoRA adapters that are loaded", _ENGINE, multiprocess_mode="livesum"
+)
+LORA_ON_HOST = Gauge(
+    "penstock_lora_adapters_on_host",
+    "LoRA adapters in host memory; the others are read from their files",
+    _ENGINE,
+    multiprocess_mode="livesum",
+)
+LORA_ON_DEVICE = Gauge(
+    "penstock_lora_adapters_on_device", "LoRA adapters on the device", _ENGINE, multiprocess_mode="livesum"
+)
+LORA_DISK_LOADS = Gauge(
+    "penstock_lora_disk_loads",
+    "Times that a LoRA adapter was read from its files",
+    _ENGINE,
+    multiprocess_mode="livesum",
+)
+LORA_DEVICE_LOADS = Gauge(
+    "penstock_lora_device_loads",
+    "Times that a LoRA adapter was copied to the device",
+    _ENGINE,
+    multiprocess_mode="livesum",
+)
+
 PUBLISH_INTERVAL_S = 0.1
 
 
@@ -159,6 +190,7 @@ class EngineMetrics:
         self.asleep = ASLEEP.labels(model, number)
         self.sleeps, self.wakes = SLEEPS.labels(model), WAKES.labels(model)
         self.wake_seconds = WAKE_SECONDS.labels(model)
+        self._labels = model, number
         self._published_s = 0.0
 
     def slept_or_woke(self, report: SleepReport) -> None:
@@ -216,4 +248,15 @@ class EngineMetrics:
             self.held_blocks.set(pool.num_blocks - pool.available)
             self.prefix_hit_tokens.set(pool.hit_tokens)
             self.prefix_asked_tokens.set(pool.lookup_tokens)
+        if (adapters := core.adapters) is not None:
+            stats = adapters.stats()
+            for gauge, value in (
+                (MAX_LORAS, adapters.max_adapters),
+                (LORA_LOADED, stats.num_loaded),
+                (LORA_ON_HOST, stats.num_on_host),
+                (LORA_ON_DEVICE, stats.num_on_device),
+                (LORA_DISK_LOADS, stats.num_host_loads),
+                (LORA_DEVICE_LOADS, stats.num_device_loads),
+            ):
+                gauge.labels(*self._labels).set(value)
         return True

@@ -28,6 +28,7 @@ from penstock.runner.load import settle
 from penstock.runner.profile import ProfiledRunner
 from penstock.serving.child import STANDBY
 from penstock.serving.control import EngineControl, EngineOrder
+from penstock.serving.engine_adapters import EngineAdapters
 from penstock.serving.launch import (
     EXIT_BAD_MODEL,
     EXIT_DEVICE_FAILED,
@@ -108,6 +109,8 @@ def main() -> None:
         core = build_core(
             with_max_model_len(launch.spec, settings.max_model_len), settings, server.wake, metrics.step
         )
+        adapters = EngineAdapters(server, control)
+        adapters.load_all(core, launch.adapters)
     except DeviceFailed as error:  # a restart may help
         log.error("%s", error.message)
         sys.exit(EXIT_DEVICE_FAILED)
@@ -120,6 +123,7 @@ def main() -> None:
         signal.signal(signal.SIGUSR2, lambda *_: profiled.profile_again())
     if control is not None:
         control.on_order = partial(follow_order, server, control)
+        control.on_adapter = adapters.follow
     if loaded_revision(launch.spec, published) != revision:
         revision = ""  # files changed while they were read: which were loaded is not known
     gc.collect()

@@ -12,7 +12,7 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ModelConfig, ServerConfig
 from penstock.serving.child import Child
 from penstock.serving.control import Link
-from penstock.serving.launch import EngineAddress, EngineLaunch, EngineState, Parent
+from penstock.serving.launch import AdapterLaunch, EngineAddress, EngineLaunch, EngineState, Parent
 from penstock.serving.placement import Placement
 from penstock.wire.liveness import HangLimits, LivenessWatch
 from penstock.wire.status import EngineSleep, StatusReader, create_status_page
@@ -39,6 +39,7 @@ class ManagedEngine:
         self.started_s = time.monotonic()
         self.is_launched = False  # the process has its configuration
         self.is_ready = False  # it serves, and every API process is connected to it
+        self.launch: EngineLaunch | None = None  # what the next process reads when it starts
         self.failure = ""  # why it could not load the model
         self.link: Link | None = None
         self.device = (
@@ -77,26 +78,31 @@ class ManagedEngine:
         kv_share: float | None,
     ) -> None:
         """Set what the process reads when it starts."""
-        self.child.config = msgspec.json.encode(
-            EngineLaunch(
-                engine=config.engine,
-                spec=spec,
-                address=self.address.socket,
-                log_level=server.log_level,
-                log_format=server.log_format,
-                shared_memory_mb=server.shared_memory_mb,
-                metrics_folder=str(metrics_folder),
-                status_file=self.address.status_file,
-                parent=parent,
-                control=str(control),
-                model=model,
-                kv_share=kv_share,
-                wake_timeout_s=server.wake_timeout_s,
-                index=self.index,
-                devices=self.placement.devices,
-                cpus=self.placement.cpus,
-            )
+        self.launch = EngineLaunch(
+            engine=config.engine,
+            spec=spec,
+            address=self.address.socket,
+            log_level=server.log_level,
+            log_format=server.log_format,
+            shared_memory_mb=server.shared_memory_mb,
+            metrics_folder=str(metrics_folder),
+            status_file=self.address.status_file,
+            parent=parent,
+            control=str(control),
+            model=model,
+            kv_share=kv_share,
+            wake_timeout_s=server.wake_timeout_s,
+            index=self.index,
+            devices=self.placement.devices,
+            cpus=self.placement.cpus,
         )
+        self.child.config = msgspec.json.encode(self.launch)
+
+    def set_adapters(self, adapters: tuple[AdapterLaunch, ...]) -> None:
+        """Set what the next process loads before it serves."""
+        if self.launch is not None:
+            self.launch = msgspec.structs.replace(self.launch, adapters=adapters)
+            self.child.config = msgspec.json.encode(self.launch)
 
     def write_state(self, state: Literal["starting", "running", "restarting"], detail: str) -> None:
         """Tell API processes why the engine can or cannot serve."""

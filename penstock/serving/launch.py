@@ -36,6 +36,20 @@ class Parent(msgspec.Struct, frozen=True):
     folder: str  # the runtime folder
 
 
+class AdapterLaunch(msgspec.Struct, frozen=True):
+    """A LoRA adapter of a model, as engines and API processes learn of it.
+
+    The id is never used again while the server runs: weights that are loaded later under the same name have
+    another. The digest covers the content of the files.
+    """
+
+    id: int
+    name: str
+    folder: str
+    digest: str
+    path: str = ""  # as the operator gave it
+
+
 class EngineLaunch(msgspec.Struct, frozen=True):
     """The configuration of an engine process."""
 
@@ -55,6 +69,7 @@ class EngineLaunch(msgspec.Struct, frozen=True):
     index: int = 0  # of this engine among those of its model
     devices: tuple[str, ...] = ()  # one per tensor-parallel rank; empty: as `engine.device` says
     cpus: tuple[int, ...] = ()  # the cores that this engine may use; empty: all
+    adapters: tuple[AdapterLaunch, ...] = ()  # that it loads before it serves
 
     @property
     def engine_on_device(self) -> EngineConfig:
@@ -85,6 +100,7 @@ class ModelLaunch(msgspec.Struct, frozen=True):
     config: ModelConfig
     spec: ModelSpec
     engines: tuple[EngineAddress, ...]  # at least one; they hold the same weights
+    adapters: tuple[AdapterLaunch, ...] = ()  # that every engine has
 
     @property
     def aliases(self) -> tuple[str, ...]:

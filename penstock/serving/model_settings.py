@@ -12,6 +12,7 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, ModelConfig, ServerConfig, from_mapping
 from penstock.errors import ConfigError
 from penstock.inputs.chat import ModelTemplate
+from penstock.serving.adapters import check_modules
 
 _OWN = frozenset(ModelConfig.__struct_fields__) - {"engine"}  # the other settings are the engine's
 
@@ -29,6 +30,12 @@ def model_config(settings: Mapping[str, Any], server: ServerConfig) -> ModelConf
             "--auto-truncate cuts long texts and --default-chunking embeds them whole; give only one",
             param="default_chunking",
         )
+    if engine.enable_lora and server.any_model_name:
+        raise ConfigError(
+            "--enable-lora and --any-model-name contradict each other: a request for an adapter that is not "
+            "loaded would be answered without it; give only one",
+            param="enable_lora",
+        )
     return config
 
 
@@ -36,6 +43,7 @@ def describe_model(settings: Mapping[str, Any], server: ServerConfig) -> tuple[M
     """A model's configuration, and what its files say about it; downloads them where needed."""
     config = model_config(settings, server)
     spec = describe(config.engine)
+    check_modules(config.engine, spec, config.aliases)
     template = config.chat_template or server.chat_template
     if template is not None:
         _ = ModelTemplate(spec.path, template).template  # raises if it is not valid
@@ -48,5 +56,6 @@ def describe_loaded(
     """The same for a model that an operator loads; the server's own flags hold where the order has none."""
     if refused := sorted(settings.keys() & {"model", "profile", "download_dir"}):
         raise ConfigError(f"settings cannot have {refused[0]}; leave it out", param="settings")
-    shared = {name: value for name, value in defaults.items() if name not in ("model", "served_model_name")}
+    not_shared = ("model", "served_model_name", "lora_modules")
+    shared = {name: value for name, value in defaults.items() if name not in not_shared}
     return describe_model({**shared, **settings, "model": model}, server)

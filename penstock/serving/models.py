@@ -8,13 +8,16 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ModelConfig, ServerConfig
 from penstock.errors import ConfigError
+from penstock.serving.adapters import initial_adapters, own_modules
 from penstock.serving.child import Child
 from penstock.serving.control import Link, ModelTable
 from penstock.serving.engines import ManagedEngine
-from penstock.serving.launch import ModelLaunch
+from penstock.serving.launch import AdapterLaunch, ModelLaunch
 from penstock.serving.placement import Placement
 
 
@@ -39,9 +42,13 @@ class ManagedModel:
             ManagedEngine(index, child, placement, device, server, self.folder)
             for index, (child, placement) in enumerate(engines)
         )
-        self.launch = ModelLaunch(number, config, spec, tuple(each.address for each in self.engines))
+        self._adapter_ids = itertools.count(len(spec.adapters))  # after those of the checkpoint's own
+        adapters = initial_adapters(config.engine, spec, self.next_adapter_id)
+        addresses = tuple(each.address for each in self.engines)
+        self.launch = ModelLaunch(number, config, spec, addresses, adapters)
         self.started_s = time.monotonic()
         self.is_leaving = False  # it is unloaded: its engines are not restarted
+        self.has_been_ready = False  # an engine has served it, with the adapters that it was loaded with
 
     @property
     def number(self) -> int:
@@ -60,6 +67,20 @@ class ManagedModel:
     def last_used_s(self) -> float:
         """When an engine last got or answered a request, or was started."""
         return max(max(each.status.read().last_request_s, each.started_s) for each in self.engines)
+
+    def next_adapter_id(self) -> int:
+        """An id that no other adapter of this model has, or will have."""
+        return next(self._adapter_ids)
+
+    def adapter(self, name: str) -> AdapterLaunch | None:
+        """The adapter that is loaded under this name."""
+        return next((each for each in self.launch.adapters if each.name == name), None)
+
+    def set_adapters(self, adapters: tuple[AdapterLaunch, ...]) -> None:
+        """Have other adapters: in the next table, and in engine processes that start from now on."""
+        self.launch = msgspec.structs.replace(self.launch, adapters=adapters)
+        for engine in self.engines:
+            engine.set_adapters(adapters)
 
     def describe_engine(self, engine: ManagedEngine) -> str:
         """What a message calls one of the engines."""
@@ -94,6 +115,11 @@ class ModelSet:
         if self._models.pop(model.number, None) is not None:
             self.version += 1
 
+    def changed(self) -> int:
+        """A model is another than in the last table. Returns the version of the next one."""
+        self.version += 1
+        return self.version
+
     def engines(self) -> Iterator[tuple[ManagedModel, ManagedEngine]]:
         """Every engine, with its model."""
         return ((model, engine) for model in self for engine in model.engines)
@@ -118,6 +144,18 @@ class ModelSet:
                     f"two models have the name {min(clash)!r}; give one another with served_model_name",
                     param="served_model_name",
                 )
+            if clash := own.intersection(each.name for each in other.launch.adapters):
+                raise ConfigError(
+                    f"an adapter of {other.name} has the name {min(clash)!r}; give the model another with "
+                    "served_model_name",
+                    param="served_model_name",
+                )
+        taken = {name for other in self for name in other.launch.names}
+        if clash := taken.intersection(each.name for each in own_modules(config.engine, spec)):
+            raise ConfigError(
+                f"--lora-modules: a model has the name {min(clash)!r}; give the adapter another",
+                param="lora_modules",
+            )
 
     def table(self) -> ModelTable:
         return ModelTable(self.version, tuple(each.launch for each in self))

@@ -64,7 +64,9 @@ class Orders:
             pending.answer(error=f"model {order.model!r} is not served here", is_client_error=True)
             return
         pending.model = model
-        if order.action == "unload":
+        if order.action in ("load_adapter", "unload_adapter"):
+            self._supervisor.adapters.take(link, order, model)
+        elif order.action == "unload":
             self._begin_unload(pending, model)
         else:
             self._begin_sleep(pending, model)

@@ -24,8 +24,12 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ModelConfig, ServerConfig
 from penstock.errors import ModelLoadError, StartFailed
 from penstock.serving import systemd
+from penstock.serving.adapter_orders import AdapterOrders
 from penstock.serving.child import Child, engine_child, engine_standby
 from penstock.serving.control import (
+    AdapterDone,
+    AdapterLost,
+    AdapterReleased,
     ApiAttached,
     ApiCannotServe,
     ApiConnected,
@@ -62,6 +66,9 @@ ENGINE_EXIT_S = 5.0
 REASON_S = 0.5  # for the last message of an engine
 IDLE_POLL_S, BUSY_POLL_S = 0.5, 0.05
 KV_SHARE = 0.8  # of the memory that is free when an engine starts, for the KV caches of all models
+
+
+ApiReport = ApiServes | ApiConnected | ApiCannotServe | TableApplied | AdapterReleased
 
 
 class ApiProcess:
@@ -125,6 +132,7 @@ class Supervisor:
             self._apis = [self._api_process() for _ in range(server.api_server_count)]
             self.sleepers = Sleepers(self.models, server)
             self.orders = Orders(self, describe, self._wake)
+            self.adapters = AdapterOrders(self, self._wake)
             undo.pop_all()
 
     def _wake(self) -> None:
@@ -217,6 +225,7 @@ class Supervisor:
                 model=model.number,
                 kv_share=self._kv_share([model, *(each for each, _ in sharing)]),
             )
+            engine.set_adapters(model.launch.adapters)
             engine.child.start()
             engine.is_launched = True
 
@@ -261,6 +270,7 @@ class Supervisor:
                 self._check_processes()
                 self._check_hangs()
                 self.orders.advance()
+                self.adapters.advance()
                 self.sleepers.apply(time.monotonic())
                 systemd.notify_alive()
         finally:
@@ -273,7 +283,9 @@ class Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     def _poll_s(self) -> float:
-        is_quiet = all(each.is_ready for each in self.models) and not self.orders.pending
+        is_quiet = all(each.is_ready for each in self.models) and not (
+            self.orders.pending or self.adapters.pending
+        )
         return IDLE_POLL_S if is_quiet else BUSY_POLL_S
 
     def _stop_engines(self, timeout_s: float) -> None:
@@ -296,7 +308,7 @@ class Supervisor:
                 if api.child.process is not None and api.child.process.pid == message.pid:
                     api.attach(link, message.pid)
                     link.send(self.models.table())
-        elif isinstance(message, ApiServes | ApiConnected | ApiCannotServe | TableApplied):
+        elif isinstance(message, ApiServes | ApiConnected | ApiCannotServe | TableApplied | AdapterReleased):
             for api in self._apis:
                 if api.link is link:
                     self._handle_report(api, message)
@@ -305,6 +317,10 @@ class Supervisor:
         elif isinstance(message, EngineAttached | EngineFailed):
             if (model := self.models.get(message.model)) is not None:
                 self._handle_engine(model.engines[message.index], link, message)
+        elif isinstance(message, AdapterDone):
+            self.adapters.done(link, message)
+        elif isinstance(message, AdapterLost):
+            self._handle_lost_adapter(message)
         elif isinstance(message, OrderDone):
             self.sleepers.order_done(link, message)
         elif isinstance(message, RoomWanted):
@@ -312,15 +328,21 @@ class Supervisor:
         else:
             self._handle_closed(link)
 
-    def _handle_report(
-        self, api: ApiProcess, message: ApiServes | ApiConnected | ApiCannotServe | TableApplied
-    ) -> None:
+    def _handle_lost_adapter(self, message: AdapterLost) -> None:
+        if (model := self.models.get(message.model)) is not None:
+            reason = self.adapters.lost(model, message)
+            if reason is not None:
+                self._on_unloadable(model, reason)
+
+    def _handle_report(self, api: ApiProcess, message: ApiReport) -> None:
         if isinstance(message, ApiServes):
             api.serving_pid = api.attached_pid
         elif isinstance(message, ApiConnected):
             api.connected[message.model, message.index] = message.engine_pid
         elif isinstance(message, TableApplied):
             api.table_version = message.version
+        elif isinstance(message, AdapterReleased):
+            self.adapters.released(api, message.model, message.adapter)
         elif (model := self.models.get(message.model)) is None:
             return
         elif _has_ever_served(model) and not self.orders.loads(model):  # other models go on
@@ -341,6 +363,7 @@ class Supervisor:
         for api in self._apis:
             if api.link is link:
                 api.link = None
+                self.adapters.api_closed(api)
         if (found := self.models.engine_of(link)) is not None:
             found[1].link = None
         self.sleepers.closed(link)
@@ -369,7 +392,7 @@ class Supervisor:
             child.start()
 
     def _on_engine_ready(self, model: ManagedModel, engine: ManagedEngine) -> None:
-        engine.is_ready = True
+        engine.is_ready = model.has_been_ready = True
         engine.write_state("running", "the engine is running")
         if self._has_been_ready:
             if engine.child.num_restarts:
@@ -415,6 +438,7 @@ class Supervisor:
         if code == EXIT_BAD_MODEL:
             self._await_reason(engine)
         self.sleepers.engine_exited(engine)
+        self.adapters.engine_exited(model, engine)
         try:
             _check_start(engine.child, "engine", code, exited)
         except (ModelLoadError, StartFailed) as error:

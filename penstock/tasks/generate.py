@@ -85,6 +85,7 @@ class Generate:
     logprobs: int | None = None
     echo: bool = False
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS  # None: as many as fit
+    adapter: int = -1  # id of a LoRA adapter; -1: none
 
     async def prepare(
         self, model: TextModel, request_id: str, scheduling: Scheduling = DEFAULT_SCHEDULING
@@ -109,6 +110,7 @@ class Generate:
             client=scheduling.client,
             weight=scheduling.weight,
             is_background=scheduling.is_background,
+            adapter=self.adapter,
         )
         return inputs.job(request_id, rows, self.fields, options)
 

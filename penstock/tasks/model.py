@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import cached_property
+
+import msgspec
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.inputs.batcher import BatchTokenizer
@@ -31,6 +34,17 @@ class TextModel:
     def generation(self) -> GenerationInputs:
         """Prompts and sampling parameters; `NotPossible` if the model does not generate."""
         return GenerationInputs(self.spec, self.tokenizer, self._chat_template)
+
+    @cached_property
+    def with_lora(self) -> TextModel:
+        """The same for requests with a LoRA adapter, which need none of the checkpoint's own."""
+        if not self.spec.requires_adapter:
+            return self
+        other = copy(self)
+        other.spec = msgspec.structs.replace(self.spec, requires_adapter=False)
+        other.processor = copy(self.processor)
+        other.processor.spec = other.spec
+        return other
 
     def close(self) -> None:
         self.batcher.close()

@@ -61,7 +61,8 @@ class Penstock:
     def __init__(self, described: DescribedModel) -> None:
         local = described.load()
         self._recorder = RecordingEngine(local.engine)
-        recorded = LocalModel(local.spec, local.settings, local.text, cast(LocalEngine, self._recorder))
+        recorder = cast(LocalEngine, self._recorder)
+        recorded = LocalModel(local.spec, local.settings, local.text, recorder, local.adapters)
         self._engine = Engine.over(recorded)
 
     def __enter__(self) -> Penstock:

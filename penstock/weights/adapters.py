@@ -3,24 +3,53 @@ returned.
 
 torch's parametrisation stores them next to the weights they change: a weight `x.weight` is stored as
 `x.parametrizations.weight.original`, with `….0.lora_A` and `….0.lora_B` for all adapters at once. PEFT stores
-each adapter in a file of its own, as `base_model.model.x.lora_A.weight` and `….lora_B.weight`.
+each adapter in a folder of its own, as `base_model.model.x.lora_A.weight` and `….lora_B.weight`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from penstock.checkpoint.adapters import PeftAdapter
+from penstock.checkpoint.adapters import PREFIX, LoraSpec, match_modules
 from penstock.errors import ModelLoadError
-from penstock.weights.stream import DummySource, WeightSource
+from penstock.weights.stream import WeightSource
 
-_LAYERS = "layers."  # PEFT's names and the checkpoint's agree from here on
+
+class PartWeights(NamedTuple):
+    """What an adapter does to one layer, in host memory."""
+
+    down: Tensor | None = None  # [rank, inputs]
+    up: Tensor | None = None  # [outputs, rank], with the scale
+    gain: Tensor | None = None  # fp32 [outputs], of DoRA: what the layer's own output is multiplied by
+    shift: Tensor | None = None  # fp32 [outputs], what is added to it then
+    weight: Tensor | None = None  # [outputs, inputs], instead of the layer's
+    bias: Tensor | None = None  # [outputs], beside it
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.down is None else len(self.down)
+
+
+class TableWeights(NamedTuple):
+    """What an adapter does to an embedding table, in host memory."""
+
+    down: Tensor | None = None  # [table rows, rank]
+    up: Tensor | None = None  # [width, rank], with the scale
+    indices: Tensor | None = None  # int64 [replaced]: rows that are replaced
+    rows: Tensor | None = None  # [replaced, width]
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.up is None else self.up.shape[1]
+
+
+ModuleWeights = dict[str, PartWeights | TableWeights]  # an adapter, by the names of the model's modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,63 +127,32 @@ def _part_name(name: str, part: str) -> str:
     return f"{owner}.parametrizations.{parameter}.{part}"
 
 
-class PeftAdapters:
-    """All adapters of a checkpoint that PEFT saved."""
+def read_lora_file(spec: LoraSpec) -> dict[str, Tensor]:
+    """The tensors of an adapter by their names below PEFT's prefix."""
+    try:
+        tensors = load_file(spec.file)
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{spec.file} cannot be read: {error}", param="lora_path") from None
+    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
 
-    def __init__(self, adapters: Sequence[PeftAdapter], weights: WeightSource) -> None:
-        """`weights` are those that the adapters change; adapters of random ones are random too."""
-        self.adapters = tuple(adapters)
-        self.rank = max(adapter.rank for adapter in adapters)
-        self._random = weights if isinstance(weights, DummySource) else None
-        self._tensors = [{} if self._random else _read_file(adapter) for adapter in adapters]
 
-    def has(self, module: str) -> bool:
-        """Whether an adapter changes this module's weight."""
-        return any(module.rpartition(".")[2] in adapter.targets for adapter in self.adapters)
-
-    def read(self, module: str, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
-        """[adapters, outputs, rank] and [adapters, rank, inputs]; the change is their product. Adapters of a
-        lower rank, and those that do not change this module, are filled with zeros."""
-        up = torch.zeros((len(self.adapters), outputs, self.rank))
-        down = torch.zeros((len(self.adapters), self.rank, inputs))
-        for number, adapter in enumerate(self.adapters):
-            if module.rpartition(".")[2] in adapter.targets:
-                down[number, : adapter.rank] = self._take(number, module, "lora_A", (adapter.rank, inputs))
-                up[number, :, : adapter.rank] = self._take(number, module, "lora_B", (outputs, adapter.rank))
-                up[number] *= adapter.scale
-        return up, down
-
-    def check_all_read(self) -> None:
-        for adapter, tensors in zip(self.adapters, self._tensors, strict=True):
-            if tensors:
-                raise ModelLoadError(
-                    f"{adapter.file} has {len(tensors)} tensors that this model does not use: "
-                    f"{', '.join(sorted(tensors)[:4])}",
-                    param="model",
-                )
-
-    def _take(self, number: int, module: str, part: str, shape: tuple[int, int]) -> Tensor:
-        if self._random is not None:
-            return self._random.read(part, shape).float().cpu()
-        name = f"{module[module.index(_LAYERS) :]}.{part}.weight"
-        adapter = self.adapters[number]
-        tensor = self._tensors[number].pop(name, None)
-        if tensor is None or tensor.shape != shape:
-            found = "none" if tensor is None else f"one of shape {list(tensor.shape)}"
-            raise ModelLoadError(
-                f"{adapter.file} needs a tensor {name!r} of shape {list(shape)}; it has {found}",
-                param="model",
-            )
-        return tensor.float()
+def low_rank_pair(spec: LoraSpec, module: str, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """A [rank, inputs] and scale · B [outputs, rank] of a module, fp32."""
+    down, up = tensors[f"{module}.lora_A.weight"], tensors[f"{module}.lora_B.weight"]
+    return down.float(), up.float() * spec.targets[module].scale
 
 
 class PeftMergedSource(WeightSource):
-    """A checkpoint with one adapter merged into its weights."""
+    """A checkpoint with one adapter merged into the weights of its layers."""
 
-    def __init__(self, inner: WeightSource, adapter: PeftAdapters) -> None:
+    def __init__(self, inner: WeightSource, spec: LoraSpec) -> None:
         super().__init__(inner.dtype, inner.device)
+        if spec.saved or spec.tokens or any(target.is_dora for target in spec.targets.values()):
+            raise ModelLoadError(f"{spec.file} cannot be merged: it changes more than products of layers")
         self._inner = inner
-        self._adapter = adapter
+        self._spec = spec
+        self._tensors = read_lora_file(spec)
+        self._left = set(spec.targets)
 
     def has(self, name: str) -> bool:
         return self._inner.has(name)
@@ -165,23 +163,25 @@ class PeftMergedSource(WeightSource):
     def read(self, name: str, shape: Sequence[int]) -> Tensor:
         weight = self._inner.read(name, shape)
         module, _, kind = name.rpartition(".")
-        if kind != "weight" or _LAYERS not in module or not self._adapter.has(module):
+        if kind != "weight" or not (found := match_modules([module], self._spec.targets)):
             return weight
-        up, down = self._adapter.read(module, *shape)
-        return weight.float() + (up[0] @ down[0]).to(weight.device)
+        (target,) = found.values()
+        down, up = low_rank_pair(self._spec, target, self._tensors)
+        if (len(up), down.shape[1]) != tuple(shape):
+            raise ModelLoadError(
+                f"{self._spec.file} changes {target} by a matrix of {len(up)} × {down.shape[1]}; the model's "
+                f"has {' × '.join(map(str, shape))}"
+            )
+        self._left.discard(target)
+        return weight.float() + (up @ down).to(weight.device)
 
     def prefix_of(self, *names: str) -> str:
         return self._inner.prefix_of(*names)
 
     def check_all_read(self, ignored_tensors: Iterable[str]) -> list[str]:
-        self._adapter.check_all_read()
+        if self._left:
+            raise ModelLoadError(
+                f"{self._spec.file} changes {len(self._left)} modules that this model does not have: "
+                f"{', '.join(sorted(self._left)[:4])}"
+            )
         return self._inner.check_all_read(ignored_tensors)
-
-
-def _read_file(adapter: PeftAdapter) -> dict[str, Tensor]:
-    """The tensors of an adapter by names from `layers.` on; others under their own names."""
-    try:
-        tensors = load_file(adapter.file)
-    except (SafetensorError, OSError) as error:
-        raise ModelLoadError(f"{adapter.file} cannot be read: {error}", param="model") from None
-    return {name[max(name.find(_LAYERS), 0) :]: tensor for name, tensor in tensors.items()}

@@ -98,6 +98,7 @@ class EngineServer:
         self.observe_sleep: Callable[[SleepReport], None] = lambda report: None
         self._sleep_commands: deque[Command] = deque()
         self._ends: list[Callable[[], None]] = []  # of sleeps and wakes, to be reported
+        self._calls: deque[Callable[[EngineCore], None]] = deque()  # appended on any thread
 
     def sleep(self, level: int | None, done: Done) -> None:
         """Finish everything in flight, then free the model's memory; callable from any thread.
@@ -116,6 +117,11 @@ class EngineServer:
     def _after_status(self, done: Done) -> Done:
         """Report an end only when the status page shows it too."""
         return lambda reason: self._ends.append(partial(done, reason))
+
+    def call(self, work: Callable[[EngineCore], None]) -> None:
+        """Have the engine's thread do something short between two steps; callable from any thread."""
+        self._calls.append(work)
+        self.wake()
 
     def wake(self) -> None:
         """Wake the thread; callable from any thread and from a signal handler."""
@@ -147,6 +153,8 @@ class EngineServer:
             readable = dict(self._poller.poll(self._poll_timeout_ms(metrics_are_current)))
             if self._wake_receiver.fileno() in readable:
                 self._drain_wakeups()
+            while self._calls:
+                self._calls.popleft()(core)
             if self._clients.fileno() in readable or self._clients.must_ask:
                 self._drop_exited_clients()
             self._send_outcomes(self._receive())
@@ -202,6 +210,7 @@ class EngineServer:
         if self._status is not None and (now_s >= self._publish_at_s or waits is not self._published_waits):
             self._publish_at_s, self._published_waits = now_s + self.STATUS_INTERVAL_S, waits
             backlog, prompts = core.backlog, core.prompt_backlog
+            adapters = core.adapter_stats
             self._status.publish(
                 EngineStatus(
                     pid=self._ready.pid,
@@ -219,6 +228,10 @@ class EngineServer:
                     state=self._sleep.state,
                     last_request_s=self._last_request_s,
                     device_bytes=self._sleep.device_bytes,
+                    adapters_on_host=adapters.num_on_host,
+                    adapters_on_device=adapters.num_on_device,
+                    adapter_host_loads=adapters.num_host_loads,
+                    adapter_device_loads=adapters.num_device_loads,
                 )
             )
 

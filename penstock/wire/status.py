@@ -40,6 +40,10 @@ class EngineStatus(NamedTuple):  # one is made in every turn of the engine's loo
     state: int = EngineSleep.AWAKE  # an `EngineSleep`
     last_request_s: float = 0.0  # when a request last arrived or was answered; at first, when serving began
     device_bytes: int = 0  # of memory that the model takes while it is awake, and that a sleep frees
+    adapters_on_host: int = 0  # LoRA adapters in host memory
+    adapters_on_device: int = 0
+    adapter_host_loads: int = 0  # times that one was read from its files, since the engine started
+    adapter_device_loads: int = 0  # times that one was copied to the device
 
     @property
     def sleep_state(self) -> EngineSleep:
@@ -156,6 +160,7 @@ class GroupStatus(StatusPage):
 _SUMMED = (
     *("queued_tokens", "queued_rows", "queued_large_tokens", "queued_prompt_tokens", "device_bytes"),
     *("small_weight", "large_weight", "prompt_weight"),
+    *("adapters_on_host", "adapters_on_device", "adapter_host_loads", "adapter_device_loads"),
 )
 _RATES = ("tokens_per_s", "prompt_tokens_per_s")
 _MOST_AWAKE_FIRST = (

@@ -252,7 +252,11 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
 def test_without_a_name_a_key_gets_the_first_of_its_models() -> None:
     models: Any = {
         name: SimpleNamespace(
-            spec=SimpleNamespace(name=name, prompts={}), auto_truncate=None, default_chunking=None
+            spec=SimpleNamespace(name=name, prompts={}),
+            auto_truncate=None,
+            default_chunking=None,
+            adapter=None,
+            adapters={},
         )
         for name in ("first", "second", "third")
     }

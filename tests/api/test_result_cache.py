@@ -298,6 +298,7 @@ def test_a_cancelled_request_keeps_nothing(folder: Path) -> None:
     class Model:
         engine: Any = Stuck()
         spec: Any = type("Spec", (), {"name": "model"})
+        adapter: Any = None
 
     class User:
         cache_control = CacheControl.DEFAULT

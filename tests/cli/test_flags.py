@@ -103,8 +103,8 @@ def test_help_of_serve_groups_all_flags() -> None:
     shown = help_text(["serve"])
     titles = re.findall(r"^(\w[\w ]*):$", shown, re.MULTILINE)
     assert titles == [
-        *("Arguments", "Options", "Model", "Server", "Scheduling", "Memory", "Generation", "Observability"),
-        "Ray",
+        *("Arguments", "Options", "Model", "Server", "Scheduling", "Memory", "LoRA adapters", "Generation"),
+        *("Observability", "Ray"),
     ]
     alone = shown.split("Options:")[1].split("Model:")[0]
     assert alone.split() == ["--help", "Show", "this", "message", "and", "exit."]

@@ -53,7 +53,7 @@ def local_model(
 ) -> LocalModel:
     spec = text_spec(folder, **changes)
     text = TextModel(spec, chat_template=chat_template)
-    return LocalModel(spec, cast(Any, None), text, cast(Any, engine))
+    return LocalModel(spec, cast(Any, None), text, cast(Any, engine), cast(Any, None))
 
 
 def tail(folder: Path, prompt: str) -> str:

@@ -105,6 +105,7 @@ class InferenceRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         str, Refused("this answer is a list of numbers; /v1/embeddings has base64", accepts=(None, "float"))
     ] = "float"
     model: str | None = None
+    adapter: str | None = None
     priority: int = 0
     timeout: float | None = None
     request_id: str | None = None
@@ -147,7 +148,7 @@ async def inference_of_task(call: Call, body: InferenceRequest) -> Reply | Strea
 
 async def _run(call: Call, body: InferenceRequest, named: str | None) -> Reply | Streamed:
     model = call.model(body, may_truncate=False)
-    body.model = model.spec.name  # without the prompt that it may have named
+    body.model = model.full_name  # without the prompt that it may have named
     task = _task(body, model, named)
     _check_parameters(body.parameters, task)
     if task == RANKING:
@@ -384,6 +385,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     parameters: GenerateParameters | None = None
     stream: bool | None = None
     model: str | None = None
+    adapter: str | None = None
     priority: int = 0
     timeout: float | None = None
     request_id: str | None = None

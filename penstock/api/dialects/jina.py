@@ -197,7 +197,7 @@ async def jina_rerank(call: Call, body: JinaRerankRequest) -> Reply:
     result = await run_ranking(call, body, model)
     began = time.monotonic()
     rows = ranked_rows(body, result.value, documents)
-    reply = json_reply({"model": model.spec.name, "object": "list", "usage": result.usage, "results": rows})
+    reply = json_reply({"model": model.name, "object": "list", "usage": result.usage, "results": rows})
     record_phases(call, began)
     return reply
 

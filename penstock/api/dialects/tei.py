@@ -42,6 +42,7 @@ class TeiFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Scheduling fields. TEI has none, but they mean the same on every route."""
 
     model: str | None = None
+    adapter: str | None = None
     priority: int = 0
     timeout: float | None = None
     request_id: str | None = None
@@ -346,7 +347,7 @@ async def _instance(call: Call, model: ServedModel, instance: dict[str, Any]) ->
     except msgspec.ValidationError as error:
         raise MalformedBody(f"an instance is no {kind.__name__}: {error}", param="instances") from None
     if getattr(given, "model", None) is None:
-        given.model = model.spec.name
+        given.model = model.full_name
     reply: Reply = await handler(call, given)
     return reply
 

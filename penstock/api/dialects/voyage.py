@@ -160,7 +160,7 @@ async def _embed(
 def _reply(call: Call, body: VoyageFields, result: Result[Any], usage: dict[str, int]) -> Reply:
     began = time.monotonic()
     data = _items(body.encode(list(result.value)))
-    reply = json_reply({"object": "list", "data": data, "model": result.model.spec.name, "usage": usage})
+    reply = json_reply({"object": "list", "data": data, "model": result.model.name, "usage": usage})
     record_phases(call, began)
     return reply
 
@@ -230,7 +230,7 @@ def _documents_reply(
             item["text"] = part
     data = [{"object": "list", "data": each, "index": index} for index, each in enumerate(documents)]
     usage = {"total_tokens": result.request.num_tokens}
-    reply = json_reply({"object": "list", "data": data, "model": result.model.spec.name, "usage": usage})
+    reply = json_reply({"object": "list", "data": data, "model": result.model.name, "usage": usage})
     record_phases(call, began)
     return reply
 
@@ -249,7 +249,7 @@ async def voyage_rerank(call: Call, body: VoyageRerankRequest) -> Reply:
         row = {"relevance_score": scores[index], "index": index}
         data.append({**row, "document": body.documents[index]} if body.return_documents else row)
     usage = {"total_tokens": result.request.num_tokens}
-    reply = json_reply({"object": "list", "data": data, "model": result.model.spec.name, "usage": usage})
+    reply = json_reply({"object": "list", "data": data, "model": result.model.name, "usage": usage})
     record_phases(call, began)
     return reply
 

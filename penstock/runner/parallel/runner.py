@@ -17,9 +17,11 @@ from penstock.errors import DeviceFailed
 from penstock.kvcache.store import KVCache
 from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
+from penstock.layers.lora import StepAdapters
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
 from penstock.runner.generator import GeneratedTensors, Generator, SampleTensors
+from penstock.runner.inputs import AdapterPlan
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.parallel.group import RankGroup
 from penstock.runner.parallel.plans import encode_step
@@ -42,9 +44,15 @@ class ParallelGenerator(Generator):
         super().__init__(head, slots, group.device)
         self._group = group
 
-    def __call__(self, hidden: Tensor, sample: SamplePlan, tensors: SampleTensors) -> GeneratedTensors:
+    def __call__(
+        self,
+        hidden: Tensor,
+        sample: SamplePlan,
+        tensors: SampleTensors,
+        adapters: StepAdapters | None = None,
+    ) -> GeneratedTensors:
         try:
-            return super().__call__(hidden, sample, tensors)
+            return super().__call__(hidden, sample, tensors, adapters)
         except _OwnFailure as failure:
             if tensors.prompts is None:
                 raise
@@ -77,22 +85,23 @@ class ParallelRunner(ModelRunner):
         self._is_together = False  # other ranks compute the step that runs here
         self.background = None  # all ranks compute steps in the same order
 
-    def forward(self, plan: PoolPlan) -> list[Tensor]:
+    def forward(self, plan: PoolPlan, adapters: AdapterPlan | None = None) -> list[Tensor]:
+        """Adapters are refused when the engine is configured: ranks have none."""
         with self._whole_steps():
             if self.runs_model(plan):
                 self._send(plan)
-            return super().forward(plan)
+            return super().forward(plan, adapters)
 
     def _hidden(self, batch: Batch) -> Tensor:
         hidden = super()._hidden(batch)
         self._is_together = batch.is_generation  # then the logits are computed together, too
         return hidden
 
-    def generate(self, plan: GeneratePlan) -> GeneratedTensors:
+    def generate(self, plan: GeneratePlan, adapters: AdapterPlan | None = None) -> GeneratedTensors:
         plan = self._with_slots_updated(plan)
         with self._whole_steps():
             self._send(plan)
-            generated = super().generate(plan)
+            generated = super().generate(plan, adapters)
             self._is_together = False
             return generated
 

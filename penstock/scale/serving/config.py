@@ -152,6 +152,7 @@ REFUSED = {
         ),
         "files and batches are kept on the disk of one machine",
     ),
+    "lora_root": "engine replicas take no LoRA adapters",
     "engine_hang_timeout_s": "Ray Serve checks the health of replicas",
     "shared_memory_mb": "Ray carries large results",
 }
@@ -201,6 +202,12 @@ def app_config(
         if config.sleep_after_s:
             raise ConfigError(
                 f"sleep_after cannot be used with Ray: {REFUSED['sleep_after_s']}", param="sleep_after_s"
+            )
+        if config.engine.enable_lora:
+            raise ConfigError(
+                "enable_lora cannot be used with Ray: nobody would tell every replica which adapters are "
+                "loaded; serve the model without --ray, or merge the adapter into it",
+                param="enable_lora",
             )
         _refuse_parallel(config)
         replicas = from_mapping(ReplicaConfig, {**shared, **own})

@@ -131,6 +131,7 @@ class CohereChatRequest(RequestFields, kw_only=True):
         response_format = None if self.response_format is None else self.response_format.common()
         return TextFields(
             model=self.model,
+            adapter=self.adapter,
             stream=self.stream,
             priority=self.priority,
             timeout=self.timeout,

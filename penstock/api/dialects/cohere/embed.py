@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -65,6 +65,7 @@ class EmbedInput(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class CohereEmbedRequest(RequestFields, kw_only=True):
     """Body of `POST /v1/embed` and `/v2/embed`."""
 
+    takes_own_adapter: ClassVar[bool] = True  # `adapter` may name one of the checkpoint's own
     texts: list[str] | None = None
     inputs: list[EmbedInput] | None = None
     images: Annotated[list[str] | None, Refused(_ONLY_TEXTS, accepts=(None, []))] = None
@@ -73,7 +74,6 @@ class CohereEmbedRequest(RequestFields, kw_only=True):
     truncate: Truncate = "END"
     max_tokens: int | None = None
     output_dimension: int | None = None
-    adapter: str | None = None
 
     def all_texts(self) -> list[str]:
         if (self.texts is None) == (self.inputs is None):

@@ -57,7 +57,7 @@ async def maxsim(call: Call, body: MaxsimRequest) -> Reply:
     call.device_s = answer.timings.device_s
     data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(answer.values[:, 0])]
     name = f"maxsim-{body.request_id or comparison.id}"
-    head = {"id": name, "created": int(time.time()), "model": model.spec.name}
+    head = {"id": name, "created": int(time.time()), "model": model.name}
     return json_reply({"object": "list", **head, "data": data})
 
 

@@ -22,6 +22,7 @@ class ZeroShotRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     input: str | list[str]
     labels: list[str]
     model: str | None = None
+    adapter: str | None = None
     multi_label: bool = False
     hypothesis_template: str = DEFAULT_HYPOTHESIS
     truncate_prompt_tokens: int | None = None

@@ -142,7 +142,7 @@ async def ollama_embed(call: Call, body: OllamaEmbedRequest) -> Reply:
     began = time.monotonic()
     reply = json_reply(
         {
-            "model": body.model or model.spec.name,
+            "model": body.model or model.name,
             "embeddings": encode_rows(vectors, "float", OutputDtype.FLOAT32),
             "total_duration": _duration_ns(call),
             "load_duration": 0,
@@ -206,7 +206,7 @@ async def ollama_rerank(call: Call, body: OllamaRerankRequest) -> Reply:
         rows.append({"index": index, **document, "relevance_score": scores[index]})
     reply = json_reply(
         {
-            "model": body.model or result.model.spec.name,
+            "model": body.model or result.model.name,
             "results": rows,
             "total_duration": _duration_ns(call),
             "load_duration": 0,

@@ -181,11 +181,11 @@ async def _answer(
     if source is None:
         model = call.model(fields, may_truncate=False)
         _ = model.text.generation  # refuses a model that does not generate
-        text = _Text(call, body.model or model.spec.name, shape)
+        text = _Text(call, body.model or model.name, shape)
         return json_reply({**text.piece(""), "done": True, "done_reason": "load"})
     task = Generate(source=source, fields=fields, default_max_tokens=None)
     generation = await begin(call, fields, task, kind="ollama")
-    text = _Text(call, body.model or generation.model.spec.name, shape)
+    text = _Text(call, body.model or generation.model.name, shape)
     if body.stream:
         lines = _lines(generation, text)
         return Streamed(await anext(lines), lines, NDJSON)
@@ -270,6 +270,7 @@ def _fields(body: OllamaTextFields) -> TextFields:
     seed = None if given.seed is not None and given.seed < 0 else given.seed
     return TextFields(
         model=body.model,
+        adapter=body.adapter,
         priority=body.priority,
         timeout=body.timeout,
         request_id=body.request_id,

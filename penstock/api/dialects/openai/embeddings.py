@@ -35,7 +35,8 @@ class ModelEntry(msgspec.Struct, kw_only=True):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "penstock"
-    root: str  # its first name; the others are aliases
+    root: str  # its first name; the others are aliases. Of a LoRA adapter: the path that it was loaded from
+    parent: str | None = None  # of a LoRA adapter: the model that it changes
     max_model_len: int
     tasks: list[Task]
     dimensions: int | None  # of its vectors; None: it has none
@@ -74,14 +75,15 @@ async def model(call: Call) -> Reply:
 
 
 def model_entry(name: str, model: ServedModel) -> ModelEntry:
-    spec, text = model.spec, model.text
+    spec, text, adapter = model.spec, model.text, model.adapter
     has_labels = not {Task.CLASSIFY, Task.TOKEN_CLASSIFY}.isdisjoint(spec.tasks)
     reads_pairs = Task.CLASSIFY in spec.tasks and nli_labels(spec.labels) is not None
     late = text.processor.late
     return ModelEntry(
         id=name,
         created=model.created_s,
-        root=spec.name,
+        root=spec.name if adapter is None else adapter.launch.path,
+        parent=None if adapter is None else spec.name,
         max_model_len=spec.max_model_len,
         tasks=list(spec.tasks),
         dimensions=spec.embed_dim,
@@ -89,8 +91,8 @@ def model_entry(name: str, model: ServedModel) -> ModelEntry:
         similarity=spec.similarity,
         prompts=spec.prompts,
         default_prompt_name=spec.default_prompt_name,
-        adapters=list(spec.adapters),
-        requires_adapter=spec.requires_adapter,
+        adapters=[*spec.adapters, *model.adapters] if adapter is None else [],
+        requires_adapter=spec.requires_adapter and adapter is None,
         labels=list(spec.labels) if has_labels else [],
         reads_pairs=reads_pairs,
         zero_shot=reads_pairs or Task.ZERO_SHOT in spec.tasks,

@@ -10,10 +10,12 @@ import orjson
 from penstock import __version__
 from penstock.api.call import Call, Reply
 from penstock.api.routes import RouteSpec
+from penstock.api.state import ServedModel
 from penstock.checkpoint.files import optional_json
 from penstock.config import ServerConfig
 from penstock.errors import BadValue, NotFound
 from penstock.types import Task
+from penstock.wire.status import EngineStatus
 
 _SECRET = (
     "api_keys",
@@ -27,7 +29,7 @@ _SECRET = (
     "ssl_keyfile_password",
     "ssl_ca_certs",
     "uds",
-    "result_cache_redis",
+    "lora_root",
 )
 _PATHS = ("vocab_file", "merges_file", "name_or_path", "tokenizer_file")  # of the machine that made the model
 
@@ -47,6 +49,19 @@ async def load(call: Call) -> Reply:
     return Reply(orjson.dumps({"server_load": call.state.in_flight}))
 
 
+class LoraInfo(msgspec.Struct, kw_only=True):
+    """The LoRA adapters of a model: which are loaded, and where its engines hold them."""
+
+    adapters: list[str]
+    max_loras: int | None  # in one step; null until the engine has started
+    max_lora_rank: int | None
+    max_cpu_loras: int | None  # in host memory
+    on_device: int  # the sum over all engines, as the following
+    in_host_memory: int
+    device_loads: int  # times that one was copied to the device, since the engines started
+    disk_loads: int  # times that one was read from its files
+
+
 class ServedModelInfo(msgspec.Struct, kw_only=True):
     name: str
     architecture: str
@@ -55,6 +70,7 @@ class ServedModelInfo(msgspec.Struct, kw_only=True):
     dimensions: int | None
     labels: list[str]
     tensor_parallel_size: int | None  # null until the engine has started
+    lora: LoraInfo | None  # null: the model takes no LoRA adapters
 
 
 class ServerInfoAnswer(msgspec.Struct, kw_only=True):
@@ -76,12 +92,28 @@ async def server_info(call: Call) -> Reply:
             dimensions=model.spec.embed_dim,
             labels=list(model.spec.labels),
             tensor_parallel_size=getattr(model.engine, "engine_settings", {}).get("tensor_parallel_size"),
+            lora=lora_info(model) if model.takes_adapters else None,
         )
         for model in call.state.models.values()
         if call.may_use(model)
     ]
     answer = ServerInfoAnswer(version=__version__, server_config=shown(call.state.config), models=models)
     return Reply(msgspec.json.encode(answer))
+
+
+def lora_info(model: ServedModel) -> LoraInfo:
+    settings = getattr(model.engine, "engine_settings", {})
+    status = EngineStatus() if model.status is None else model.status.read()
+    return LoraInfo(
+        adapters=list(model.adapters),
+        max_loras=settings.get("max_loras"),
+        max_lora_rank=settings.get("max_lora_rank"),
+        max_cpu_loras=settings.get("max_cpu_loras"),
+        on_device=status.adapters_on_device,
+        in_host_memory=status.adapters_on_host,
+        device_loads=status.adapter_device_loads,
+        disk_loads=status.adapter_host_loads,
+    )
 
 
 def shown(config: ServerConfig) -> dict[str, Any]:

@@ -1,0 +1,64 @@
+"""Where the files of a LoRA adapter are, and which content they have. Free of torch."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from pathlib import Path
+
+from penstock.checkpoint import hub
+from penstock.checkpoint.find import is_hub_id
+from penstock.errors import AdapterNotFound, BadValue, ModelLoadError
+
+CONFIG = "adapter_config.json"
+_FILES = (CONFIG, "adapter_model.safetensors", "adapter_model.bin")
+Marks = tuple[tuple[str, int, int, int], ...]
+
+
+def find_adapter(path: str, root: str | None = None, download_dir: str | None = None) -> Path:
+    """The folder of an adapter: `path`, or the files of this hub id. With `root`, only folders below it are
+    allowed; a relative path starts there."""
+    given = Path(path).expanduser()
+    if root is not None:
+        top = Path(root).resolve()
+        folder = (top / given).resolve()  # follows links, which may lead elsewhere
+        if not folder.is_relative_to(top):
+            raise BadValue(f"the adapter's path {path!r} is not below --lora-root", param="lora_path")
+    else:
+        folder = given
+    if folder.is_dir():
+        if not (folder / CONFIG).is_file():
+            raise AdapterNotFound(f"{path!r} has no {CONFIG}, so it is no LoRA adapter", param="lora_path")
+        return folder.absolute()
+    if root is None and not given.is_absolute() and not given.exists() and is_hub_id(path):
+        return hub.fetch(path, None, download_dir)
+    raise AdapterNotFound(f"there is no folder {path!r} with a LoRA adapter", param="lora_path")
+
+
+def file_marks(folder: str | Path) -> Marks:
+    """What tells one version of the adapter's files from another without reading them."""
+    marks = []
+    for name in _FILES:
+        file = Path(folder, name)
+        if file.is_file():
+            stat = file.stat()
+            marks.append((name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return tuple(marks)
+
+
+def adapter_digest(folder: str | Path) -> str:
+    """A hash of the content of the adapter's files. Reads them, unless it has before; may block."""
+    try:
+        return _digest(str(folder), file_marks(folder))
+    except OSError as error:
+        raise ModelLoadError(f"the adapter in {folder} cannot be read: {error.strerror}") from None
+
+
+@lru_cache(4096)
+def _digest(folder: str, marks: Marks) -> str:
+    whole = hashlib.blake2b(digest_size=16)
+    for name, _, size, _ in marks:
+        whole.update(f"{name}:{size}:".encode())
+        with Path(folder, name).open("rb") as stream:
+            whole.update(hashlib.file_digest(stream, hashlib.blake2b).digest())
+    return whole.hexdigest()

@@ -1,0 +1,355 @@
+"""Low-rank adapters in a batch where each line has its own or none: y += B (A x), two launches a layer.
+
+The lines of a step are ordered by adapter slot, and cut into tiles of lines with the same slot. Order and
+tiles come from the CPU. `shrink` multiplies each tile by its slot's A, for all parts of a fused layer at
+once. `expand_` multiplies the result by B, adds it to the layer's output and applies the activation. Programs
+of tiles that have no adapter, or whose adapter does not change the layer, end at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.activation import ACTIVATION_CODES, activate
+from penstock.kernels.language import bind, cdiv, jit, next_power_of_2, tl
+
+MAX_PARTS = 3  # layers that one product is fused from
+SMALL_TILE, LARGE_TILE = 16, 64  # lines
+LARGE_TILES_FROM = 1024  # lines of a step
+_NO_ACT = -1
+
+
+class LineTiles(NamedTuple):
+    """The lines of a batch by adapter slot, on the device."""
+
+    order: Tensor  # int32 [lines], ordered by slot
+    tiles: Tensor  # int32 [tiles, 3]: begin and end in `order`, and the slot; -1: no adapter
+    tile_lines: int  # of the largest tile: SMALL_TILE or LARGE_TILE
+
+
+class LowRank(NamedTuple):
+    """The adapters on one layer, for all slots."""
+
+    down: Tensor  # A, [slots, parts · max rank, inputs]
+    up: Tensor  # scale · B, [slots, outputs, max rank]
+    ranks: Tensor  # int32 [slots]; 0: the slot's adapter does not change this layer
+    ends: tuple[int, ...]  # where the outputs of each part end
+    gain: Tensor | None = None  # fp32 [slots, outputs]: what the layer's own output is multiplied by
+    shift: Tensor | None = None  # fp32 [slots, outputs]: what is added to it then
+
+
+def tile_lines_for(lines: int) -> int:
+    """The size of a batch's tiles. It follows from the number of lines alone, so a graph can be replayed."""
+    return LARGE_TILE if lines >= LARGE_TILES_FROM else SMALL_TILE
+
+
+def rank_bucket(rank: int) -> int:
+    """The rank that kernels are compiled for, for adapters up to `rank`."""
+    return max(16, next_power_of_2(rank))
+
+
+def apply_reference(
+    y: Tensor, x: Tensor, adapters: LowRank, groups: Sequence[tuple[int, Tensor]], ranks: Sequence[int]
+) -> Tensor:
+    """Change y [lines, outputs], the layer's output for x [lines, inputs], in place. `groups` are the lines
+    of each slot, and `ranks` are those of `adapters`."""
+    max_rank = adapters.up.shape[-1]
+    for slot, lines in groups:
+        if slot < 0 or not ranks[slot]:
+            continue
+        own = y.index_select(0, lines).float()
+        if adapters.gain is not None and adapters.shift is not None:
+            own = own.mul_(adapters.gain[slot]).add_(adapters.shift[slot])
+        inputs, first, rank = x.index_select(0, lines), 0, ranks[slot]
+        for part, end in enumerate(adapters.ends):
+            down = adapters.down[slot, part * max_rank : part * max_rank + rank]
+            own[:, first:end] += (inputs @ down.t()) @ adapters.up[slot, first:end, :rank].t()
+            first = end
+        y.index_copy_(0, lines, own.to(y.dtype))
+    return y
+
+
+@jit(unspecialized=("order", "tiles"))
+def _shrink(
+    x: tl.tensor,  # [lines, K]
+    down: tl.tensor,  # [slots, PARTS · MAX_RANK, K]
+    ranks: tl.tensor,
+    order: tl.tensor,
+    tiles: tl.tensor,
+    out: tl.tensor,  # [lines in `order`, PARTS · RANK]
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,  # of x
+    PARTS: tl.constexpr,
+    RANK: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    across: tl.constexpr = (PARTS * RANK + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    tile = tiles + (program // across) * 3
+    begin, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    rank = tl.load(ranks + tl.maximum(slot, 0))
+    if (slot < 0) | (begin >= end) | (rank == 0):
+        return
+    place = begin + tl.arange(0, TILE)
+    here = place < end
+    line = tl.load(order + place, mask=here, other=0).to(tl.int64)
+    col = (program % across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (col < PARTS * RANK) & (col % RANK < rank)
+    weight = down + slot.to(tl.int64) * (PARTS * MAX_RANK * K)
+    weight += ((col // RANK) * MAX_RANK + col % RANK)[:, None] * K
+    total = tl.zeros((TILE, BLOCK_N), tl.float32)
+    for first in range(0, K, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        within = k < K
+        some = tl.load(
+            x + line[:, None] * STRIDE + k[None, :], mask=here[:, None] & within[None, :], other=0.0
+        )
+        w = tl.load(weight + k[None, :], mask=inside[:, None] & within[None, :], other=0.0)
+        total = tl.dot(some, tl.trans(w), total, input_precision=PRECISION)
+    at = out + place[:, None].to(tl.int64) * (PARTS * RANK) + col[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=here[:, None] & (col < PARTS * RANK)[None, :])
+
+
+@jit(unspecialized=("order", "tiles"))
+def _expand(
+    shrunk: tl.tensor,  # [lines in `order`, PARTS · RANK]
+    up: tl.tensor,  # [slots, N, MAX_RANK]
+    ranks: tl.tensor,
+    order: tl.tensor,
+    tiles: tl.tensor,
+    out: tl.tensor,  # [lines, N], changed in place
+    gain: tl.tensor,  # [slots, N]
+    shift: tl.tensor,  # [slots, N]
+    N: tl.constexpr,
+    STRIDE: tl.constexpr,  # of out
+    PARTS: tl.constexpr,
+    END0: tl.constexpr,  # where the outputs of the first part end
+    END1: tl.constexpr,
+    RANK: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GAIN: tl.constexpr,
+    KIND: tl.constexpr,  # of the activation; -1: none
+    PRECISION: tl.constexpr,
+) -> None:
+    across: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    tile = tiles + (program // across) * 3
+    begin, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    rank = tl.where(slot < 0, 0, tl.load(ranks + tl.maximum(slot, 0)))
+    if begin >= end:
+        return
+    if KIND < 0:  # noqa: SIM102 - a constant and a number of the device
+        if rank == 0:
+            return
+    place = begin + tl.arange(0, TILE)
+    here = place < end
+    line = tl.load(order + place, mask=here, other=0).to(tl.int64)
+    first = (program % across) * BLOCK_N
+    col = first + tl.arange(0, BLOCK_N)
+    at = out + line[:, None] * STRIDE + col[None, :]
+    stored = here[:, None] & (col < N)[None, :]
+    value = tl.load(at, mask=stored, other=0.0).to(tl.float32)
+    if rank > 0:
+        if GAIN:
+            scaled = slot.to(tl.int64) * N + col
+            value *= tl.load(gain + scaled, mask=col < N, other=1.0)[None, :]
+            value += tl.load(shift + scaled, mask=col < N, other=0.0)[None, :]
+        r = tl.arange(0, RANK)
+        weight = up + slot.to(tl.int64) * (N * MAX_RANK) + col[:, None] * MAX_RANK + r[None, :]
+        for part in tl.static_range(PARTS):
+            start = 0 if part == 0 else (END0 if part == 1 else END1)
+            stop = END0 if part == 0 else (END1 if part == 1 else N)
+            if (first < stop) & (first + BLOCK_N > start):  # almost always one part
+                own = (col >= start) & (col < stop)
+                low = tl.load(
+                    shrunk + place[:, None].to(tl.int64) * (PARTS * RANK) + part * RANK + r[None, :],
+                    mask=here[:, None] & (r < rank)[None, :],
+                    other=0.0,
+                )
+                w = tl.load(weight, mask=own[:, None] & (r < rank)[None, :], other=0.0)
+                value = tl.dot(low, tl.trans(w), value, input_precision=PRECISION)
+    if KIND >= 0:
+        value = activate(value, KIND)
+    tl.store(at, value.to(out.dtype.element_ty), mask=stored)
+
+
+@jit(unspecialized=("order", "tiles"))
+def _replace(
+    x: tl.tensor,  # [lines, K]
+    weight: tl.tensor,  # [slots, N, K]
+    bias: tl.tensor,  # [slots, N]
+    flags: tl.tensor,  # int32 [slots]
+    order: tl.tensor,
+    tiles: tl.tensor,
+    out: tl.tensor,  # [lines, N]
+    N: tl.constexpr,
+    K: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    STRIDE: tl.constexpr,  # of out
+    TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    across: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    tile = tiles + (program // across) * 3
+    begin, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    flag = tl.load(flags + tl.maximum(slot, 0))
+    if (slot < 0) | (begin >= end) | (flag == 0):
+        return
+    place = begin + tl.arange(0, TILE)
+    here = place < end
+    line = tl.load(order + place, mask=here, other=0).to(tl.int64)
+    col = (program % across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    wide = slot.to(tl.int64) * N + col
+    total = tl.zeros((TILE, BLOCK_N), tl.float32)
+    for first in range(0, K, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        within = k < K
+        some = tl.load(
+            x + line[:, None] * X_STRIDE + k[None, :], mask=here[:, None] & within[None, :], other=0.0
+        )
+        w = tl.load(
+            weight + wide[:, None] * K + k[None, :], mask=(col < N)[:, None] & within[None, :], other=0.0
+        )
+        total = tl.dot(some, tl.trans(w), total, input_precision=PRECISION)
+    total += tl.load(bias + wide, mask=col < N, other=0.0).to(tl.float32)[None, :]
+    at = out + line[:, None] * STRIDE + col[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=here[:, None] & (col < N)[None, :])
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+@lru_cache(maxsize=1024)
+def _bound_shrink(
+    inputs: int, stride: int, parts: int, rank: int, max_rank: int, tile: int, dtype: torch.dtype
+) -> tuple[Callable[..., Any], int]:
+    """The kernel with its constants, and its programs for each tile."""
+    block = min(next_power_of_2(parts * rank), 128 if tile == LARGE_TILE else 64)
+    launch = bind(
+        _shrink,
+        K=inputs,
+        STRIDE=stride,
+        PARTS=parts,
+        RANK=rank,
+        MAX_RANK=max_rank,
+        TILE=tile,
+        BLOCK_N=block,
+        BLOCK_K=64 if tile == LARGE_TILE else 128,
+        PRECISION=_precision(dtype),
+        num_warps=4,
+    )
+    return launch, cdiv(parts * rank, block)
+
+
+@lru_cache(maxsize=1024)
+def _bound_expand(
+    ends: tuple[int, ...],
+    stride: int,
+    rank: int,
+    max_rank: int,
+    tile: int,
+    gain: bool,
+    act: str | None,
+    dtype: torch.dtype,
+) -> tuple[Callable[..., Any], int]:
+    outputs, parts = ends[-1], len(ends)
+    block = min(max(16, next_power_of_2(outputs)), 128)
+    launch = bind(
+        _expand,
+        (0, 1, 2, 3, 4, 5, 6 if gain else 5, 7 if gain else 5),
+        N=outputs,
+        STRIDE=stride,
+        PARTS=parts,
+        END0=ends[0],
+        END1=ends[min(1, parts - 1)],
+        RANK=rank,
+        MAX_RANK=max_rank,
+        TILE=tile,
+        BLOCK_N=block,
+        GAIN=gain,
+        KIND=_NO_ACT if act is None else ACTIVATION_CODES[act],
+        PRECISION=_precision(dtype),
+        num_warps=4,
+    )
+    return launch, cdiv(outputs, block)
+
+
+@lru_cache(maxsize=256)
+def _bound_replace(
+    inputs: int, outputs: int, x_stride: int, stride: int, tile: int, dtype: torch.dtype
+) -> tuple[Callable[..., Any], int]:
+    block = min(max(16, next_power_of_2(outputs)), 64)
+    launch = bind(
+        _replace,
+        N=outputs,
+        K=inputs,
+        X_STRIDE=x_stride,
+        STRIDE=stride,
+        TILE=tile,
+        BLOCK_N=block,
+        BLOCK_K=64,
+        PRECISION=_precision(dtype),
+        num_warps=4,
+    )
+    return launch, cdiv(outputs, block)
+
+
+def shrink(x: Tensor, adapters: LowRank, lines: LineTiles, rank: int) -> Tensor:
+    """A x of each line, [lines in their order, parts · rank]. `rank` is a bucket that no slot exceeds."""
+    parts, max_rank = len(adapters.ends), adapters.up.shape[-1]
+    rank = min(rank, max_rank)
+    out = x.new_empty((len(lines.order), parts * rank))
+    launch, across = _bound_shrink(x.shape[1], x.stride(0), parts, rank, max_rank, lines.tile_lines, x.dtype)
+    launch(len(lines.tiles) * across, x, adapters.down, adapters.ranks, lines.order, lines.tiles, out)
+    return out
+
+
+def expand_(y: Tensor, shrunk: Tensor, adapters: LowRank, lines: LineTiles, act: str | None = None) -> Tensor:
+    """Add B times each line's row of `shrunk` to y [lines, outputs] and apply the activation, in place."""
+    parts, gain, shift = len(adapters.ends), adapters.gain, adapters.shift
+    launch, across = _bound_expand(
+        adapters.ends,
+        y.stride(0),
+        shrunk.shape[1] // parts,
+        adapters.up.shape[-1],
+        lines.tile_lines,
+        gain is not None,
+        act,
+        y.dtype,
+    )
+    scaled = () if gain is None or shift is None else (gain, shift)
+    launch(
+        len(lines.tiles) * across,
+        shrunk,
+        adapters.up,
+        adapters.ranks,
+        lines.order,
+        lines.tiles,
+        y,
+        *scaled,
+    )
+    return y
+
+
+def replace_(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor, flags: Tensor, lines: LineTiles) -> Tensor:
+    """Overwrite the lines of y whose slot has a whole weight of its own: weight [slots, outputs, inputs],
+    bias [slots, outputs], flags int32 [slots]."""
+    _, outputs, inputs = weight.shape
+    launch, across = _bound_replace(inputs, outputs, x.stride(0), y.stride(0), lines.tile_lines, y.dtype)
+    launch(len(lines.tiles) * across, x, weight, bias, flags, lines.order, lines.tiles, y)
+    return y

@@ -1,0 +1,56 @@
+"""Which lines of a batch have which adapter slot, ordered and cut into tiles: every integer that kernels
+need, in NumPy."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.kernels.lora import tile_lines_for
+from penstock.types import Ints, cumulative, runs
+
+
+class LinePlan(NamedTuple):
+    """The lines of a batch, ordered by slot. The lines of one run of a slot stay in their order."""
+
+    slots: Ints  # [lines]; -1: no adapter
+    order: Ints  # [lines]
+    tiles: Ints  # [tiles · 3]: begin and end in `order`, and the slot
+    tile_lines: int
+    groups: tuple[tuple[int, int, int], ...]  # slot, begin and end in `order`
+
+    def arrays(self) -> list[Ints]:
+        return [self.slots, self.order, self.tiles]
+
+
+def plan_lines(slots: Ints, lengths: Ints, tile_lines: int | None = None) -> LinePlan:
+    """Plan runs of lines, each with one slot. `tile_lines`: for a batch that is padded to another size."""
+    cu_lengths = cumulative(lengths)
+    size = tile_lines or tile_lines_for(int(cu_lengths[-1]))
+    by_slot = np.argsort(slots, kind="stable")
+    order = runs(cu_lengths[:-1][by_slot], lengths[by_slot])
+    ordered = slots[by_slot]
+    ends = np.cumsum(lengths[by_slot], dtype=np.int32)
+    is_last = np.ones(len(slots), dtype=bool)
+    is_last[:-1] = ordered[1:] != ordered[:-1]
+    group_slots, group_ends = ordered[is_last], ends[is_last]
+    group_begins = np.concatenate([np.zeros(1, dtype=np.int32), group_ends[:-1]])
+    tiles = _tiles(group_slots, group_begins, group_ends, size)
+    groups = zip(group_slots.tolist(), group_begins.tolist(), group_ends.tolist(), strict=True)
+    return LinePlan(np.repeat(slots, lengths), order, tiles, size, tuple(groups))
+
+
+def _tiles(slots: Ints, begins: Ints, ends: Ints, size: int) -> Ints:
+    counts = -(-(ends - begins) // size)
+    first = np.repeat(begins, counts) + size * runs(np.zeros_like(counts), counts)
+    tiles = np.empty((len(first), 3), dtype=np.int32)
+    tiles[:, 0] = first
+    tiles[:, 1] = np.minimum(first + size, np.repeat(ends, counts))
+    tiles[:, 2] = np.repeat(slots, counts)
+    return tiles.reshape(-1)
+
+
+def max_tiles(lines: int, num_slots: int) -> int:
+    """The most tiles that so many lines can need."""
+    return -(-lines // tile_lines_for(lines)) + min(num_slots + 1, lines)

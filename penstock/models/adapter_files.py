@@ -1,0 +1,195 @@
+"""From an adapter's files to the weights of a model's modules, in host memory. Refuses what does not fit."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.adapters import LoraSpec, match_modules
+from penstock.checkpoint.files import first_names
+from penstock.errors import ModelLoadError
+from penstock.layers.lora import AdapterSites
+from penstock.weights.adapters import (
+    ModuleWeights,
+    PartWeights,
+    TableWeights,
+    low_rank_pair,
+    read_lora_file,
+)
+
+log = logging.getLogger("penstock.adapters")
+
+
+def read_adapter(spec: LoraSpec, sites: AdapterSites, dtype: torch.dtype) -> ModuleWeights:
+    """The weights of an adapter by the names of the model's modules."""
+    return _Reader(spec, sites, dtype).read()
+
+
+class _Reader:
+    def __init__(self, spec: LoraSpec, sites: AdapterSites, dtype: torch.dtype) -> None:
+        self.spec = spec
+        self.sites = sites
+        self.dtype = dtype
+        self.places = self._places()
+        self.tensors = read_lora_file(spec)
+
+    def read(self) -> ModuleWeights:
+        found: ModuleWeights = {}
+        for module in self.spec.targets:
+            if (place := self.places.get(module)) is not None:
+                found[place] = (
+                    self._table(module, place) if place in self.sites.tables else self._part(module)
+                )
+        for place, weights in self._saved():
+            found[place] = weights
+        for module, indices in self.spec.tokens.items():
+            if (place := self.places.get(module)) is not None:
+                before = found.get(place, TableWeights())
+                assert isinstance(before, TableWeights)
+                rows = self.tensors[f"{module}.token_adapter.trainable_tokens_delta"]
+                found[place] = self._with_rows(before, place, module, torch.tensor(indices), rows)
+        return found
+
+    def _places(self) -> dict[str, str]:
+        """The model's module that each of the adapter's means, but for those that the model leaves out."""
+        spec, sites = self.spec, self.sites
+        if spec.rank > sites.max_rank:
+            raise _refused(
+                f"the adapter {spec.name!r} has rank {spec.rank}; at most {sites.max_rank} is allowed. Set a "
+                "larger --max-lora-rank"
+            )
+        places = match_modules(spec.modules, sites.names())
+        missing = [module for module in spec.modules if module not in places]
+        fixed = match_modules(missing, sites.fixed)
+        left_out = [name for name in missing if any(mark in f"{name}." for mark in sites.ignored)]
+        left_out = [name for name in left_out if name not in fixed]
+        if left_out:
+            log.info("adapter %r changes parts that are not used: %s", spec.name, first_names(left_out))
+        if refused := [module for module in missing if module not in left_out]:
+            base = f"; it was made for {spec.base_model}" if spec.base_model else ""
+            raise _refused(
+                f"the adapter {spec.name!r} changes modules that this model does not have, or that cannot be "
+                f"adapted: {first_names(refused)}{base}"
+            )
+        if len(set(places.values())) < len(places):
+            raise _refused(f"the adapter {spec.name!r} names a module of the model twice")
+        return places
+
+    def _part(self, module: str) -> PartWeights:
+        place = self.places[module]
+        target = self.spec.targets[module]
+        if target.is_table:
+            raise self._mismatch(module, "an embedding", "a layer")
+        layer, number = self.sites.layers[place]
+        begin = layer.ends[number - 1] if number else 0
+        outputs = layer.ends[number] - begin
+        if (target.outputs, target.inputs) != (outputs, layer.in_features):
+            raise self._mismatch(
+                module, f"{target.outputs} × {target.inputs}", f"{outputs} × {layer.in_features}"
+            )
+        if target.has_base:
+            self._check_base(module, layer.base_rows(number))
+        part = PartWeights(*low_rank_pair(self.spec, module, self.tensors))
+        if target.is_dora:
+            part = layer.with_lengths(number, part, self._magnitude(module))
+        return part._replace(down=self._cast(part.down), up=self._cast(part.up))
+
+    def _magnitude(self, module: str) -> Tensor:
+        name = f"{module}.lora_magnitude_vector"
+        return self.tensors[name] if name in self.tensors else self.tensors[f"{name}.weight"]
+
+    def _check_base(self, module: str, weight: Tensor) -> None:
+        """Refuse a copy of the base model's weight that differs from the model's."""
+        stored = self.tensors[f"{module}.base_layer.weight"]
+        if stored.shape != weight.shape or not torch.equal(
+            stored.to(self.dtype), weight.to(self.dtype).cpu()
+        ):
+            raise _refused(
+                f"the adapter {self.spec.name!r} brings another weight for {module}, of shape "
+                f"{list(stored.shape)}; the model's has shape {list(weight.shape)}"
+            )
+
+    def _table(self, module: str, place: str) -> TableWeights:
+        target, table = self.spec.targets[module], self.sites.tables[place]
+        if not target.is_table or (target.inputs, target.outputs) != (table.rows, table.width):
+            raise self._mismatch(
+                module, f"{target.inputs} × {target.outputs}", f"{table.rows} × {table.width}"
+            )
+        self._check_tied(place, module)
+        if target.has_base:
+            self._check_base(module, table.weight)
+        down = self.tensors[f"{module}.lora_embedding_A"].float().t()
+        up = self.tensors[f"{module}.lora_embedding_B"].float() * target.scale
+        return TableWeights(self._cast(down), self._cast(up))
+
+    def _check_tied(self, place: str, module: str) -> None:
+        if place in self.sites.tied:
+            raise _refused(
+                f"the adapter {self.spec.name!r} changes {module}, whose weight the model's head shares; "
+                "that is not supported"
+            )
+
+    def _saved(self) -> list[tuple[str, PartWeights | TableWeights]]:
+        """Whole weights that replace those of modules."""
+        found: list[tuple[str, PartWeights | TableWeights]] = []
+        modules = dict.fromkeys(name.rpartition(".")[0] for name in self.spec.saved)
+        for module in modules:
+            if (place := self.places.get(module)) is None:
+                continue
+            kinds = {name.rpartition(".")[2] for name in self.spec.saved if name.rpartition(".")[0] == module}
+            if not {"weight"} <= kinds <= {"weight", "bias"}:
+                raise _refused(
+                    f"the adapter {self.spec.name!r} replaces {', '.join(sorted(kinds))} of {module}; "
+                    "it has to be weight, or weight and bias"
+                )
+            weight = self.tensors[f"{module}.weight"]
+            if place in self.sites.tables:
+                rows = self._with_rows(TableWeights(), place, module, torch.arange(len(weight)), weight)
+                found.append((place, rows))
+            else:
+                found.append((place, self._whole(module, place, weight)))
+        return found
+
+    def _whole(self, module: str, place: str, weight: Tensor) -> PartWeights:
+        layer, number = self.sites.layers[place]
+        begin = layer.ends[number - 1] if number else 0
+        shape = (layer.ends[number] - begin, layer.in_features)
+        bias = self.tensors.get(f"{module}.bias")
+        weight = weight.t() if layer.is_transposed else weight
+        if weight.shape != shape or (bias is not None and bias.shape != shape[:1]):
+            raise self._mismatch(module, " × ".join(map(str, weight.shape)), " × ".join(map(str, shape)))
+        if layer.has_bias != (bias is not None):
+            raise self._mismatch(module, "a bias" if bias is not None else "no bias", "the other")
+        if len(layer.ends) > 1:
+            raise _refused(
+                f"the adapter {self.spec.name!r} replaces the whole weight of {module}, which the model "
+                "fuses with others; that is not supported"
+            )
+        return PartWeights(weight=self._cast(weight), bias=None if bias is None else self._cast(bias))
+
+    def _with_rows(
+        self, before: TableWeights, place: str, module: str, indices: Tensor, rows: Tensor
+    ) -> TableWeights:
+        table = self.sites.tables.get(place)
+        if table is None or rows.shape[1:] != (table.width,) or int(indices.max()) >= table.rows:
+            shape = "no table" if table is None else f"{table.rows} × {table.width}"
+            raise self._mismatch(module, " × ".join(map(str, rows.shape)), shape)
+        self._check_tied(place, module)
+        return before._replace(indices=indices.long(), rows=self._cast(rows))
+
+    def _cast(self, tensor: Tensor | None) -> Tensor:
+        assert tensor is not None
+        return tensor.to(self.dtype).contiguous()
+
+    def _mismatch(self, module: str, found: str, wanted: str) -> ModelLoadError:
+        base = f"; it was made for {self.spec.base_model}" if self.spec.base_model else ""
+        return _refused(
+            f"the adapter {self.spec.name!r} does not fit this model: {module} has {found} instead of "
+            f"{wanted}{base}"
+        )
+
+
+def _refused(message: str) -> ModelLoadError:
+    return ModelLoadError(message, param="lora_path")

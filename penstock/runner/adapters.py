@@ -1,0 +1,251 @@
+"""The adapters that requests may choose: files on disk, copies in host memory, and slots on the device.
+
+The least recently used adapter leaves its slot, or host memory, for another. A slot is overwritten in the
+order of the device's work, so a step that was launched before still reads the old contents.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import RLock
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.adapters import LoraSpec, read_lora
+from penstock.errors import BadValue, EngineError, NotPossible
+from penstock.kernels.lora import rank_bucket
+from penstock.layers.lora import AdapterSites
+from penstock.models.adapter_files import read_adapter
+from penstock.runner.base import AdapterInfo, AdapterStats, check_adapters
+from penstock.runner.inputs import AdapterPlan
+from penstock.types import Ints
+from penstock.weights.adapters import ModuleWeights
+
+log = logging.getLogger("penstock.adapters")
+
+_ALIGNMENT = 64  # bytes; of each tensor in pinned memory
+
+
+class HostAdapter(NamedTuple):
+    """An adapter in host memory."""
+
+    weights: ModuleWeights
+    rank: int
+    num_bytes: int
+
+
+class AdapterPool:
+    """Takes adapters on, and gives those of a step their slots. `AdapterStore` describes its methods."""
+
+    def __init__(
+        self, sites: AdapterSites, max_on_host: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`max_on_host` counts adapters that were loaded; those of the checkpoint itself always stay."""
+        self.max_adapters = sites.num_slots
+        self.in_use: Callable[[], Collection[int]] = tuple  # adapters of requests that have not finished
+        self.on_growth: Callable[[], None] = lambda: None  # layers took memory: their old addresses are gone
+        self._max_on_host = max(max_on_host, self.max_adapters)
+        self._dtype = dtype
+        self._device = device
+        self._lock = RLock()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="penstock-adapters")
+        self._specs: dict[int, LoraSpec] = {}  # that were loaded and not yet dropped
+        self._known: set[int] = set()  # that requests may choose
+        self._used_ids: set[int] = set(range(len(sites.own)))
+        self._host: OrderedDict[int, HostAdapter] = OrderedDict()  # the least recently used first
+        self._reading: dict[int, Future[HostAdapter]] = {}
+        self._slots: OrderedDict[int, int] = OrderedDict()  # on the device, the least recently used first
+        self._ranks: dict[int, int] = {}  # of what is in each slot
+        self._num_host_loads = self._num_device_loads = 0
+        self.attach(sites)
+
+    def attach(self, sites: AdapterSites) -> None:
+        """Use the layers of a model. Nothing is on the device yet."""
+        self._sites: AdapterSites | None = sites
+        self._slots.clear()
+        self._free = list(range(sites.num_slots - 1, -1, -1))
+        self._own = [_host_adapter(weights, self._pins) for weights in sites.own]
+        sites.own = []  # they are here now
+        self._known.update(range(len(self._own)))
+
+    def detach(self) -> None:
+        """Let go of the model's layers."""
+        self._sites = None
+        self._own = []
+        self._slots.clear()
+
+    @property
+    def _pins(self) -> bool:
+        return self._device.type == "cuda"
+
+    def close(self) -> None:
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+    # Adapters come and go.
+
+    def load(self, adapter_id: int, folder: str, name: str) -> Future[AdapterInfo]:
+        return self._reader.submit(self._load, adapter_id, folder, name)
+
+    def _load(self, adapter_id: int, folder: str, name: str) -> AdapterInfo:
+        if adapter_id in self._used_ids:
+            raise BadValue(f"adapter id {adapter_id} was used before", param="adapter")
+        self._used_ids.add(adapter_id)
+        spec = read_lora(Path(folder), name)
+        adapter = self._read(spec)
+        with self._lock:
+            self._specs[adapter_id] = spec
+            self._known.add(adapter_id)
+            self._keep(adapter_id, adapter)
+        log.info("adapter %s: rank %d on %s", name, spec.rank, ", ".join(spec.kinds))
+        return AdapterInfo(spec.rank, spec.kinds, adapter.num_bytes)
+
+    def unload(self, adapter_id: int) -> None:
+        with self._lock:
+            self._known.discard(adapter_id)
+            self._drop_unused()
+
+    def check(self, adapter_ids: Ints) -> None:
+        check_adapters(adapter_ids, self._known, self.max_adapters)
+
+    def prefetch(self, adapter_ids: Ints) -> None:
+        with self._lock:
+            for adapter_id in np.unique(adapter_ids).tolist():
+                if adapter_id in self._specs and adapter_id not in self._slots:
+                    self._begin_reading(adapter_id)
+
+    def stats(self) -> AdapterStats:
+        with self._lock:
+            self._drop_unused()
+            on_host = len(self._host) + len(self._own)
+            counts = self._num_host_loads, self._num_device_loads
+            return AdapterStats(len(self._known), on_host, len(self._slots), *counts)
+
+    def _drop_unused(self) -> None:
+        """Forget adapters that were unloaded and that no request needs any more."""
+        unloaded = [each for each in self._specs if each not in self._known]
+        if not unloaded:
+            return
+        for adapter_id in set(unloaded).difference(self.in_use()):
+            del self._specs[adapter_id]
+            self._host.pop(adapter_id, None)
+            if (slot := self._slots.pop(adapter_id, None)) is not None:
+                self._free.append(slot)
+
+    # Host memory.
+
+    def _read(self, spec: LoraSpec) -> HostAdapter:
+        if (sites := self._sites) is None:
+            raise NotPossible("the engine sleeps; wake it before an adapter is loaded")
+        with torch.inference_mode():
+            adapter = _host_adapter(read_adapter(spec, sites, self._dtype), self._pins)
+        self._num_host_loads += 1
+        return adapter
+
+    def _keep(self, adapter_id: int, adapter: HostAdapter) -> None:
+        self._host[adapter_id] = adapter
+        self._host.move_to_end(adapter_id)
+        for other in list(self._host):
+            if len(self._host) <= self._max_on_host:
+                break
+            if other in self._known and other != adapter_id:  # an unloaded one may be gone from the disk
+                del self._host[other]
+
+    def _begin_reading(self, adapter_id: int) -> Future[HostAdapter] | None:
+        """Read an adapter again that has left host memory; None if it is there."""
+        if adapter_id in self._host:
+            self._host.move_to_end(adapter_id)
+            return None
+        if (reading := self._reading.get(adapter_id)) is None:
+            spec = self._specs[adapter_id]
+
+            def read() -> HostAdapter:
+                try:
+                    adapter = self._read(spec)
+                    with self._lock:
+                        self._keep(adapter_id, adapter)
+                    return adapter
+                finally:
+                    self._reading.pop(adapter_id, None)
+
+            reading = self._reading[adapter_id] = self._reader.submit(read)
+        return reading
+
+    def _on_host(self, adapter_id: int) -> HostAdapter:
+        with self._lock:
+            if adapter_id < len(self._own):
+                return self._own[adapter_id]
+            if adapter_id not in self._specs:
+                raise EngineError(f"adapter {adapter_id} is not loaded")
+            reading = self._begin_reading(adapter_id)
+            if reading is None:
+                return self._host[adapter_id]
+        return reading.result()
+
+    # The device.
+
+    def plan(self, adapter_ids: Ints) -> AdapterPlan:
+        """Slots for the adapters of a step's rows. Those that are not on the device are copied there, behind
+        the steps that were launched before."""
+        ids = np.unique(adapter_ids)
+        wanted = ids[ids >= 0].tolist()
+        if len(wanted) > self.max_adapters or self._sites is None:
+            raise EngineError(f"a step has {len(wanted)} adapters; there is room for {self.max_adapters}")
+        slots = np.full(len(ids), -1, dtype=np.int32)
+        adapters = [self._on_host(each) for each in wanted if each not in self._slots]
+        with self._lock:
+            waiting = iter(adapters)
+            for adapter_id in wanted:
+                if adapter_id in self._slots:
+                    self._slots.move_to_end(adapter_id)
+            for at, adapter_id in enumerate(wanted, len(ids) - len(wanted)):
+                if adapter_id not in self._slots:
+                    self._take_slot(self._sites, adapter_id, next(waiting), wanted)
+                slots[at] = self._slots[adapter_id]
+        rank = max(self._ranks[slot] for slot in slots.tolist() if slot >= 0)
+        return AdapterPlan(self._sites.state, rank_bucket(rank), slots[np.searchsorted(ids, adapter_ids)])
+
+    def _take_slot(
+        self, sites: AdapterSites, adapter_id: int, adapter: HostAdapter, wanted: Collection[int]
+    ) -> None:
+        if not self._free:
+            oldest = next(other for other in self._slots if other not in wanted)
+            self._free.append(self._slots.pop(oldest))
+        slot = self._free.pop()
+        try:
+            grew = sites.write(slot, adapter.weights)
+        except BaseException:
+            self._free.append(slot)
+            raise
+        self._slots[adapter_id] = slot
+        self._ranks[slot] = adapter.rank
+        self._num_device_loads += 1
+        if grew:
+            self.on_growth()
+
+
+def _host_adapter(weights: ModuleWeights, pins: bool) -> HostAdapter:
+    """An adapter in one piece of memory, pinned for fast copies to a GPU."""
+    tensors = [tensor for each in weights.values() for tensor in each if tensor is not None]
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+    rank = max((each.rank for each in weights.values()), default=0)
+    if not pins:
+        return HostAdapter(weights, rank, sum(sizes))
+    memory, offset = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True), 0
+    moved: list[Tensor] = []
+    for tensor, size in zip(tensors, sizes, strict=True):
+        place = memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        moved.append(place.copy_(tensor))
+        offset += size
+    pinned = iter(moved)
+    found: ModuleWeights = {
+        name: type(each)(*(None if tensor is None else next(pinned) for tensor in each))
+        for name, each in weights.items()
+    }
+    return HostAdapter(found, rank, sum(sizes))
