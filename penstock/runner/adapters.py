@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.adapter_files import file_marks
 from penstock.checkpoint.adapters import LoraSpec, read_lora
-from penstock.errors import BadValue, EngineError, NotPossible
+from penstock.errors import BadValue, EngineError, ModelLoadError, NotPossible
 from penstock.kernels.lora import rank_bucket
 from penstock.layers.lora import AdapterSites
 from penstock.models.adapter_files import read_adapter
@@ -57,6 +58,7 @@ class AdapterPool:
         self._lock = RLock()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="penstock-adapters")
         self._specs: dict[int, LoraSpec] = {}  # that were loaded and not yet dropped
+        self._marks: dict[int, object] = {}  # of their files, as they were loaded
         self._known: set[int] = set()  # that requests may choose
         self._used_ids: set[int] = set(range(len(sites.own)))
         self._host: OrderedDict[int, HostAdapter] = OrderedDict()  # the least recently used first
@@ -97,10 +99,11 @@ class AdapterPool:
         if adapter_id in self._used_ids:
             raise BadValue(f"adapter id {adapter_id} was used before", param="adapter")
         self._used_ids.add(adapter_id)
+        marks = file_marks(folder)
         spec = read_lora(Path(folder), name)
         adapter = self._read(spec)
         with self._lock:
-            self._specs[adapter_id] = spec
+            self._specs[adapter_id], self._marks[adapter_id] = spec, marks
             self._known.add(adapter_id)
             self._keep(adapter_id, adapter)
         log.info("adapter %s: rank %d on %s", name, spec.rank, ", ".join(spec.kinds))
@@ -133,7 +136,7 @@ class AdapterPool:
         if not unloaded:
             return
         for adapter_id in set(unloaded).difference(self.in_use()):
-            del self._specs[adapter_id]
+            del self._specs[adapter_id], self._marks[adapter_id]
             self._host.pop(adapter_id, None)
             if (slot := self._slots.pop(adapter_id, None)) is not None:
                 self._free.append(slot)
@@ -167,6 +170,10 @@ class AdapterPool:
 
             def read() -> HostAdapter:
                 try:
+                    if file_marks(spec.folder) != self._marks.get(adapter_id):
+                        raise ModelLoadError(
+                            f"the files of adapter {spec.name!r} are not those that were loaded; load it again"
+                        )
                     adapter = self._read(spec)
                     with self._lock:
                         self._keep(adapter_id, adapter)
