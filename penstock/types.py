@@ -250,6 +250,24 @@ def split_rows(values: Array, lengths: Ints) -> list[Array]:
     return out
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedImage:
+    """One image as a vision tower reads it: resized and cut into patches. Values are still 0 to 255; the
+    engine rescales and normalises them.
+
+    A processor that splits an image gives several tiles of the same grid, one after the other.
+    """
+
+    patches: NDArray[np.uint8]  # [tiles · grid rows · grid columns, values], in the order of the tower
+    grid: tuple[int, int]  # patches of one tile, down and across
+    num_tokens: int  # placeholders of the image in a prompt; 0: no text is around the image
+    digest: bytes  # 16 bytes over patches and geometry: equal digests mean equal images
+    num_tiles: int = 1
+    # Of an image that was split: tiles down and across, in front of one of the whole image. (0, 0): not split.
+    split: tuple[int, int] = (0, 0)
+    num_pixels: int = 0  # of the caller's image
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One client call with all its rows, flat. Rows share parameters, priority and deadline."""
