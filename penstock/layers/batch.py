@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.attention import write_kv_cache
@@ -12,6 +13,7 @@ from penstock.kernels.language import use_kernel
 from penstock.kernels.rotary import KVCacheWrite
 from penstock.kvcache.store import KVStore
 from penstock.layers.cpu_shapes import pad_rows
+from penstock.layers.images import ImageTokens
 from penstock.layers.scratch import StepScratch
 from penstock.types import LengthGroup
 
@@ -144,6 +146,8 @@ class Batch:
     kv: KVAccess | None = None
     adapters: Tensor | None = None  # int32 [rows], -1: none; None: no row has one
     limits: KeyLimitTensors | None = None  # rows whose tokens attend to the leading ones only
+    images: ImageTokens | None = None  # tokens that take features of the vision tower; None: no row has any
+    rope_positions: Tensor | None = None  # int32 [3, tokens], in time, down and across; None: `positions`
     is_generation: bool = False  # attention is causal, whatever the model does when it pools
     reuses_buffers: bool = False  # layers write to the same scratch buffers one after another
     output_tokens: OutputTokens | None = None  # None: the states of all tokens are read
@@ -173,6 +177,7 @@ class Batch:
             token_ids=pad_rows(self.token_ids, size),
             positions=pad_rows(self.positions, size),
             type_ids=pad_rows(self.type_ids, size),
+            rope_positions=_pad_columns(self.rope_positions, size),
         )
 
     def select_outputs(self, context: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,3 +208,7 @@ class Batch:
     def total_lengths(self) -> Tensor:
         """int32 [rows], tokens of each row including those of earlier steps."""
         return self.lengths if self.kv is None else self.kv.cu_keys.diff()
+
+
+def _pad_columns(positions: Tensor | None, size: int) -> Tensor | None:
+    return None if positions is None else F.pad(positions, (0, size - positions.shape[1]))
