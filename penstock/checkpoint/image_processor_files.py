@@ -33,7 +33,7 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _HALF = (0.5, 0.5, 0.5)
 _SOFT_TOKENS = (70, 140, 280, 560, 1120)
 _EDGES = {"shortest_edge", "longest_edge"}
-# Keys that change nothing here: names of classes, forms of the output, and how batches are grouped. Images are
+# Keys that change nothing here: names of classes, forms of the output, how batches are grouped. Images are
 # always converted to RGB, because every tower reads three channels.
 _HARMLESS = """
 auto_map data_format default_to_square device disable_grouping do_convert_rgb feature_extractor_type
