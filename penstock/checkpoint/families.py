@@ -23,6 +23,8 @@ CLASS_SUFFIXES: dict[str, Task | None] = {
     "ForMaskedLM": None,
     "ForPreTraining": None,
     "ForCausalLM": None,
+    "ForConditionalGeneration": None,
+    "ForRetrieval": None,
     "LMHeadModel": None,
     "ForSequenceClassification": Task.CLASSIFY,
     "ForTokenClassification": Task.TOKEN_CLASSIFY,
@@ -30,6 +32,7 @@ CLASS_SUFFIXES: dict[str, Task | None] = {
     "ForProcessRewardModel": Task.REWARD,
 }
 _ENCODER_HEADS = frozenset({Task.CLASSIFY, Task.TOKEN_CLASSIFY, Task.SPARSE})
+_IMAGE_SUFFIXES = ("ForConditionalGeneration", "ForRetrieval")  # of families that read images, no others
 _DECODER_HEADS = frozenset({Task.CLASSIFY, Task.TOKEN_CLASSIFY, Task.REWARD, Task.GENERATE, Task.SPARSE})
 
 
@@ -103,6 +106,9 @@ class Family:
     colbert_markers: tuple[str, str] = ("[unused0]", "[unused1]")  # of queries and of documents
     adapters_key: str = "lora_adaptations"  # of config.json: the names of its task adapters
     requires_adapter: bool = False  # each request has to choose one
+    # Images.
+    qwen_vision: str | None = None  # the kind of its vision tower in checkpoint/qwen_vision.py; None: none
+    page_dim: int | None = None  # of token vectors of a retriever of pages, where no file has it; None: none
     # Pooling.
     pooling: str = "mean"  # where no file names a method and tokens see the whole text
     causal_pooling: str = "last"  # the same where they see only what comes before
@@ -119,6 +125,11 @@ class Family:
     def is_divided(self) -> bool:
         """Whether tensor parallelism divides its layers."""
         return self.builder in _DIVIDED
+
+    @property
+    def has_rope_axes(self) -> bool:
+        """Whether tokens of images have positions in time, down and across (M-RoPE)."""
+        return self.qwen_vision is not None
 
     def is_causal(self, config: Mapping[str, Any]) -> bool:
         """Whether tokens see only those before them: config.json's value, else the family's."""
@@ -202,6 +213,15 @@ _QWEN3_FACTS: dict[str, Any] = {
     "score_prompts": ("qwen3-reranker", "zerank", "ctxl-rerank-v2"),
     "default_head_dim": 128,
 }
+_QWEN_VL_FACTS: dict[str, Any] = {"is_nested": True, "heads": frozenset({Task.GENERATE})}
+_QWEN2_VL_FACTS = _QWEN_VL_FACTS | {"qwen_vision": "qwen2_vl"}
+_QWEN2_5_VL_FACTS = _QWEN_VL_FACTS | {"qwen_vision": "qwen2_5_vl"}
+_QWEN3_VL_FACTS = _QWEN_VL_FACTS | {
+    "qwen_vision": "qwen3_vl",
+    "default_head_dim": 128,
+    "score_prompts": ("qwen3-vl-reranker",),
+}
+_RETRIEVER: dict[str, Any] = {"heads": frozenset()}  # a backbone for vectors alone
 _RECORDS = (
     _encoder("albert", "Albert", "encoder:albert", shares_layers=True, default_num_segments=2),
     _encoder("bert", "Bert", "encoder:bert", default_num_segments=2),
@@ -213,7 +233,15 @@ _RECORDS = (
         heads=frozenset(),
         default_head_dim=128,
     ),
+    # colpali-engine's classes: Bi* give one vector, Col* one for each token. transformers' own classes of
+    # retrievers have a model of any of the three kinds in vlm_config.
+    _decoder("BiQwen2", "BiQwen2", "qwen_vl:qwen_vl", **_QWEN2_VL_FACTS | _RETRIEVER),
+    _decoder("BiQwen2_5", "BiQwen2_5", "qwen_vl:qwen_vl", **_QWEN2_5_VL_FACTS | _RETRIEVER),
+    _decoder("BiQwen3", "BiQwen3", "qwen_vl:qwen_vl", **_QWEN3_VL_FACTS | _RETRIEVER),
     _encoder("camembert", "Camembert", "encoder:roberta", positions_follow_padding=True),
+    _decoder("ColQwen2", "ColQwen2", "qwen_vl:qwen_vl", page_dim=128, **_QWEN2_VL_FACTS | _RETRIEVER),
+    _decoder("ColQwen2_5", "ColQwen2_5", "qwen_vl:qwen_vl", page_dim=128, **_QWEN2_5_VL_FACTS | _RETRIEVER),
+    _decoder("ColQwen3", "ColQwen3", "qwen_vl:qwen_vl", page_dim=320, **_QWEN3_VL_FACTS | _RETRIEVER),
     _encoder("deberta-v2", "DebertaV2", "deberta:deberta"),
     _encoder("distilbert", "DistilBert", "encoder:distilbert", keys=_DISTILBERT_KEYS),
     _encoder("electra", "Electra", "encoder:electra", default_num_segments=2),
@@ -246,6 +274,7 @@ _RECORDS = (
         generates_by_default=True,
         **_GEMMA_FACTS,
     ),
+    _decoder("GmeQwen2VL", "GmeQwen2VL", "qwen_vl:qwen_vl", **_QWEN2_VL_FACTS | _RETRIEVER),
     _encoder("GLiClass", "GLiClass", "gliclass:gliclass", heads=frozenset({Task.ZERO_SHOT})),
     _encoder("gliner", "GLiNER", "gliner:gliner", heads=frozenset({Task.ENTITIES})),
     _decoder(
@@ -337,8 +366,11 @@ _RECORDS = (
     ),
     _decoder("phi3", "Phi3", "decoder:phi3"),
     _decoder("qwen2", "Qwen2", "decoder:qwen2", score_prompts=("mxbai-rerank-v2",)),
+    _decoder("qwen2_5_vl", "Qwen2_5_VL", "qwen_vl:qwen_vl", **_QWEN2_5_VL_FACTS),
+    _decoder("qwen2_vl", "Qwen2VL", "qwen_vl:qwen_vl", **_QWEN2_VL_FACTS),
     _decoder("qwen3", "Qwen3", "decoder:qwen3", **_QWEN3_FACTS),
     _decoder("qwen3_moe", "Qwen3Moe", "decoder:qwen3_moe", has_experts=True, **_QWEN3_FACTS),
+    _decoder("qwen3_vl", "Qwen3VL", "qwen_vl:qwen_vl", **_QWEN3_VL_FACTS),
     _encoder("roberta", "Roberta", "encoder:roberta", positions_follow_padding=True),
     _decoder("smollm3", "SmolLM3", "decoder:smollm3"),
     _encoder("t5", "T5Encoder", "t5:t5", **_T5_FACTS),
@@ -398,7 +430,7 @@ class Architecture:
 
     @property
     def has_language_head(self) -> bool:
-        if self.suffix in ("ForCausalLM", "LMHeadModel"):
+        if self.suffix in ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"):
             return True
         return self.family.generates_by_default and self.name == self.family.class_prefix
 
@@ -418,6 +450,8 @@ def text_tower(architecture: Architecture, file: Path, config: dict[str, Any]) -
     """The configuration of the part that reads text: all of `config`, unless the family nests it.
 
     Keys of the text tower win, except for what names the architecture."""
+    if architecture.family.page_dim is not None and "vlm_config" in config:
+        config = _unwrapped(file, config)
     nested = config.get("text_config")
     if nested is None:
         return config
@@ -431,7 +465,19 @@ def text_tower(architecture: Architecture, file: Path, config: dict[str, Any]) -
     outer = {key: value for key, value in config.items() if key != "text_config"}
     named: dict[str, Any] = {key: config[key] for key in ("architectures", "model_type") if key in config}
     named["text_model_type"] = nested.get("model_type")
+    if architecture.family.qwen_vision is not None and outer.get("tie_word_embeddings"):
+        named["tie_word_embeddings"] = True  # older files say so in text_config, newer ones beside it
     return {**architecture.family.nested_defaults, **outer, **nested, **named}
+
+
+def _unwrapped(file: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a retriever's model, which transformers nests in vlm_config, with the retriever's
+    own keys."""
+    inner = config["vlm_config"]
+    if not isinstance(inner, dict):
+        raise ModelLoadError(f"{file} has vlm_config = {inner!r}; it has to be an object", param="model")
+    own = {key: value for key, value in config.items() if key != "vlm_config"}
+    return {**inner, **own, "vlm_model_type": inner.get("model_type")}
 
 
 def find_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
@@ -446,6 +492,8 @@ def find_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
     for family in FAMILIES.values():
         suffix = name.removeprefix(family.class_prefix)
         if not name.startswith(family.class_prefix) or suffix not in CLASS_SUFFIXES:
+            continue
+        if suffix in _IMAGE_SUFFIXES and family.qwen_vision is None:
             continue
         head = CLASS_SUFFIXES[suffix]
         if head is None or head in family.heads:

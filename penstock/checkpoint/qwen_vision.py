@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Any
 
+from penstock.checkpoint.families import Family
 from penstock.checkpoint.files import shown
 from penstock.errors import ModelLoadError
 
@@ -69,6 +70,24 @@ def read_qwen_vision(kind: str, config: Mapping[str, Any]) -> QwenVisionShape:
             "rotary positions need a multiple of 4 for each"
         )
     return shape
+
+
+def check_qwen_vision(family: Family, config: Mapping[str, Any]) -> None:
+    """Refuse a tower that would be computed otherwise than config.json says."""
+    if family.qwen_vision is not None:
+        read_qwen_vision(tower_kind(family, config), config)
+
+
+def tower_kind(family: Family, config: Mapping[str, Any]) -> str:
+    """The kind of a model's tower: that of the model in vlm_config, else the family's."""
+    kind = config.get("vlm_model_type") or family.qwen_vision
+    if kind not in _READERS:
+        raise ModelLoadError(
+            f"config.json has a vlm_config of model_type {shown(kind)}, which is not supported; supported: "
+            + ", ".join(_READERS),
+            param="model",
+        )
+    return str(kind)
 
 
 class _Keys:

@@ -100,7 +100,8 @@ class LateInputs:
         )
 
     def queries(self, texts: Sequence[str]) -> LateRows:
-        return self.query_rows(self.tokenizer.encode(self.with_prompt(texts, self.prompt("query"))))
+        texts = self.with_prompt([text + self.late.query_end for text in texts], self.prompt("query"))
+        return self.query_rows(self.tokenizer.encode(texts))
 
     def documents(self, texts: Sequence[str], truncate_prompt_tokens: int | None = None) -> LateRows:
         """Rows truncated to `truncate_prompt_tokens` (-1: the model's limit), or by default to the model's

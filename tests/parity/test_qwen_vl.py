@@ -1,0 +1,70 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL give the states that transformers gives, with and without images."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import Engine
+from penstock.types import PoolingParams, Task
+from tests.parity.qwen_vl import Row, make_model, make_row, reference_states, request_of, write_model
+from tests.parity.reference import Vectors
+
+ROWS = [
+    make_row(12),
+    make_row(3, (4, 6), 5, seed=1),
+    make_row((2, 2), 2, (10, 6), 1, (4, 4), 4, seed=2),
+    make_row(1),
+    make_row((6, 8), seed=4),
+    make_row(40, seed=5),
+]
+_ids = itertools.count()
+
+
+class Subject:
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind = kind
+        self.model = make_model(kind)
+        self.folder = write_model(folder / kind, self.model)
+        self.engine = Engine(str(self.folder), dtype="float32", device="cpu", enable_generation=True)
+
+    def vectors(self, rows: list[Row]) -> Vectors:
+        request = request_of(f"row-{next(_ids)}", rows, PoolingParams(Task.EMBED))
+        return self.engine.local.engine.submit(request).result().values
+
+
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    made = Subject(request.param, tmp_path_factory.mktemp("qwen-vl"))
+    yield made
+    made.engine.close()
+
+
+def expected(model: Any, rows: list[Row]) -> Vectors:
+    """The normalised states of last tokens."""
+    last = np.stack([reference_states(model, row)[-1] for row in rows])
+    return last / np.linalg.norm(last, axis=1, keepdims=True)
+
+
+def test_rows_with_and_without_images_in_one_step_are_those_of_transformers(subject: Subject) -> None:
+    got = subject.vectors(ROWS)
+    assert np.abs(got - expected(subject.model, ROWS)).max() < 1e-5
+
+
+def test_a_row_gives_the_same_vector_alone_and_among_others(subject: Subject) -> None:
+    together = subject.vectors(ROWS)
+    for number in (0, 2):
+        assert np.abs(subject.vectors([ROWS[number]])[0] - together[number]).max() < 1e-5
+
+
+def test_an_image_counts_in_the_vector_and_so_does_its_shape(subject: Subject) -> None:
+    row = ROWS[1]
+    (plain,) = subject.vectors([row])
+    (other_pixels,) = subject.vectors([Row(row.ids, row.grids, seed=9)])
+    (turned,) = subject.vectors([Row(row.ids, [(down, across) for across, down in row.grids], row.seed)])
+    assert min(np.abs(plain - other_pixels).max(), np.abs(plain - turned).max()) > 1e-4
