@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,17 @@ import numpy as np
 import pytest
 
 from penstock import Engine
-from penstock.types import PoolingParams, Task
-from tests.parity.qwen_vl import Row, make_model, make_row, reference_states, request_of, write_model
+from penstock.types import PoolingParams, SamplerParams, Task
+from tests.generation.streams import read_stream
+from tests.parity.qwen_vl import (
+    Row,
+    make_model,
+    make_row,
+    reference_states,
+    reference_tokens,
+    request_of,
+    write_model,
+)
 from tests.parity.reference import Vectors
 
 ROWS = [
@@ -68,3 +78,24 @@ def test_an_image_counts_in_the_vector_and_so_does_its_shape(subject: Subject) -
     (other_pixels,) = subject.vectors([Row(row.ids, row.grids, seed=9)])
     (turned,) = subject.vectors([Row(row.ids, [(down, across) for across, down in row.grids], row.seed)])
     assert min(np.abs(plain - other_pixels).max(), np.abs(plain - turned).max()) > 1e-4
+
+
+def test_greedy_tokens_behind_images_are_those_of_transformers(subject: Subject) -> None:
+    params = SamplerParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    sequences = generate(subject.engine, ROWS[:3], params)
+    for row, sequence in zip(ROWS, sequences, strict=False):
+        assert sequence == reference_tokens(subject.model, row, 12)
+
+
+def generate(engine: Engine, rows: list[Row], params: SamplerParams) -> list[list[int]]:
+    """The tokens that follow each row, in requests that run together."""
+
+    async def read(row: Row) -> list[int]:
+        request = request_of(f"row-{next(_ids)}", [row], PoolingParams(Task.GENERATE), sampling=params)
+        parts = [part async for part in read_stream(engine.local.engine, request)]
+        return [token for part in parts for token in part.token_ids.tolist()]
+
+    async def read_all() -> list[list[int]]:
+        return list(await asyncio.gather(*map(read, rows)))
+
+    return asyncio.run(read_all())
