@@ -263,9 +263,17 @@ class PreparedImage:
     num_tokens: int  # placeholders of the image in a prompt; 0: no text is around the image
     digest: bytes  # 16 bytes over patches and geometry: equal digests mean equal images
     num_tiles: int = 1
-    # Of an image that was split: tiles down and across, in front of one of the whole image. (0, 0): not split.
+    # Of an image that was split: tiles down and across, in front of one of the whole image. (0, 0): it was
+    # not.
     split: tuple[int, int] = (0, 0)
     num_pixels: int = 0  # of the caller's image
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Content:
+    """One input of texts and images, in their order."""
+
+    parts: tuple[str | PreparedImage, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -287,6 +295,33 @@ class RequestImages:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cu_patches", cumulative(self.num_patches))
+
+    @classmethod
+    def of(
+        cls, placed: Sequence[tuple[int, int, PreparedImage]], *, are_rows: bool = False
+    ) -> RequestImages | None:
+        """From (row, first token, image) in the order of rows and tokens; None if there is none. The tiles of
+        an image stand one after another."""
+        if not placed:
+            return None
+        images = [each for _, _, each in placed]
+        tiles = np.array([image.num_tiles for image in images], dtype=np.int32)
+        tokens = np.array([1 if are_rows else image.num_tokens for image in images], dtype=np.int32) // tiles
+        within = runs(np.zeros_like(tiles), tiles)  # the number of each tile within its image
+        rows, starts = (np.array(each, dtype=np.int32) for each in list(zip(*placed, strict=True))[:2])
+        num_tokens = np.repeat(tokens, tiles)
+        digests = np.frombuffer(b"".join(image.digest for image in images), dtype=np.uint8).reshape(-1, 16)
+        digests = np.repeat(digests, tiles, axis=0)
+        digests[:, :2] ^= within[:, None].astype("<u2").view(np.uint8)  # tiles differ from one another
+        return cls(
+            images[0].patches if len(images) == 1 else np.concatenate([each.patches for each in images]),
+            np.repeat(np.array([image.grid for image in images], dtype=np.int32), tiles, axis=0),
+            np.repeat(rows, tiles),
+            np.repeat(starts, tiles) + within * num_tokens,
+            num_tokens,
+            digests,
+            are_rows,
+        )
 
     @property
     def num_images(self) -> int:

@@ -75,12 +75,12 @@ def read_qwen_vision(kind: str, config: Mapping[str, Any]) -> QwenVisionShape:
 def check_qwen_vision(family: Family, config: Mapping[str, Any]) -> None:
     """Refuse a tower that would be computed otherwise than config.json says."""
     if family.qwen_vision is not None:
-        read_qwen_vision(tower_kind(family, config), config)
+        read_qwen_vision(tower_kind(family.qwen_vision, config), config)
 
 
-def tower_kind(family: Family, config: Mapping[str, Any]) -> str:
-    """The kind of a model's tower: that of the model in vlm_config, else the family's."""
-    kind = config.get("vlm_model_type") or family.qwen_vision
+def tower_kind(default: str, config: Mapping[str, Any]) -> str:
+    """The kind of a model's tower: that of the model in vlm_config, else its family's."""
+    kind = config.get("vlm_model_type") or default
     if kind not in _READERS:
         raise ModelLoadError(
             f"config.json has a vlm_config of model_type {shown(kind)}, which is not supported; supported: "

@@ -76,6 +76,8 @@ class LateInputs:
         self.late = late
         self.tokenizer = tokenizer
         self._framing = Framing((tokenizer.prefix, tokenizer.suffix))
+        # Tokens at the end of a query that truncation keeps, as it does special tokens.
+        self.num_end_tokens = len(tokenizer.encode([late.query_end], False)[0]) if late.query_end else 0
         self._query_marker = self._marker(late.query_marker)
         self._document_marker = self._marker(late.document_marker)
         self._expansion = _expansion_id(late, tokenizer) if late.expand_to else None
@@ -121,7 +123,11 @@ class LateInputs:
 
     def query_rows(self, rows: list[Ints], framing: Framing | None = None) -> LateRows:
         """Query rows from tokenised texts."""
-        flat, text_lengths = _mark_rows(rows, self._query_marker, self.query_length, framing or self._framing)
+        framing = framing or self._framing
+        if self.num_end_tokens:
+            prefix, suffix = framing.frame
+            framing = Framing((prefix, suffix + self.num_end_tokens), framing.side)
+        flat, text_lengths = _mark_rows(rows, self._query_marker, self.query_length, framing)
         lengths = np.maximum(text_lengths, self.expand_to)
         if self._expansion is not None:
             position = np.arange(lengths.sum()) - np.repeat(cumulative(lengths)[:-1], lengths)

@@ -204,10 +204,54 @@ class Batch:
             output_tokens=None,
         )
 
+    def leading_rows(self, num_rows: int) -> Batch:
+        """The first rows alone, which end where a group ends. Of a batch without KV cache, whose rows have
+        one output token each if it names any."""
+        groups = tuple(group for group in self.groups if group.first_row < num_rows)
+        num_tokens = sum(group.num_rows * group.length for group in groups)
+        outputs = self.output_tokens
+        if outputs is not None:
+            cu_lengths, lengths = outputs.cu_lengths[: num_rows + 1], outputs.lengths[:num_rows]
+            outputs = OutputTokens(outputs.tokens[:num_rows], cu_lengths, lengths, outputs.max_length)
+        return replace(
+            self,
+            token_ids=self.token_ids[:num_tokens],
+            positions=self.positions[:num_tokens],
+            type_ids=None if self.type_ids is None else self.type_ids[:num_tokens],
+            cu_lengths=self.cu_lengths[: num_rows + 1],
+            lengths=self.lengths[:num_rows],
+            groups=groups,
+            max_length=max((group.length for group in groups), default=0),
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            images=None,
+            output_tokens=outputs,
+        )
+
     @property
     def total_lengths(self) -> Tensor:
         """int32 [rows], tokens of each row including those of earlier steps."""
         return self.lengths if self.kv is None else self.kv.cu_keys.diff()
+
+
+def patch_batch(
+    cu_lengths: Tensor, groups: tuple[LengthGroup, ...], output_tokens: OutputTokens | None = None
+) -> Batch:
+    """A batch whose tokens are patches, for the layers of a vision tower. It has no token ids."""
+    num_rows = sum(group.num_rows for group in groups)
+    return Batch(
+        token_ids=cu_lengths,
+        positions=cu_lengths,
+        type_ids=None,
+        cu_lengths=cu_lengths,
+        lengths=cu_lengths,
+        skip=None,
+        groups=groups,
+        max_length=groups[-1].length,
+        num_tokens=sum(group.num_rows * group.length for group in groups),
+        num_rows=num_rows,
+        output_tokens=output_tokens,
+    )
 
 
 def _pad_columns(positions: Tensor | None, size: int) -> Tensor | None:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from penstock.checkpoint.families import find_architecture
 from penstock.checkpoint.image_processor import ImageProcessorSpec, PixelRange
 from penstock.checkpoint.image_processor_files import read_image_processor
 from penstock.checkpoint.late import COLBERT_DIM
@@ -45,14 +44,33 @@ class QwenVL(Decoder):
         self.vision = vision
 
 
-def qwen_vl(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> QwenVL:
-    names = config.get("architectures") or [config.get("model_type")]
-    family = find_architecture(str(names[0]), config).family
-    kind = tower_kind(family, config)
-    model = QwenVL(build, language_shape(kind, config), _tower(build, config, read_qwen_vision(kind, config)))
-    if family.page_dim is not None:
-        _add_projection(model, build, config[COLBERT_DIM])
-    return model
+def qwen2_vl(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> QwenVL:
+    return _model(build, config, "qwen2_vl")
+
+
+def qwen2_5_vl(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> QwenVL:
+    return _model(build, config, "qwen2_5_vl")
+
+
+def qwen3_vl(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> QwenVL:
+    return _model(build, config, "qwen3_vl")
+
+
+def col_qwen2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> QwenVL:
+    return _with_projection(_model(build, config, tower_kind("qwen2_vl", config)), build, config)
+
+
+def col_qwen2_5(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> QwenVL:
+    return _with_projection(_model(build, config, tower_kind("qwen2_5_vl", config)), build, config)
+
+
+def col_qwen3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> QwenVL:
+    return _with_projection(_model(build, config, tower_kind("qwen3_vl", config)), build, config)
+
+
+def _model(build: LayerBuilder, config: Mapping[str, Any], kind: str) -> QwenVL:
+    vision = _tower(build, config, read_qwen_vision(kind, config))
+    return QwenVL(build, language_shape(kind, config), vision)
 
 
 def language_shape(kind: str, config: Mapping[str, Any]) -> DecoderShape:
@@ -86,8 +104,8 @@ def _processor(build: LayerBuilder, config: Mapping[str, Any], shape: QwenVision
     spec = None if folder is None else read_image_processor(folder, config)
     if spec is None:
         raise ModelLoadError(
-            f"{folder} has no preprocessor_config.json or processor_config.json, so nothing says how images "
-            "are rescaled and normalised",
+            f"{folder} has no preprocessor_config.json, so nothing says how images are prepared; take it "
+            "from the model's repository",
             param="model",
         )
     geometry = spec.geometry
@@ -103,10 +121,10 @@ def _processor(build: LayerBuilder, config: Mapping[str, Any], shape: QwenVision
     return spec
 
 
-def _add_projection(model: QwenVL, build: LayerBuilder, dim: int) -> None:
-    """The vectors of tokens, in the place of the language-model head; small, so never quantised."""
-    names = [f"{name}.weight" for name in PROJECTIONS]
-    prefix = build.weights.prefix_of(*names)
+def _with_projection(model: QwenVL, build: LayerBuilder, config: Mapping[str, Any]) -> QwenVL:
+    """Add vectors of tokens, in the place of the language-model head; small, so never quantised."""
+    prefix, dim = build.weights.prefix_of(*(f"{name}.weight" for name in PROJECTIONS)), config[COLBERT_DIM]
     name = next((each for each in PROJECTIONS if build.weights.has(f"{prefix}{each}.weight")), PROJECTIONS[0])
     project = LayerBuilder(build.weights).linear(prefix + name, model.hidden_size, dim)
     model.heads[Task.TOKEN_EMBED] = TaskHead("all", project, dim)
+    return model

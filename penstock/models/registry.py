@@ -106,8 +106,8 @@ def build_model(
     return model
 
 
-# Parts of names of tensors that hold nothing learned.
-_BUFFERS = ("position_ids", "inv_freq", ".attn.bias", ".attn.masked_bias")
+# Parts of names of tensors that hold nothing learned, or that are read where vectors are compared.
+_BUFFERS = ("position_ids", "inv_freq", ".attn.bias", ".attn.masked_bias", "logit_scale", "logit_bias")
 
 
 def _report(architecture: Architecture, unused: Sequence[str], config: ReadKeys) -> None:

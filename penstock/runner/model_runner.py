@@ -179,7 +179,7 @@ class ModelRunner:
         """A whole pooling step on the device: one tensor for each variant of the plan."""
         outputs = self._output_plan(plan)
         arrays = pool_arrays(plan, outputs) + variant_arrays(plan.variants)
-        tensors, images = self._send(arrays, plan.images)
+        tensors, images = self._send_arrays(arrays, plan.images)
         sent = iter(tensors)
         batch = self._with_images(pool_batch(plan, outputs, self.cache, sent), plan.images, images)
         hidden = self._hidden(batch) if self.runs_model(plan) else self._no_hidden
@@ -204,13 +204,15 @@ class ModelRunner:
                 hidden, _ = self.graphs.replay_hidden(graph, plan)
                 sent = iter(self.staging.send(SampleTensors.arrays(sample)))
                 return generator(hidden, sample, SampleTensors.take(sample, sent))
-        arrays, images = self._send(generation_arrays(plan) + SampleTensors.arrays(sample), plan.images)
+        arrays, images = self._send_arrays(
+            generation_arrays(plan) + SampleTensors.arrays(sample), plan.images
+        )
         sent = iter(arrays)
         batch = self._with_images(generation_batch(plan, self.cache, sent), plan.images, images)
         tensors = SampleTensors.take(sample, sent)
         return generator(self._hidden(generator.feed(batch, tensors)), sample, tensors)
 
-    def _send(
+    def _send_arrays(
         self, arrays: list[Ints], images: ImagePlan | None
     ) -> tuple[Sequence[Tensor], ImageTensors | None]:
         """A step's arrays on the device, and its images, in one copy."""

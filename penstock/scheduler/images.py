@@ -87,7 +87,8 @@ _NONE: Ints = np.zeros(0, dtype=np.int32)
 
 def image_key(images: RequestImages, image: int, salt: str) -> bytes:
     """What the features of an image depend on. Salts separate tenants, so they separate images too."""
-    return images.digests[image].tobytes() + salt.encode()
+    digest: bytes = images.digests[image].tobytes()
+    return digest + salt.encode()
 
 
 def patch_groups(counts: Ints) -> tuple[LengthGroup, ...]:

@@ -60,8 +60,8 @@ def build_plan(
         step_row_of[order] = np.arange(len(order), dtype=np.int32)
         starts = cu_lengths[:-1][order]  # of each row in the concatenated parts
         lengths = lengths[order]
-        num_cached, keys, skip, adapters = (
-            None if each is None else each[order] for each in (num_cached, keys, skip, adapters)
+        num_cached, keys, skip, adapters, is_image = (
+            None if each is None else each[order] for each in (num_cached, keys, skip, adapters, is_image)
         )
         cu_lengths = cumulative(lengths)
         tokens = ragged_arange(starts, lengths, cu_lengths)
@@ -77,7 +77,7 @@ def build_plan(
         type_ids=type_ids,
         skip=skip,
         adapters=adapters,
-        groups=_groups(lengths, cu_lengths, num_cached, keys),
+        groups=_groups(lengths, cu_lengths, num_cached, keys, is_image),
         slices=slices,
         variants=_variants(slices, lengths, cu_lengths),
         kv=None if num_cached is None else _kv_plan(scheduled, order, lengths, num_cached, block_size),
@@ -212,9 +212,15 @@ def _slices(scheduled: Sequence[ScheduledRows], step_row_of: Ints) -> tuple[RowS
 
 
 def _groups(
-    lengths: Ints, cu_lengths: Ints, num_cached: Ints | None, limited: Ints | None
+    lengths: Ints,
+    cu_lengths: Ints,
+    num_cached: Ints | None,
+    limited: Ints | None,
+    is_image: Ints | None = None,
 ) -> tuple[LengthGroup, ...]:
     changes = lengths[1:] != lengths[:-1]
+    if is_image is not None:
+        changes |= is_image[1:] != is_image[:-1]
     if limited is not None:
         changes |= limited[1:] != limited[:-1]
         limited = np.where(limited < lengths, limited, 0)

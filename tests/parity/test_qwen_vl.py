@@ -99,3 +99,24 @@ def generate(engine: Engine, rows: list[Row], params: SamplerParams) -> list[lis
         return list(await asyncio.gather(*map(read, rows)))
 
     return asyncio.run(read_all())
+
+
+def test_rows_that_run_in_chunks_and_share_prefixes_keep_their_images_apart(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Images reach over the edges of chunks; rows with equal tokens and other pixels share no prefix."""
+    model = make_model("qwen3_vl")
+    folder = write_model(tmp_path_factory.mktemp("chunks") / "model", model)
+    rows = [ROWS[2], Row(ROWS[2].ids, ROWS[2].grids, seed=11), ROWS[5], ROWS[2]]
+    options = {"enable_chunked_prefill": True, "enable_prefix_caching": True, "max_num_batched_tokens": 11}
+    with Engine(str(folder), dtype="float32", device="cpu", enable_generation=True, **options) as engine:
+        wanted = expected(model, rows)
+        for _ in range(2):  # the second time with cached prefixes
+            for number, row in enumerate(rows):
+                request = request_of(f"row-{next(_ids)}", [row], PoolingParams(Task.EMBED), reuse_prefix=True)
+                (got,) = engine.local.engine.submit(request).result().values
+                assert np.abs(got - wanted[number]).max() < 1e-5
+        params = SamplerParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+        for _ in range(2):
+            for row, tokens in zip(rows, generate(engine, rows, params), strict=True):
+                assert tokens == reference_tokens(model, row, 5)
