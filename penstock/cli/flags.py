@@ -1125,7 +1125,7 @@ class ConfigFlags:
         """The configuration's value for a flag's value."""
         if isinstance(value, enum.Enum):
             value = value.value
-        if _kind(self._hints[flag.field]) == _JSON:
+        if flag.convert is None and _kind(self._hints[flag.field]) == _JSON:
             return json_object(flag.name, value)
         return value if flag.convert is None else flag.convert(value)
 
