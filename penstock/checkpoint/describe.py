@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.checkpoint import static
 from penstock.checkpoint.adapters import adapter_names
+from penstock.checkpoint.dual import check_vision, image_processor, read_dual
 from penstock.checkpoint.families import Family, read_architecture, text_tower
 from penstock.checkpoint.files import (
     CheckpointFiles,
@@ -132,6 +133,8 @@ def _read_checkpoint(layout: FolderLayout, options: _Options) -> Checkpoint:
     if native:
         read_sizes(config_file, architecture.family, config)
         check_keys(config_file, architecture.family, config)
+        if architecture.family.is_dual:
+            check_vision(config_file, architecture, config)
         stored_format(config)
     else:
         check_any_sizes(config_file, architecture, config)
@@ -162,7 +165,7 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
         prompts=_prompts(files),
         default_prompt_name=_text(files, "default_prompt_name"),
         similarity=_text(files, "similarity_fn_name") or "cosine",
-        lower_case=bool(files.transformer.get("do_lower_case", False)),
+        lower_case=_lower_cases(files, family),
         tasks=read_tasks(checkpoint, parts),
         why_not_score=parts.why_not_score,
         labels=() if family.heads & LABELLED_TASKS else label_names(architecture, config),
@@ -170,6 +173,8 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
         zero_shot=read_zero_shot(config),
         sparse=parts.sparse,
         multi_vector=multi_vector_file(files.folder) if parts.sparse is not None and late is None else None,
+        images=image_processor(files.folder, config) if family.is_dual else None,
+        dual=read_dual(files.folder, architecture, config) if family.is_dual else None,
         score=parts.score,
         reward=read_reward(files, architecture, options.pooler),
         late=late,
@@ -229,6 +234,13 @@ def _max_positions(checkpoint: Checkpoint, options: _Options) -> int:
     if options.is_native:
         return max_positions(family, files.config, files.config_file)
     return any_max_positions(files, family)
+
+
+def _lower_cases(files: CheckpointFiles, family: Family) -> bool:
+    """SigLIP was trained on lower-case texts, which its published tokenizer.json does not say."""
+    if family.name in ("siglip", "siglip2"):
+        return optional_json(files.folder / "tokenizer_config.json").get("do_lower_case") is not False
+    return bool(files.transformer.get("do_lower_case", False))
 
 
 def _num_segments(config: dict[str, Any], family: Family) -> int:

@@ -88,6 +88,7 @@ class Family:
     # Sizes and positions.
     keys: ConfigKeys = field(default_factory=ConfigKeys)
     is_nested: bool = False  # config.json has the sizes of the text tower in text_config
+    outer_keys: tuple[str, ...] = ()  # of these the value beside text_config counts, not the one in it
     nested_defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that text_config leaves out
     default_head_dim: int | None = None  # where config.json has no head_dim; None: hidden size / heads
     default_num_segments: int = 0  # where config.json has no type_vocab_size
@@ -103,6 +104,9 @@ class Family:
     colbert_markers: tuple[str, str] = ("[unused0]", "[unused1]")  # of queries and of documents
     adapters_key: str = "lora_adaptations"  # of config.json: the names of its task adapters
     requires_adapter: bool = False  # each request has to choose one
+    # Images.
+    is_dual: bool = False  # texts and images have towers of their own, and vectors in one space
+    vision_defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that vision_config leaves out
     # Pooling.
     pooling: str = "mean"  # where no file names a method and tokens see the whole text
     causal_pooling: str = "last"  # the same where they see only what comes before
@@ -202,6 +206,51 @@ _QWEN3_FACTS: dict[str, Any] = {
     "score_prompts": ("qwen3-reranker", "zerank", "ctxl-rerank-v2"),
     "default_head_dim": 128,
 }
+_CLIP_SIZES: dict[str, Any] = {"num_hidden_layers": 12, "layer_norm_eps": 1e-5, "hidden_act": "quick_gelu"}
+_CLIP_FACTS: dict[str, Any] = {
+    "is_nested": True,
+    "is_dual": True,
+    "heads": frozenset(),
+    "pooling": "last",
+    "keys": ConfigKeys(output_size=("projection_dim",)),
+    "outer_keys": ("projection_dim",),
+    "nested_defaults": {
+        **_CLIP_SIZES,
+        "vocab_size": 49_408,
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 77,
+        "projection_dim": 512,
+        "eos_token_id": 49_407,
+    },
+    "vision_defaults": {
+        **_CLIP_SIZES,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_attention_heads": 12,
+        "num_channels": 3,
+        "image_size": 224,
+        "patch_size": 32,
+    },
+}
+_SIGLIP_SIZES: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "layer_norm_eps": 1e-6,
+    "hidden_act": "gelu_pytorch_tanh",
+}
+_SIGLIP_FACTS: dict[str, Any] = {
+    "is_nested": True,
+    "is_dual": True,
+    "heads": frozenset(),
+    "pooling": "last",
+    "keys": ConfigKeys(output_size=("projection_size",)),
+    "nested_defaults": {**_SIGLIP_SIZES, "vocab_size": 32_000, "max_position_embeddings": 64},
+}
+_SIGLIP_VISION: dict[str, Any] = {**_SIGLIP_SIZES, "num_channels": 3, "patch_size": 16}
 _RECORDS = (
     _encoder("albert", "Albert", "encoder:albert", shares_layers=True, default_num_segments=2),
     _encoder("bert", "Bert", "encoder:bert", default_num_segments=2),
@@ -214,6 +263,7 @@ _RECORDS = (
         default_head_dim=128,
     ),
     _encoder("camembert", "Camembert", "encoder:roberta", positions_follow_padding=True),
+    _encoder("clip", "CLIP", "dual:clip", **_CLIP_FACTS),
     _encoder("deberta-v2", "DebertaV2", "deberta:deberta"),
     _encoder("distilbert", "DistilBert", "encoder:distilbert", keys=_DISTILBERT_KEYS),
     _encoder("electra", "Electra", "encoder:electra", default_num_segments=2),
@@ -340,6 +390,20 @@ _RECORDS = (
     _decoder("qwen3", "Qwen3", "decoder:qwen3", **_QWEN3_FACTS),
     _decoder("qwen3_moe", "Qwen3Moe", "decoder:qwen3_moe", has_experts=True, **_QWEN3_FACTS),
     _encoder("roberta", "Roberta", "encoder:roberta", positions_follow_padding=True),
+    _encoder(
+        "siglip",
+        "Siglip",
+        "dual:siglip",
+        vision_defaults={**_SIGLIP_VISION, "image_size": 224},
+        **_SIGLIP_FACTS,
+    ),
+    _encoder(
+        "siglip2",
+        "Siglip2",
+        "dual:siglip",
+        vision_defaults={**_SIGLIP_VISION, "num_patches": 256},
+        **_SIGLIP_FACTS,
+    ),
     _decoder("smollm3", "SmolLM3", "decoder:smollm3"),
     _encoder("t5", "T5Encoder", "t5:t5", **_T5_FACTS),
     _decoder(
@@ -419,8 +483,9 @@ def text_tower(architecture: Architecture, file: Path, config: dict[str, Any]) -
 
     Keys of the text tower win, except for what names the architecture."""
     nested = config.get("text_config")
-    if nested is None:
+    if nested is None and not architecture.family.is_dual:
         return config
+    nested = {} if nested is None else nested
     if not architecture.family.is_nested:
         raise ModelLoadError(
             f"{file} has a text_config: {architecture.name} reads more than text, which is not supported",
@@ -431,7 +496,9 @@ def text_tower(architecture: Architecture, file: Path, config: dict[str, Any]) -
     outer = {key: value for key, value in config.items() if key != "text_config"}
     named: dict[str, Any] = {key: config[key] for key in ("architectures", "model_type") if key in config}
     named["text_model_type"] = nested.get("model_type")
-    return {**architecture.family.nested_defaults, **outer, **nested, **named}
+    family = architecture.family
+    named |= {key: config.get(key, family.nested_defaults.get(key)) for key in family.outer_keys}
+    return {**family.nested_defaults, **outer, **nested, **named}
 
 
 def find_architecture(name: str, config: Mapping[str, Any]) -> Architecture:

@@ -185,12 +185,14 @@ max_window_layers rope_theta sliding_window_pattern use_sliding_window
 """
 _TOKEN_SUFFIXES = ("_token_id", "_token_ids", "_token_index")
 _OTHER_TOWERS = frozenset(("audio_config", "mm_tokens_per_image", "vision_config"))
+_CLIP = "logit_scale_init_value text_config_dict vision_config_dict"
 _LFM2 = """
 block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swiglu block_use_xavier_init
 conv_dim conv_use_xavier_init num_heads use_pos_enc
 """
 # Keys that a family's own code does not read either, though others' code does.
 _UNUSED_BY_FAMILY = {
+    "clip": _CLIP,
     "albert": "down_scale_factor gap_size net_structure_type num_memory_blocks",
     "gpt_oss": "experts_per_token initial_context_length",  # given twice
     "JinaBert": "hidden_act",  # feed_forward_type names the activation
@@ -200,4 +202,4 @@ _UNUSED_BY_FAMILY = {
     "nvembed": "add_pad_token padding_side",  # rows are never padded
     "t5": "n_positions num_decoder_layers",
 }
-_KNOWN = frozenset((_READ_ELSEWHERE + _SHOWN_BY_TENSORS + _HARMLESS).split())
+_KNOWN = KNOWN_KEYS = frozenset((_READ_ELSEWHERE + _SHOWN_BY_TENSORS + _HARMLESS).split())

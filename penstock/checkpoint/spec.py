@@ -10,9 +10,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.checkpoint.dual import DualSpec
 from penstock.checkpoint.families import find_architecture
 from penstock.checkpoint.gliclass import ZeroShotSpec
 from penstock.checkpoint.gliner import EntitySpec
+from penstock.checkpoint.image_processor import ImageProcessorSpec
 from penstock.checkpoint.late import LateSpec
 from penstock.checkpoint.layout import QueryRoute
 from penstock.checkpoint.pooling import PoolingSpec
@@ -60,6 +62,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     static: StaticSpec | None = None  # a table of token vectors, without a model behind it
     query_route: QueryRoute | None = None  # how queries are read, where a Router sends them elsewhere
     late: LateSpec | None = None  # one vector per token, compared token by token
+    images: ImageProcessorSpec | None = None  # None: it reads no images
+    dual: DualSpec | None = None  # for models with towers of their own for texts and images
     score: ScoreSpec | None = None  # for models that read a query and a document together
     entities: EntitySpec | None = None  # for models that find entities of labels in the request
     zero_shot: ZeroShotSpec | None = None  # for models that classify by labels in the request

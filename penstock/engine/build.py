@@ -15,8 +15,9 @@ from penstock.inputs.constraints import GrammarCompiler, rejected
 from penstock.inputs.grammar_sandbox import GrammarSandbox
 from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import BLOCK_SIZE
-from penstock.runner.load import load_runner
+from penstock.runner.load import Loaded, load_runner
 from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
+from penstock.scheduler.image_cache import ImageCache
 from penstock.scheduler.scheduler import Budget, Chunking, Scheduler
 from penstock.scheduler.vector_cache import VectorCache
 from penstock.types import Grammar, PoolingParams
@@ -35,7 +36,7 @@ def build_core(
     generation = _generation_scheduler(spec, settings, pool) if settings.generates else None
     core = EngineCore(
         loaded.runner,
-        _scheduler(spec, settings, pool, loaded.num_cached_vectors),
+        _scheduler(spec, settings, pool, loaded),
         depth=settings.pipeline_depth,
         wake=wake,
         observe=observe,
@@ -62,7 +63,7 @@ def _device_failed(core: EngineCore, error: DeviceFailed) -> None:
     core.wake()
 
 
-def _scheduler(spec: ModelSpec, settings: Resolved, pool: BlockPool, num_vectors: int) -> Scheduler:
+def _scheduler(spec: ModelSpec, settings: Resolved, pool: BlockPool, loaded: Loaded) -> Scheduler:
     budget = Budget(
         max_tokens=settings.max_num_batched_tokens,
         max_rows=settings.max_num_seqs,
@@ -73,11 +74,15 @@ def _scheduler(spec: ModelSpec, settings: Resolved, pool: BlockPool, num_vectors
     chunking = vector_cache = None
     if settings.chunked:
         chunking = Chunking(pool, settings.chunk_tokens, settings.prefix_caching)
-    if num_vectors:
+    if loaded.num_cached_vectors:
         vector_cache = VectorCache(
-            num_vectors, documents=settings.document_cache_bytes > 0, reuse=settings.share_identical
+            loaded.num_cached_vectors,
+            documents=settings.document_cache_bytes > 0,
+            reuse=settings.share_identical,
         )
-    return Scheduler(budget, chunking, vector_cache, lru_cache(1024)(partial(_token_bytes, spec)))
+    token_bytes = lru_cache(1024)(partial(_token_bytes, spec))
+    image_cache = ImageCache(loaded.num_image_features) if loaded.num_image_features else None
+    return Scheduler(budget, chunking, vector_cache, token_bytes, image_cache)
 
 
 def _generation_scheduler(spec: ModelSpec, settings: Resolved, pool: BlockPool) -> GenerationScheduler:

@@ -309,6 +309,8 @@ class EngineCore:
             pool.forget_prefixes()
         if (vectors := self.scheduler.vector_cache) is not None:
             vectors.forget()
+        if (images := self.scheduler.image_cache) is not None:
+            images.forget()
 
     def fail_device(self, error: DeviceFailed) -> None:
         """Give up the device, which failed outside of a step."""
@@ -403,6 +405,8 @@ class EngineCore:
                 self._lane.answered_interactive(arrival_s, step.launched_s, self.clock())
             self._fair_share.succeeded(step.generates, plan.num_tokens, step.estimate_s, result.device_s)
         self._recovery.step_succeeded(step)
+        if plan.images is not None and self.scheduler.image_cache is not None:
+            self.scheduler.image_cache.publish(plan.images.keys)
         outcomes: list[Outcome] = []
         if isinstance(plan, PoolPlan) and isinstance(result, PooledResult):
             # Otherwise there is nothing to learn about the rate of interactive work.
@@ -554,7 +558,8 @@ class EngineCore:
     def _planned(self, scheduled: list[ScheduledRows], *, is_background: bool = False) -> NextStep:
         self.pending.mark_launched(scheduled, self.clock())
         chunking = self.scheduler.chunking
-        plan = build_plan(scheduled, chunking.pool.block_size if chunking else 0)
+        block_size = chunking.pool.block_size if chunking else 0
+        plan = build_plan(scheduled, block_size, self.scheduler.image_cache)
         return NextStep(plan, scheduled, is_background)
 
     def _generation_step(self, generation: GenerationScheduler) -> NextStep | None:

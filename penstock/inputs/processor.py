@@ -16,6 +16,7 @@ import numpy as np
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import BadValue, ModelLoadError, NotPossible, shown
+from penstock.inputs.images.rows import DualRows, frame_texts, refuse_images
 from penstock.inputs.instruction import InstructionEnd
 from penstock.inputs.label_prompts import LabelPrompts
 from penstock.inputs.labelled import LabelledInputs
@@ -32,6 +33,7 @@ from penstock.types import (
     Ints,
     OutputDtype,
     PoolingParams,
+    PreparedImage,
     Request,
     Task,
     cumulative,
@@ -84,6 +86,7 @@ class InputProcessor:
         self.late = None if spec.late is None else LateInputs(spec, tokenizer)
         self.labelled = None if spec.entities is None else LabelledInputs(spec, spec.entities, tokenizer)
         zero_shot = spec.zero_shot
+        self.dual = None if spec.dual is None else DualRows(spec.dual)
         self.label_prompts = None if zero_shot is None else LabelPrompts(spec, zero_shot, tokenizer)
 
     def prepare(
@@ -207,6 +210,8 @@ class InputProcessor:
         _check_not_empty(lengths)
         if not from_text:
             self._check_range(token_ids)
+        if self.spec.dual is not None:
+            token_ids, lengths = frame_texts(token_ids, lengths, self.spec.dual)
         params = self.engine_params(params)
         return Request(
             request_id,
@@ -220,6 +225,21 @@ class InputProcessor:
             token_mask=self.token_mask(lengths) if params.task is Task.TOKEN_EMBED else None,
             num_truncated=num_truncated,
         )
+
+    def join_images(
+        self,
+        texts: Request | None,
+        images: dict[int, PreparedImage],
+        request_id: str,
+        params: PoolingParams,
+        options: InputOptions,
+    ) -> Request:
+        """The rows of `texts`, if there are any, and images as rows of their own."""
+        if self.dual is None:
+            raise refuse_images(self.spec.name)
+        none = np.zeros(0, dtype=np.int32)
+        empty = Request(request_id, none, none, self.engine_params(params), cache_salt=options.cache_salt)
+        return self.dual.insert(empty if texts is None else texts, images)
 
     def _late_request(
         self,

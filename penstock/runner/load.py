@@ -28,11 +28,13 @@ if TYPE_CHECKING:
 
     from penstock.checkpoint.static import StaticSpec
     from penstock.kvcache.store import KVCache
+    from penstock.layers.images import VisionTower
     from penstock.layers.parallel import Shard
     from penstock.models.registry import CausalModel, Model
     from penstock.models.static import StaticModel
     from penstock.pooling.build import Pooler
     from penstock.runner.generator import Generator
+    from penstock.runner.images import ImageRunner
     from penstock.runner.model_runner import ModelRunner
     from penstock.scoring.pairs import PairScorer
 
@@ -69,6 +71,7 @@ class Loaded:
     runner: Runner
     num_blocks: int = 0  # of the KV cache
     num_cached_vectors: int = 0  # vectors in the store that scores read from
+    num_image_features: int = 0  # slots of the store of image features; 0: the model reads no images
     sleeper: Sleeper | None = None  # None: the runner cannot sleep
     # Calls a function, on another thread, if the device is lost while no step runs.
     watch: Callable[[OnDeviceFailed], None] | None = None
@@ -114,7 +117,9 @@ def _load(spec: ModelSpec, settings: Resolved) -> Loaded:
         cached = settings.chunked or settings.generates
         blocks = -(-4 * settings.max_model_len // BLOCK_SIZE) if cached else 0
         widths: dict[Task, int] = {t: spec.width(t) for t in spec.tasks if t is not Task.GENERATE}
-        return Loaded(NullRunner(widths, settings.null_step_s), blocks, _LATE_VECTORS, NullSleeper())
+        features = _num_image_features(settings, 0)
+        runner = NullRunner(widths, settings.null_step_s)
+        return Loaded(runner, blocks, _LATE_VECTORS, features, NullSleeper())
     if is_parallel(settings):
         from penstock.runner.parallel.load import load_parallel
 
@@ -135,6 +140,7 @@ class Parts(NamedTuple):
     cache: KVCache | None
     generator: Generator | None
     num_blocks: int  # of the cache
+    images: ImageRunner | None = None
 
 
 def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
@@ -148,10 +154,17 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     device = torch.device(settings.device)
     if device.type == "cpu":
         torch.set_num_threads(settings.threads)
-    model, pooler, cache, generator, blocks = _build_parts(spec, settings, watch)
+    model, pooler, cache, generator, blocks, images = _build_parts(spec, settings, watch)
     num_cached_vectors = num_vectors(pooler)
     runner = ModelRunner(
-        model, pooler, device, settings.pipeline_depth, cache, generator, graphs=settings.graphs
+        model,
+        pooler,
+        device,
+        settings.pipeline_depth,
+        cache,
+        generator,
+        graphs=settings.graphs,
+        images=images,
     )
     warm_up_runner(runner, spec, settings, blocks, watch)
     log.info("%s", watch)
@@ -165,9 +178,10 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
             parts = _build_parts(spec, again, Stopwatch())
         if parts.num_blocks != blocks:
             raise ModelLoadError(f"the KV cache has {parts.num_blocks} blocks instead of {blocks}")
-        runner.install(parts.model, parts.pooler, parts.cache, parts.generator)
+        runner.install(parts.model, parts.pooler, parts.cache, parts.generator, parts.images)
 
-    return Loaded(runner, blocks, num_cached_vectors, ModelSleeper(runner, spec.path, install))
+    num_features = 0 if images is None else len(images.store)
+    return Loaded(runner, blocks, num_cached_vectors, num_features, ModelSleeper(runner, spec.path, install))
 
 
 def num_vectors(pooler: Pooler) -> int:
@@ -215,7 +229,37 @@ def _build_parts(spec: ModelSpec, settings: Resolved, watch: Stopwatch) -> Parts
             generator = Generator(model.heads[Task.GENERATE], settings.max_num_seqs, device)
         if settings.chunked or settings.generates:
             cache, blocks = make_cache(cast("CausalModel", model), settings, dtype, device)
-    return Parts(model, pooler, cache, generator, blocks)
+        images = _image_runner(model, settings, dtype, device)
+    return Parts(model, pooler, cache, generator, blocks, images)
+
+
+_IMAGE_CACHE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
+
+
+def _image_runner(
+    model: Model, settings: Resolved, dtype: torch.dtype, device: torch.device
+) -> ImageRunner | None:
+    """The vision tower with the store of its features, if the model has one."""
+    from penstock.runner.images import ImageRunner
+
+    tower: VisionTower | None = getattr(model, "vision", None)
+    if tower is None:
+        return None
+    cached = _IMAGE_CACHE_BYTES[device.type] // (tower.feature_width * dtype.itemsize)
+    return ImageRunner(tower, _num_image_features(settings, cached), dtype, device)
+
+
+def check_no_tower(model: Model) -> None:
+    if getattr(model, "vision", None) is not None:
+        raise ConfigError(
+            "models with a vision tower run on one GPU; use --data-parallel-size for several",
+            param="tensor_parallel_size",
+        )
+
+
+def _num_image_features(settings: Resolved, num_cached: int) -> int:
+    """Slots of the feature store: those of a whole step at least, and of a row that runs alone."""
+    return max(settings.max_num_batched_tokens, settings.max_model_len, num_cached)
 
 
 def read_model(

@@ -15,6 +15,7 @@ from penstock.content import PrefixKeys
 from penstock.errors import NotPossible, QueueFull
 from penstock.kvcache.blocks import BlockPool
 from penstock.scheduler.fair_queue import STEPS_IN_HEAD_START, ClientQueue
+from penstock.scheduler.image_cache import ImageCache
 from penstock.scheduler.queue import OpenRow, QueuedRequest, WaitingQueue
 from penstock.scheduler.vector_cache import VectorCache, vector_counts
 from penstock.types import CachedVectors, Ints, PoolingParams, Request
@@ -107,12 +108,14 @@ class Scheduler:
         chunking: Chunking | None = None,
         vector_cache: VectorCache | None = None,
         token_bytes: Callable[[PoolingParams], int] = lambda params: 0,
+        image_cache: ImageCache | None = None,
     ) -> None:
         """`token_bytes` gives the output size of each token for some pooling parameters."""
         self.budget = budget
         self.token_bytes = token_bytes
         self.chunking = chunking
         self.vector_cache = vector_cache  # for requests with pairs
+        self.image_cache = image_cache  # for requests with images
         self.queue = WaitingQueue(budget.max_tokens, budget.max_rows) if budget.is_shared else WaitingQueue()
         self.queue.set_head_start(STEPS_IN_HEAD_START * budget.max_tokens)
         self.background = WaitingQueue()  # requests that run only in what those of `queue` leave
@@ -128,6 +131,8 @@ class Scheduler:
     def add(self, request: Request, start_by_s: float | None = None) -> None:
         """Join the waiting queue; `QueueFull` if it is too long. An empty queue takes any request.
         `overdue` gives it up if nothing of it has run at `start_by_s`."""
+        if request.images is not None:
+            self._check_images(request)
         if request.is_background:
             self._add_background(request)
             return
@@ -139,6 +144,11 @@ class Scheduler:
         if request.pairs is not None:
             self._check_queries(request)
         self.queue.add(request, start_by_s)
+
+    def _check_images(self, request: Request) -> None:
+        if self.image_cache is None:
+            raise NotPossible("this model reads no images", param="images")
+        self.image_cache.check(request)
 
     def _add_background(self, request: Request) -> None:
         """Join the background queue, which counts for nobody else. It has no time by which it must start."""

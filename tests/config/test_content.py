@@ -19,9 +19,10 @@ BLOCK = 4
 NOT_CONTENT = {
     *("id", "params", "extra_params", "pairs", "priority", "arrival_s", "deadline_s"),
     *("reuse_prefix", "lengths", "starts", "num_truncated", "client", "weight", "is_background"),
+    "rope_positions",  # they follow from the tokens and the images
 }
 # Fields that `row_keys`, `scope` or `PrefixKeys` read by name.
-READ_BY_NAME = {"token_ids", "cache_salt", "sampling"}
+READ_BY_NAME = {"token_ids", "cache_salt", "sampling", "images"}
 
 
 def with_changes(request: Request, **changes: object) -> Request:

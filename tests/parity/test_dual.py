@@ -1,0 +1,51 @@
+"""CLIP, SigLIP and SigLIP 2 against transformers: texts, images, and both in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock import Engine
+from penstock.inputs.images.preprocess import prepare
+from penstock.types import PreparedImage
+from tests.parity.dual import CASES, IMAGES, TEXTS, DualCase, DualReference, largest_difference
+
+TOLERANCE = 1e-5
+
+
+class Subject:
+    def __init__(self, case: DualCase, folder: Path) -> None:
+        self.reference: DualReference = case.write(folder)
+        self.engine = Engine(str(folder), device="cpu", dtype="float32")
+        assert self.engine.spec.images is not None
+        self.images: list[PreparedImage] = [prepare(image, self.engine.spec.images) for image in IMAGES]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    made = Subject(request.param, tmp_path_factory.mktemp(request.param.name))
+    yield made
+    made.engine.close()
+
+
+def test_texts_have_the_vectors_of_the_reference(subject: Subject) -> None:
+    got = subject.engine.embed(TEXTS, truncate_prompt_tokens=-1)
+    assert largest_difference(got, subject.reference.texts(TEXTS)) < TOLERANCE
+
+
+def test_images_have_the_vectors_of_the_reference(subject: Subject) -> None:
+    got = subject.engine.embed(subject.images)
+    assert largest_difference(got, subject.reference.images(IMAGES)) < TOLERANCE
+
+
+def test_a_row_has_the_same_vector_alone_and_among_texts_and_images(subject: Subject) -> None:
+    images, embed = subject.images, subject.engine.embed
+    mixed = embed([images[2], TEXTS[0], images[0], images[1], TEXTS[3], images[2], TEXTS[1], images[3]])
+    alone = [embed([row])[0] for row in (images[2], TEXTS[0], images[0])]
+    assert largest_difference(mixed[:3], np.stack(alone)) < TOLERANCE
+    assert np.array_equal(mixed[0], mixed[5])
+    wanted = subject.reference.texts([TEXTS[0], TEXTS[3], TEXTS[1]])
+    assert largest_difference(mixed[[1, 4, 6]], wanted) < TOLERANCE
