@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,6 +17,8 @@ import numpy as np
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import BadValue, ModelLoadError, NotPossible, shown
+from penstock.inputs.images.content import ContentRows, Parts, images_of
+from penstock.inputs.images.prompts import ImagePrompts
 from penstock.inputs.images.rows import DualRows, frame_texts, refuse_images
 from penstock.inputs.instruction import InstructionEnd
 from penstock.inputs.label_prompts import LabelPrompts
@@ -87,6 +90,10 @@ class InputProcessor:
         self.labelled = None if spec.entities is None else LabelledInputs(spec, spec.entities, tokenizer)
         zero_shot = spec.zero_shot
         self.dual = None if spec.dual is None else DualRows(spec.dual)
+        self.content: ContentRows | None = None
+        if spec.images is not None and spec.image_prompt is not None:
+            prompts = ImagePrompts(spec.image_prompt, spec.images, tokenizer)
+            self.content = ContentRows(prompts, spec.max_model_len)
         self.label_prompts = None if zero_shot is None else LabelPrompts(spec, zero_shot, tokenizer)
 
     def prepare(
@@ -246,6 +253,34 @@ class InputProcessor:
         none = np.zeros(0, dtype=np.int32)
         empty = Request(request_id, none, none, self.engine_params(params), cache_salt=options.cache_salt)
         return self.dual.insert(empty if texts is None else texts, images)
+
+    def content_texts(self, parts: Sequence[Parts], options: InputOptions) -> list[str]:
+        """What is tokenised for each input, of which some have images."""
+        if self.content is None:
+            raise refuse_images(self.spec.name)
+        prompt = self.prompt(options)
+        end = self._text_end(options) if options.add_special_tokens else ""
+        return [
+            self.content.text(own, prompt, end)
+            if images_of(own)
+            else self.with_prompt(["".join(map(str, own))], options)[0]
+            for own in parts
+        ]
+
+    def join_content(
+        self,
+        request_id: str,
+        rows: Sequence[Ints],
+        parts: Sequence[Parts],
+        params: PoolingParams,
+        options: InputOptions,
+    ) -> Request:
+        """The request of inputs some of which have images."""
+        if self.content is None:
+            raise refuse_images(self.spec.name)
+        limit = truncation_limit(options.truncate_prompt_tokens, self.spec.max_model_len)
+        make = partial(self.join, request_id, params=params, options=options, from_text=True)
+        return self.content.join(rows, parts, limit, make)
 
     def _late_request(
         self,
