@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import BadValue, ModelLoadError, NotPossible, shown
-from penstock.inputs.images.content import ContentRows, Parts, images_of
+from penstock.inputs.images.content import ContentRows, Rendered, images_of
 from penstock.inputs.images.prompts import ImagePrompts
 from penstock.inputs.images.rows import DualRows, frame_texts, refuse_images
 from penstock.inputs.instruction import InstructionEnd
@@ -33,6 +33,7 @@ from penstock.inputs.truncation import Side, num_longer, truncate_rows, truncati
 from penstock.types import (
     MAX_TERMS,
     MAX_TOP_K,
+    Content,
     Ints,
     OutputDtype,
     PoolingParams,
@@ -254,24 +255,24 @@ class InputProcessor:
         empty = Request(request_id, none, none, self.engine_params(params), cache_salt=options.cache_salt)
         return self.dual.insert(empty if texts is None else texts, images)
 
-    def content_texts(self, parts: Sequence[Parts], options: InputOptions) -> list[str]:
+    def content_texts(self, contents: Sequence[Content], options: InputOptions) -> list[str]:
         """What is tokenised for each input, of which some have images."""
         if self.content is None:
             raise refuse_images(self.spec.name)
         prompt = self.prompt(options)
         end = self._text_end(options) if options.add_special_tokens else ""
         return [
-            self.content.text(own, prompt, end)
-            if images_of(own)
-            else self.with_prompt(["".join(map(str, own))], options)[0]
-            for own in parts
+            self.content.text(content, prompt, end)
+            if images_of(content) or isinstance(content, Rendered)
+            else self.with_prompt(["".join(map(str, content.parts))], options)[0]
+            for content in contents
         ]
 
     def join_content(
         self,
         request_id: str,
         rows: Sequence[Ints],
-        parts: Sequence[Parts],
+        contents: Sequence[Content],
         params: PoolingParams,
         options: InputOptions,
     ) -> Request:
@@ -280,7 +281,7 @@ class InputProcessor:
             raise refuse_images(self.spec.name)
         limit = truncation_limit(options.truncate_prompt_tokens, self.spec.max_model_len)
         make = partial(self.join, request_id, params=params, options=options, from_text=True)
-        return self.content.join(rows, parts, limit, make)
+        return self.content.join(rows, contents, limit, make)
 
     def _late_request(
         self,
