@@ -21,6 +21,7 @@ from penstock.api.conversations import (
 )
 from penstock.api.embeddings import EmbeddingsAnswer, embedding_items, vectors
 from penstock.api.fields import ChunkFields, InputFields, MediaOptions, agreed
+from penstock.api.images import message_images
 from penstock.api.replies import list_reply, sparse_terms
 from penstock.api.routes import RouteSpec, Variant, VariantTable
 from penstock.api.run import check_num_rows, run
@@ -269,6 +270,8 @@ async def tokenize_chat(call: Call, body: TokenizeChatRequest) -> Reply:
     model = call.model(body)
     if body.tools:
         body.chat_template_kwargs = {"tools": body.tools, **(body.chat_template_kwargs or {})}
+    if message_images(body.messages):
+        raise BadValue("messages with images are not tokenised here; send texts", param="messages")
     rows = await conversation_rows(call, model, body, [body.messages])
     return await _tokenized(model, rows, body.return_token_strs, one=True)
 
