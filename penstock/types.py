@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -321,6 +321,26 @@ class RequestImages:
             num_tokens,
             digests,
             are_rows,
+        )
+
+    @classmethod
+    def joined(
+        cls, first: RequestImages | None, second: RequestImages | None, num_first_rows: int
+    ) -> RequestImages | None:
+        """The images of rows of one request, then of another's."""
+        if second is not None:
+            second = replace(second, rows=second.rows + np.int32(num_first_rows))
+        if first is None or second is None:
+            return second if first is None else first
+        halves = (first, second)
+        return cls(
+            np.concatenate([half.patches for half in halves]),
+            np.concatenate([half.grids for half in halves]),
+            np.concatenate([half.rows for half in halves]),
+            np.concatenate([half.starts for half in halves]),
+            np.concatenate([half.num_tokens for half in halves]),
+            np.concatenate([half.digests for half in halves]),
+            first.are_rows or second.are_rows,
         )
 
     @property

@@ -274,8 +274,8 @@ class GenerationInputs:
         row = self.image_prompts.row(ids, images)
         if len(row.token_ids) >= self.spec.max_model_len:
             raise BadValue(
-                f"the messages have {len(row.token_ids)} tokens with their images, but the model takes at most "
-                f"{self.spec.max_model_len}; send smaller images or fewer",
+                f"the messages have {len(row.token_ids)} tokens with their images, but the model takes at "
+                f"most {self.spec.max_model_len}; send smaller images or fewer",
                 param="messages",
             )
         return [row.token_ids], JobImages(self.image_prompts, (row,))

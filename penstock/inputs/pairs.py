@@ -29,7 +29,16 @@ from penstock.inputs.pair_options import DEFAULT_PAIR_OPTIONS, Pair, PairNames, 
 from penstock.inputs.processor import InputOptions, InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.inputs.truncation import Side, truncation_limit
-from penstock.types import Ints, PooledOutput, PoolingParams, Request, Task
+from penstock.types import (
+    Ints,
+    PooledOutput,
+    PoolingParams,
+    Request,
+    RequestImages,
+    Task,
+    cumulative,
+    ragged_arange,
+)
 
 Kind = Literal["cross", "list", "late", "bi"]
 _PLACEHOLDER = re.compile(r"\{(instruction|query|document)\}")
@@ -197,22 +206,28 @@ def _bi_encoder_request(
     options: PairOptions,
 ) -> Request:
     """Rows as `embed` makes them, queries and documents each with their own prompt."""
-    base = InputOptions(
-        truncate_prompt_tokens=options.truncate_prompt_tokens,
-        truncation_side=options.truncation_side,
-        cache_salt=options.cache_salt,
-    )
-    if options.is_symmetric:
-        query_options = document_options = replace(base, prompt_name=options.prompt_name)
-    else:
-        document_options = replace(base, input_type="document")
-        if options.instruction is not None:
-            query_options = replace(base, instruction=options.instruction)
-        else:
-            query_options = replace(base, input_type="query")
+    query_options, document_options = pair_input_options(processor.spec, options, is_late=False)
     queries = processor.prepare(request_id, texts.queries, params, query_options)
     documents = processor.prepare(request_id, texts.documents, params, document_options)
-    return _join(queries, documents, texts.query_of, params)
+    return join_pairs(queries, documents, texts.query_of, params)
+
+
+def pair_input_options(
+    spec: ModelSpec, options: PairOptions, *, is_late: bool
+) -> tuple[InputOptions, InputOptions]:
+    """How queries and documents become rows of their own."""
+    base = InputOptions(truncation_side=options.truncation_side, cache_salt=options.cache_salt)
+    cut = replace(base, truncate_prompt_tokens=options.truncate_prompt_tokens)
+    if is_late:
+        if options.instruction is not None:
+            raise _no_instruction(spec)
+        return replace(base, input_type="query"), replace(cut, input_type="document")
+    if options.is_symmetric:
+        both = replace(cut, prompt_name=options.prompt_name)
+        return both, both
+    if options.instruction is not None:
+        return replace(cut, instruction=options.instruction), replace(cut, input_type="document")
+    return replace(cut, input_type="query"), replace(cut, input_type="document")
 
 
 def _late_request(
@@ -223,20 +238,14 @@ def _late_request(
     options: PairOptions,
 ) -> Request:
     """Rows as `token_embed` makes them for queries and documents. The engine scores their token vectors."""
-    if options.instruction is not None:
-        raise _no_instruction(processor.spec)
     tokens = PoolingParams(Task.TOKEN_EMBED)
-    base = InputOptions(truncation_side=options.truncation_side, cache_salt=options.cache_salt)
-    query_options = replace(base, input_type="query")
-    document_options = replace(
-        base, input_type="document", truncate_prompt_tokens=options.truncate_prompt_tokens
-    )
+    query_options, document_options = pair_input_options(processor.spec, options, is_late=True)
     queries = processor.prepare(request_id, texts.queries, tokens, query_options)
     documents = processor.prepare(request_id, texts.documents, tokens, document_options)
-    return _join(queries, documents, texts.query_of, msgspec.structs.replace(params, late=True))
+    return join_pairs(queries, documents, texts.query_of, msgspec.structs.replace(params, late=True))
 
 
-def _join(queries: Request, documents: Request, query_of: Ints, params: PoolingParams) -> Request:
+def join_pairs(queries: Request, documents: Request, query_of: Ints, params: PoolingParams) -> Request:
     """One request with the query rows, then the document rows. An optional array that only one of the two
     has is filled with its neutral value for the other."""
     halves = (queries, documents)
@@ -257,11 +266,19 @@ def _join(queries: Request, documents: Request, query_of: Ints, params: PoolingP
         key_limits=concat("key_limits", lambda half: half.lengths),
         token_mask=concat("token_mask", lambda half: np.ones(half.num_tokens, dtype=np.int32)),
         adapters=concat("adapters", lambda half: np.full(half.num_rows, -1, dtype=np.int32)),
+        images=RequestImages.joined(queries.images, documents.images, queries.num_rows),
+        rope_positions=concat("rope_positions", _plain_positions),
         pairs=query_of,
         reuse_prefix=queries.reuse_prefix,
         cache_salt=queries.cache_salt,
         num_truncated=queries.num_truncated + documents.num_truncated,
     )
+
+
+def _plain_positions(request: Request) -> Ints:
+    """The positions of tokens without images: their index in the row, on all three axes."""
+    index = ragged_arange(np.zeros_like(request.lengths), request.lengths, cumulative(request.lengths))
+    return np.repeat(index, 3)
 
 
 def _pair_rows(processor: InputProcessor, texts: _PairTexts, options: PairOptions) -> _Rows:
@@ -378,7 +395,7 @@ def _templated_rows(
     The tokens before and after the document are computed once per query: they are equal in all its rows.
     """
     tokenizer, query_of = processor.tokenizer, texts.query_of
-    values = {"instruction": _instruction(score, options.instruction)}
+    values = template_values(score, options.instruction)
     at = next(index for index, part in enumerate(score.template) if "{document}" in part)
     opening, closing = tokenizer.frame
     opening, closing = opening[: None if score.opened else 0], closing[: None if score.closed else 0]
@@ -389,7 +406,7 @@ def _templated_rows(
     def encode_for_queries(parts: Sequence[str]) -> list[list[Ints]]:
         def fill(index: int) -> str:
             query, part = divmod(index, len(parts))
-            return _fill(parts[part], values | {"query": texts.queries[query]})
+            return fill_template(parts[part], values | {"query": texts.queries[query]})
 
         sizes = [_max_filled(part, values, len(query)) for query in texts.queries for part in parts]
         check_expanded(sum(sizes), "query")
@@ -398,7 +415,7 @@ def _templated_rows(
 
     def fill_document(index: int) -> str:
         query, document = texts.queries[query_of[index]], texts.documents[index]
-        return _fill(score.template[at], values | {"query": query, "document": document})
+        return fill_template(score.template[at], values | {"query": query, "document": document})
 
     heads = [np.concatenate([opening, *rows]) for rows in encode_for_queries(score.template[:at])]
     tails = [np.concatenate([*rows, closing]) for rows in encode_for_queries(score.template[at + 1 :])]
@@ -436,7 +453,7 @@ def _split_part(
 
     def split(index: int) -> tuple[str, str]:
         filled = values | {"query": texts.queries[texts.query_of[index]]}
-        return _fill(before, filled) + texts.documents[index], _fill(after, filled)
+        return fill_template(before, filled) + texts.documents[index], fill_template(after, filled)
 
     return split
 
@@ -463,6 +480,11 @@ def _keep_suffixes(
         rows[index] = np.concatenate([kept, suffix])
 
 
+def template_values(score: ScoreSpec, instruction: str | None) -> dict[str, str]:
+    """What stands in the places of a template besides the texts."""
+    return {"instruction": _instruction(score, instruction)}
+
+
 def _instruction(score: ScoreSpec, given: str | None) -> str:
     """What stands in the place of the instruction."""
     if given is None:
@@ -476,7 +498,7 @@ def _max_filled(part: str, values: dict[str, str], query_chars: int) -> int:
     return len(part) + part.count("{instruction}") * instruction_chars + part.count("{query}") * query_chars
 
 
-def _fill(part: str, values: dict[str, str]) -> str:
+def fill_template(part: str, values: dict[str, str]) -> str:
     """Fill all placeholders in one pass, so that a text may itself contain a placeholder's name."""
     return _PLACEHOLDER.sub(lambda found: values[found[1]], part)
 
