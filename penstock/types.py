@@ -418,6 +418,14 @@ class Request:
         return (self.params, *self.extra_params)
 
     @property
+    def patches_of_rows(self) -> Ints:
+        """[rows], patches of the images of each row."""
+        if (images := self.images) is None:
+            return np.zeros(self.num_rows, dtype=np.int32)
+        counts = np.bincount(images.rows, weights=images.num_patches, minlength=self.num_rows)
+        return counts.astype(np.int32)
+
+    @property
     def num_queries(self) -> int:
         """Number of leading rows that are queries."""
         return 0 if self.pairs is None else self.num_rows - len(self.pairs)

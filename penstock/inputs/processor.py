@@ -37,7 +37,6 @@ from penstock.inputs.truncation import Side, num_longer, truncate_rows, truncati
 from penstock.types import (
     MAX_TERMS,
     MAX_TOP_K,
-    Content,
     Ints,
     OutputDtype,
     PoolingParams,
@@ -50,14 +49,7 @@ from penstock.types import (
 Texts = Sequence[str]
 TokenIds = Sequence[int]
 Inputs = (
-    str
-    | Texts
-    | TokenIds
-    | Sequence[TokenIds]
-    | Sequence[str | int | Sequence[int]]
-    | Sequence[InputItem]
-    | PreparedImage
-    | Content
+    str | Texts | TokenIds | Sequence[TokenIds] | Sequence[str | int | Sequence[int]] | Sequence[InputItem]
 )
 
 MAX_PRIORITY = 1_000_000
