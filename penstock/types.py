@@ -323,6 +323,22 @@ class RequestImages:
             are_rows,
         )
 
+    @staticmethod
+    def join(parts: Sequence[RequestImages | None], first_rows: Sequence[int]) -> RequestImages | None:
+        """The images of several requests as one, whose rows begin at `first_rows`; None if none has any."""
+        given = [(part, first) for part, first in zip(parts, first_rows, strict=True) if part is not None]
+        if not given:
+            return None
+        return RequestImages(
+            np.concatenate([part.patches for part, _ in given]),
+            np.concatenate([part.grids for part, _ in given]),
+            np.concatenate([part.rows + np.int32(first) for part, first in given]),
+            np.concatenate([part.starts for part, _ in given]),
+            np.concatenate([part.num_tokens for part, _ in given]),
+            np.concatenate([part.digests for part, _ in given]),
+            given[0][0].are_rows,
+        )
+
     @property
     def num_images(self) -> int:
         return len(self.rows)
@@ -400,6 +416,14 @@ class Request:
     def all_params(self) -> tuple[PoolingParams, ...]:
         """The parameters of every output of a row, the first one's first."""
         return (self.params, *self.extra_params)
+
+    @property
+    def patches_of_rows(self) -> Ints:
+        """[rows], patches of the images of each row."""
+        if (images := self.images) is None:
+            return np.zeros(self.num_rows, dtype=np.int32)
+        counts = np.bincount(images.rows, weights=images.num_patches, minlength=self.num_rows)
+        return counts.astype(np.int32)
 
     @property
     def num_queries(self) -> int:

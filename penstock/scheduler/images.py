@@ -102,10 +102,3 @@ def patch_groups(counts: Ints) -> tuple[LengthGroup, ...]:
         LengthGroup(first, size, int(counts[first]), start, first_key=start)
         for first, size, start in zip(firsts.tolist(), sizes.tolist(), starts.tolist(), strict=True)
     )
-
-
-def patches_of_rows(request: Request) -> Ints | None:
-    """[rows], patches of each row of a request; None if it has no images."""
-    if (images := request.images) is None:
-        return None
-    return np.bincount(images.rows, weights=images.num_patches, minlength=request.num_rows).astype(np.int32)
