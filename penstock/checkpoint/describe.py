@@ -193,9 +193,7 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
         eos_token_ids=eos_token_ids(files),
         why_not_generate=why_not_generate(files.folder, architecture, config),
         generates_by_default=family.generates_by_default
-        or (
-            not files.modules and parts.score is None and parts.sparse is None and frame.prompted is None
-        ),
+        or (not files.modules and parts.score is None and parts.sparse is None and frame.prompted is None),
         query_route=checkpoint.query_route,
     )
 

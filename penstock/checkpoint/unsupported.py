@@ -19,7 +19,7 @@ _IMAGES = "it reads images through a vision tower that is not known"
 _KINDS = (
     _Kind(
         re.compile(r"^JinaEmbeddingsV4"),
-        "it reads images, and its adapters for tasks, which are one file, are not read; the checkpoints that have "
+        "it reads images, and its adapters for tasks, are not read; the checkpoints that have "
         "one of them merged, jina-embeddings-v4-vllm-*, are Qwen2.5-VL and are",
     ),
     _Kind(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.published.catalog import Json, Published, Reads, modules
-from tests.published.decoders import qwen2, qwen3
+from tests.published.decoders import qwen2
 from tests.published.encoders import bert, modernbert
 
 _TEXT_AND_IMAGES = {"vision_config": {"hidden_size": 1280, "depth": 32}}

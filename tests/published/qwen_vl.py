@@ -9,7 +9,14 @@ from tests.published.catalog import Json, Published, Reads
 
 _TOKENS = {"image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652}
 _TOKENS |= {"vision_end_token_id": 151653}
-_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+_SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+)
 _MROPE = {"type": "mrope", "mrope_section": [16, 24, 24]}
 _VISION_2: Json = {
     "depth": 32,
@@ -84,7 +91,9 @@ def _text(hidden: int, layers: int, heads: int, kv_heads: int, inner: int) -> di
 
 
 _QWEN2 = _text(1536, 28, 12, 2, 8960) | _TOKENS | {"model_type": "qwen2_vl", "vision_config": _VISION_2}
-_QWEN2_5 = _text(2048, 36, 16, 2, 11008) | _TOKENS | {"model_type": "qwen2_5_vl", "vision_config": _VISION_2_5}
+_QWEN2_5 = (
+    _text(2048, 36, 16, 2, 11008) | _TOKENS | {"model_type": "qwen2_5_vl", "vision_config": _VISION_2_5}
+)
 _QWEN3_TEXT: dict[str, Any] = _text(2048, 28, 16, 8, 6144) | {
     "head_dim": 128,
     "attention_bias": False,
@@ -97,7 +106,9 @@ _QWEN3: dict[str, Any] = {"model_type": "qwen3_vl", "text_config": _QWEN3_TEXT, 
 _QWEN3 |= {"tie_word_embeddings": True} | _TOKENS
 
 
-def _model(id: str, config: dict[str, Json], name: str, reads: Reads, patch_size: int = 14, **more: Any) -> Published:
+def _model(
+    id: str, config: dict[str, Json], name: str, reads: Reads, patch_size: int = 14, **more: Any
+) -> Published:
     files = _processor(patch_size) | more.pop("files", {})
     return Published(
         id=id, config=config | {"architectures": [name]}, files=files, tokens=_SPECIAL, reads=reads, **more
