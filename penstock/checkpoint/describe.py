@@ -15,7 +15,7 @@ import msgspec
 from penstock.checkpoint import static
 from penstock.checkpoint.adapters import adapter_names
 from penstock.checkpoint.dual import check_vision, image_processor, read_dual
-from penstock.checkpoint.families import Family, read_architecture, text_tower
+from penstock.checkpoint.families import Architecture, Family, read_architecture, text_tower
 from penstock.checkpoint.files import (
     CheckpointFiles,
     mapping,
@@ -25,17 +25,21 @@ from penstock.checkpoint.files import (
     usable_values,
 )
 from penstock.checkpoint.find import find, served_name
+from penstock.checkpoint.frames import TextFrame, image_embedder_frame
 from penstock.checkpoint.generation import eos_token_ids, why_not_generate
 from penstock.checkpoint.gliclass import encoder_config, read_zero_shot
 from penstock.checkpoint.gliner import is_gliner, read_entities, read_model_config
+from penstock.checkpoint.identity import read_identity
 from penstock.checkpoint.keys import check_keys
 from penstock.checkpoint.labels import label_names
 from penstock.checkpoint.late import COLBERT_DIM
 from penstock.checkpoint.layout import FolderLayout, read_files, read_layout
 from penstock.checkpoint.limits import any_max_positions, max_model_len, max_positions
+from penstock.checkpoint.pages import page_prompts
 from penstock.checkpoint.parts import Checkpoint, Parts, check_combinations, read_parts, read_tasks
 from penstock.checkpoint.pooling import check_widths, static_pooling
 from penstock.checkpoint.quantization import stored_format, with_quantization
+from penstock.checkpoint.qwen_vision import check_qwen_vision
 from penstock.checkpoint.reward import read_reward
 from penstock.checkpoint.sizes import check_any_sizes, read_sizes
 from penstock.checkpoint.sparse import multi_vector_file
@@ -133,6 +137,7 @@ def _read_checkpoint(layout: FolderLayout, options: _Options) -> Checkpoint:
     if native:
         read_sizes(config_file, architecture.family, config)
         check_keys(config_file, architecture.family, config)
+        check_qwen_vision(architecture.family, config)
         if architecture.family.is_dual:
             check_vision(config_file, architecture, config)
         stored_format(config)
@@ -146,12 +151,13 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
     config, late, width = files.config, parts.late, parts.width
     positions = _max_positions(checkpoint, options)
     adapters = adapter_names(config, family.adapters_key)
+    frame = _text_frame(checkpoint, options.name)
     return ModelSpec(
         folder=str(files.folder),
         root=str(files.root),
         name=options.name,
         architecture=architecture.name,
-        config=config | ({COLBERT_DIM: late.dim} if late is not None and architecture.is_colbert else {}),
+        config=config | ({COLBERT_DIM: late.dim} if late is not None and _has_own_dim(architecture) else {}),
         overrides=options.overrides,
         max_model_len=max_model_len(files, positions, family.trained_row_length),
         max_positions=positions,
@@ -162,8 +168,8 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
         vocab_size=files.integer("vocab_size"),
         num_segments=_num_segments(config, family),
         pooling=parts.pooling,
-        prompts=_prompts(files),
-        default_prompt_name=_text(files, "default_prompt_name"),
+        prompts=frame.prompts | _prompts(files),
+        default_prompt_name=_text(files, "default_prompt_name") or frame.default_prompt_name,
         similarity=_text(files, "similarity_fn_name") or "cosine",
         lower_case=_lower_cases(files, family),
         tasks=read_tasks(checkpoint, parts),
@@ -173,15 +179,15 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
         zero_shot=read_zero_shot(config),
         sparse=parts.sparse,
         multi_vector=multi_vector_file(files.folder) if parts.sparse is not None and late is None else None,
-        images=image_processor(files.folder, config) if family.is_dual else None,
+        images=image_processor(files.folder, config) if family.reads_images else None,
         dual=read_dual(files.folder, architecture, config) if family.is_dual else None,
         score=parts.score,
         reward=read_reward(files, architecture, options.pooler),
         late=late,
         adapters=adapters,
         requires_adapter=family.requires_adapter and bool(adapters),
-        instruction_template=family.instruction_template,
-        text_end=eos_text(files.folder) if family.appends_eos else "",
+        instruction_template=family.instruction_template or frame.instruction_template,
+        text_end=eos_text(files.folder) if family.appends_eos else frame.text_end,
         is_causal=checkpoint.is_causal,
         eos_token_ids=eos_token_ids(files),
         why_not_generate=why_not_generate(files.folder, architecture, config),
@@ -227,6 +233,21 @@ def _static_spec(layout: FolderLayout, options: _Options) -> ModelSpec:
         static=table,
         why_not_generate="static embeddings have no language-model head",
     )
+
+
+def _has_own_dim(architecture: Architecture) -> bool:
+    """Whether the projection of token vectors is among the model's own tensors."""
+    return architecture.is_colbert or architecture.family.page_dim is not None
+
+
+def _text_frame(checkpoint: Checkpoint, name: str) -> TextFrame:
+    """What stands around the texts of a model that reads images too."""
+    files = checkpoint.files
+    if checkpoint.family.page_dim is not None:
+        return TextFrame(page_prompts(files))
+    if checkpoint.family.qwen_vision is None or files.modules:
+        return TextFrame()
+    return image_embedder_frame(read_identity(files.root, name, files.config), checkpoint.architecture.name)
 
 
 def _max_positions(checkpoint: Checkpoint, options: _Options) -> int:

@@ -34,10 +34,13 @@ def build_core(
 ) -> EngineCore:
     loaded = load_runner(spec, settings)
     pool = BlockPool(loaded.num_blocks, BLOCK_SIZE)
-    generation = _generation_scheduler(spec, settings, pool) if settings.generates else None
+    scheduler = _scheduler(spec, settings, pool, loaded)
+    generation = None
+    if settings.generates:
+        generation = GenerationScheduler(pool, _generation_limits(spec, settings), scheduler.image_cache)
     core = EngineCore(
         loaded.runner,
-        _scheduler(spec, settings, pool, loaded),
+        scheduler,
         depth=settings.pipeline_depth,
         wake=wake,
         observe=observe,
@@ -87,8 +90,8 @@ def _scheduler(spec: ModelSpec, settings: Resolved, pool: BlockPool, loaded: Loa
     return Scheduler(budget, chunking, vector_cache, token_bytes, image_cache)
 
 
-def _generation_scheduler(spec: ModelSpec, settings: Resolved, pool: BlockPool) -> GenerationScheduler:
-    limits = GenerationLimits(
+def _generation_limits(spec: ModelSpec, settings: Resolved) -> GenerationLimits:
+    return GenerationLimits(
         max_rows=min(settings.max_num_seqs, MAX_GENERATING),
         max_tokens=settings.max_num_batched_tokens,
         max_chunk_tokens=settings.chunk_tokens,
@@ -98,7 +101,6 @@ def _generation_scheduler(spec: ModelSpec, settings: Resolved, pool: BlockPool) 
         vocab_size=spec.vocab_size,
         separate_prefill=settings.graphs,
     )
-    return GenerationScheduler(pool, limits)
 
 
 def _token_bytes(spec: ModelSpec, params: PoolingParams) -> int:

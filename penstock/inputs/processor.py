@@ -178,8 +178,8 @@ class InputProcessor:
     def with_prompt(self, texts: Texts, options: InputOptions) -> Sequence[str]:
         """The texts to tokenise. A long prompt before many texts is added to each when it is read."""
         prompt = self.prompt(options)
-        if self.spec.text_end and options.add_special_tokens:
-            texts = [text + self.spec.text_end for text in texts]
+        if (end := self._text_end(options)) and options.add_special_tokens:
+            texts = [text + end for text in texts]
         size = len(prompt) * len(texts)
         if size > _MAX_JOINED_CHARS:
             check_expanded(size, "instruction" if options.instruction is not None else "prompt")
@@ -191,6 +191,12 @@ class InputProcessor:
         if self.late is not None:
             return self.late.with_prompt(texts, prompt)
         return [prompt + text for text in texts] if prompt else list(texts)
+
+    def _text_end(self, options: InputOptions) -> str:
+        """What follows each text before it is tokenised."""
+        if self.late is not None and is_query(options.input_type or options.prompt_name):
+            return self.late.late.query_end
+        return self.spec.text_end
 
     def row_limit(self, params: PoolingParams, options: InputOptions) -> RowLimit:
         """How many tokens of a text `join` uses."""

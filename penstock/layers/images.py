@@ -40,6 +40,11 @@ class ImageTokens:
         features = self.features[:, : embedded.shape[1]].to(embedded.dtype)
         return embedded.index_copy_(0, self.tokens.long(), features)
 
+    def levels(self, width: int) -> tuple[Tensor, ...]:
+        """The columns beyond the hidden size, [image tokens, width] each: what the first layers add to their
+        output, one level each."""
+        return self.features.split(width, dim=1)[1:]
+
 
 class VisionTower(Protocol):
     """Turns patches into features, one row for each token that stands for an image.

@@ -57,7 +57,7 @@ def prepare(image: Image.Image, spec: ImageProcessorSpec) -> PreparedImage:
 def digest(patches: Pixels, grid: Size, num_tokens: int, split: Size) -> bytes:
     """Content identity of a prepared image: equal digests mean equal patches in the same geometry."""
     hashed = hashlib.blake2b(struct.pack("<7q", *patches.shape, *grid, num_tokens, *split), digest_size=16)
-    hashed.update(np.ascontiguousarray(patches))
+    hashed.update(np.ascontiguousarray(patches).data)
     return hashed.digest()
 
 
