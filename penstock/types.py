@@ -698,6 +698,7 @@ class ImagePlan:
     tokens: Ints  # [image tokens], tokens of the step, ascending
     read_slots: Ints  # [image tokens], the slot of the store that each reads
     keys: tuple[bytes, ...]  # of the images that run, for the cache of features
+    number: int = 0  # of the step, for the same
     num_text_rows: int | None = None  # where images are rows: rows before them; None: all rows are text
 
     @property

@@ -30,6 +30,8 @@ from penstock.checkpoint.generation import eos_token_ids, why_not_generate
 from penstock.checkpoint.gliclass import encoder_config, read_zero_shot
 from penstock.checkpoint.gliner import is_gliner, read_entities, read_model_config
 from penstock.checkpoint.identity import read_identity
+from penstock.checkpoint.image_processor import ImageProcessorSpec
+from penstock.checkpoint.image_prompts import read_image_prompt, with_published_pixels
 from penstock.checkpoint.keys import check_keys
 from penstock.checkpoint.labels import label_names
 from penstock.checkpoint.late import COLBERT_DIM
@@ -152,6 +154,7 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
     positions = _max_positions(checkpoint, options)
     adapters = adapter_names(config, family.adapters_key)
     frame = _text_frame(checkpoint, options.name)
+    images = _image_processor(checkpoint, options.name)
     return ModelSpec(
         folder=str(files.folder),
         root=str(files.root),
@@ -179,7 +182,8 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
         zero_shot=read_zero_shot(config),
         sparse=parts.sparse,
         multi_vector=multi_vector_file(files.folder) if parts.sparse is not None and late is None else None,
-        images=image_processor(files.folder, config) if family.reads_images else None,
+        images=images,
+        image_prompt=None if images is None else read_image_prompt(files.folder, config, images),
         dual=read_dual(files.folder, architecture, config) if family.is_dual else None,
         score=parts.score,
         reward=read_reward(files, architecture, options.pooler),
@@ -239,6 +243,14 @@ def _static_spec(layout: FolderLayout, options: _Options) -> ModelSpec:
 def _has_own_dim(architecture: Architecture) -> bool:
     """Whether the projection of token vectors is among the model's own tensors."""
     return architecture.is_colbert or architecture.family.page_dim is not None
+
+
+def _image_processor(checkpoint: Checkpoint, name: str) -> ImageProcessorSpec | None:
+    files = checkpoint.files
+    if not checkpoint.family.reads_images:
+        return None
+    identity = read_identity(files.root, name, files.config)
+    return with_published_pixels(image_processor(files.folder, files.config), identity)
 
 
 def _text_frame(checkpoint: Checkpoint, name: str) -> TextFrame:

@@ -16,6 +16,7 @@ from penstock.checkpoint.frames import TextFrame
 from penstock.checkpoint.gliclass import ZeroShotSpec
 from penstock.checkpoint.gliner import EntitySpec
 from penstock.checkpoint.image_processor import ImageProcessorSpec
+from penstock.checkpoint.image_prompts import ImagePromptSpec
 from penstock.checkpoint.late import LateSpec
 from penstock.checkpoint.layout import QueryRoute
 from penstock.checkpoint.pooling import PoolingSpec
@@ -65,6 +66,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     query_route: QueryRoute | None = None  # how queries are read, where a Router sends them elsewhere
     late: LateSpec | None = None  # one vector per token, compared token by token
     images: ImageProcessorSpec | None = None  # None: it reads no images
+    image_prompt: ImagePromptSpec | None = None  # where images stand among texts; None: apart from them
     dual: DualSpec | None = None  # for models with towers of their own for texts and images
     score: ScoreSpec | None = None  # for models that read a query and a document together
     entities: EntitySpec | None = None  # for models that find entities of labels in the request

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,6 +17,8 @@ import numpy as np
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import BadValue, ModelLoadError, NotPossible, shown
+from penstock.inputs.images.content import ContentRows, Parts, content_parts, images_of
+from penstock.inputs.images.prompts import ImagePrompts
 from penstock.inputs.images.rows import (
     DualRows,
     InputItem,
@@ -96,6 +99,10 @@ class InputProcessor:
         self.labelled = None if spec.entities is None else LabelledInputs(spec, spec.entities, tokenizer)
         zero_shot = spec.zero_shot
         self.dual = None if spec.dual is None else DualRows(spec.dual)
+        self.content: ContentRows | None = None
+        if spec.images is not None and spec.image_prompt is not None:
+            prompts = ImagePrompts(spec.image_prompt, spec.images, tokenizer)
+            self.content = ContentRows(prompts, spec.max_model_len)
         self.label_prompts = None if zero_shot is None else LabelPrompts(spec, zero_shot, tokenizer)
 
     def prepare(
@@ -114,12 +121,27 @@ class InputProcessor:
     def _prepare_images(
         self, request_id: str, items: list[Any], params: PoolingParams, options: InputOptions
     ) -> Request:
-        """Texts and images as rows of their own."""
+        """Texts and images as rows of their own, or in one prompt where the model reads both."""
+        if self.content is not None:
+            return self._prepare_content(request_id, content_parts(items), params, options, self.content)
         if self.dual is None:
             raise refuse_images(self.spec.name)
         texts, images = self.dual.split(items)
         rows = self.prepare(request_id, texts, params, options) if texts else None
         return self.join_images(rows, images, request_id, params, options)
+
+    def _prepare_content(
+        self,
+        request_id: str,
+        parts: list[Parts],
+        params: PoolingParams,
+        options: InputOptions,
+        content: ContentRows,
+    ) -> Request:
+        special = [options.add_special_tokens and content.adds_special_tokens(own) for own in parts]
+        texts = zip(self.content_texts(parts, options), special, strict=True)
+        rows = [self.tokenizer.encode([text], adds)[0] for text, adds in texts]
+        return self.join_content(request_id, rows, parts, params, options)
 
     def check(self, params: PoolingParams) -> None:
         """Reject what the model cannot do before any text is tokenised."""
@@ -267,6 +289,34 @@ class InputProcessor:
         none = np.zeros(0, dtype=np.int32)
         empty = Request(request_id, none, none, self.engine_params(params), cache_salt=options.cache_salt)
         return self.dual.insert(empty if texts is None else texts, images)
+
+    def content_texts(self, parts: Sequence[Parts], options: InputOptions) -> list[str]:
+        """What is tokenised for each input, of which some have images."""
+        if self.content is None:
+            raise refuse_images(self.spec.name)
+        prompt = self.prompt(options)
+        end = self._text_end(options) if options.add_special_tokens else ""
+        return [
+            self.content.text(own, prompt, end)
+            if images_of(own)
+            else self.with_prompt(["".join(map(str, own))], options)[0]
+            for own in parts
+        ]
+
+    def join_content(
+        self,
+        request_id: str,
+        rows: Sequence[Ints],
+        parts: Sequence[Parts],
+        params: PoolingParams,
+        options: InputOptions,
+    ) -> Request:
+        """The request of inputs some of which have images."""
+        if self.content is None:
+            raise refuse_images(self.spec.name)
+        limit = truncation_limit(options.truncate_prompt_tokens, self.spec.max_model_len)
+        make = partial(self.join, request_id, params=params, options=options, from_text=True)
+        return self.content.join(rows, parts, limit, make)
 
     def _late_request(
         self,

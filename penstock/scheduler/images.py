@@ -36,6 +36,7 @@ def image_plan(
 ) -> ImagePlan | None:
     """The images with a token in these rows. None if there is none. Each image runs once, however many rows
     have it, or not at all if its features are cached."""
+    number = cache.begin_step()
     chosen: dict[bytes, _Run] = {}
     used: set[bytes] = set()
     tokens: list[Ints] = []
@@ -78,6 +79,7 @@ def image_plan(
         tokens=flat,
         read_slots=slots,
         keys=tuple(run.key for run in ordered),
+        number=number,
         num_text_rows=num_text_rows,
     )
 

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.inputs.images.content import ContentRows, content_parts
 from penstock.inputs.images.rows import has_images, input_items, refuse_images
 from penstock.inputs.processor import (
     DEFAULT_OPTIONS,
@@ -60,11 +61,29 @@ class TextTask(ABC, Generic[R]):
     async def _image_request(self, model: TextModel, request_id: str) -> Request:
         """Inputs some of which are images; texts among them are prepared as others are."""
         processor, items = model.processor, input_items(self.inputs)
+        if processor.content is not None:
+            return await self._content_request(model, request_id, processor.content)
         if processor.dual is None:
             raise refuse_images(model.spec.name)
         rows, images = processor.dual.split(items)
         texts = await replace(self, inputs=rows)._text_request(model, request_id) if rows else None
         return processor.join_images(texts, images, request_id, self.params, self.options)
+
+    async def _content_request(self, model: TextModel, request_id: str, content: ContentRows) -> Request:
+        """Inputs of texts and images, for a model that reads both in one prompt."""
+        processor, options = model.processor, self.options
+        parts = content_parts(input_items(self.inputs))
+        texts = processor.content_texts(parts, options)
+        special = [options.add_special_tokens and content.adds_special_tokens(own) for own in parts]
+        rows: list[Ints | None] = [None] * len(texts)
+        for adds in sorted(set(special)):
+            chosen = [index for index, each in enumerate(special) if each is adds]
+            encoded = await model.batcher.encode([texts[index] for index in chosen], adds)
+            for index, ids in zip(chosen, encoded, strict=True):
+                rows[index] = ids
+        found = [ids for ids in rows if ids is not None]
+        join = partial(processor.join_content, request_id, found, parts, self.params, options)
+        return await model.batcher.call(join, sum(map(len, found)))
 
     async def _text_request(self, model: TextModel, request_id: str) -> Request:
         processor, options, params = model.processor, self.options, self.params
