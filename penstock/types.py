@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -323,24 +323,20 @@ class RequestImages:
             are_rows,
         )
 
-    @classmethod
-    def joined(
-        cls, first: RequestImages | None, second: RequestImages | None, num_first_rows: int
-    ) -> RequestImages | None:
-        """The images of rows of one request, then of another's."""
-        if second is not None:
-            second = replace(second, rows=second.rows + np.int32(num_first_rows))
-        if first is None or second is None:
-            return second if first is None else first
-        halves = (first, second)
-        return cls(
-            np.concatenate([half.patches for half in halves]),
-            np.concatenate([half.grids for half in halves]),
-            np.concatenate([half.rows for half in halves]),
-            np.concatenate([half.starts for half in halves]),
-            np.concatenate([half.num_tokens for half in halves]),
-            np.concatenate([half.digests for half in halves]),
-            first.are_rows or second.are_rows,
+    @staticmethod
+    def join(parts: Sequence[RequestImages | None], first_rows: Sequence[int]) -> RequestImages | None:
+        """The images of several requests as one, whose rows begin at `first_rows`; None if none has any."""
+        given = [(part, first) for part, first in zip(parts, first_rows, strict=True) if part is not None]
+        if not given:
+            return None
+        return RequestImages(
+            np.concatenate([part.patches for part, _ in given]),
+            np.concatenate([part.grids for part, _ in given]),
+            np.concatenate([part.rows + np.int32(first) for part, first in given]),
+            np.concatenate([part.starts for part, _ in given]),
+            np.concatenate([part.num_tokens for part, _ in given]),
+            np.concatenate([part.digests for part, _ in given]),
+            given[0][0].are_rows,
         )
 
     @property
@@ -420,6 +416,14 @@ class Request:
     def all_params(self) -> tuple[PoolingParams, ...]:
         """The parameters of every output of a row, the first one's first."""
         return (self.params, *self.extra_params)
+
+    @property
+    def patches_of_rows(self) -> Ints:
+        """[rows], patches of the images of each row."""
+        if (images := self.images) is None:
+            return np.zeros(self.num_rows, dtype=np.int32)
+        counts = np.bincount(images.rows, weights=images.num_patches, minlength=self.num_rows)
+        return counts.astype(np.int32)
 
     @property
     def num_queries(self) -> int:
@@ -694,6 +698,7 @@ class ImagePlan:
     tokens: Ints  # [image tokens], tokens of the step, ascending
     read_slots: Ints  # [image tokens], the slot of the store that each reads
     keys: tuple[bytes, ...]  # of the images that run, for the cache of features
+    number: int = 0  # of the step, for the same
     num_text_rows: int | None = None  # where images are rows: rows before them; None: all rows are text
 
     @property

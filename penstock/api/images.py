@@ -76,6 +76,21 @@ def _content(item: RawContent, prepared: Any) -> Any:
     return parts[0] if len(parts) == 1 else Content(parts)
 
 
+def has_image(document: Any) -> bool:
+    """Whether a query or a document of a ranking is or has an image."""
+    if not isinstance(document, dict):
+        return False
+    return document.get("image") is not None or has_image_parts(document.get("content"))
+
+
+def document_content(document: Any, name: str) -> RawContent:
+    """The texts and images of a document that has images."""
+    if document.get("image") is None:
+        return tuple(content_part(part, name) for part in document["content"])
+    image, text = image_source(document["image"], name), document.get("text")
+    return (image, text) if isinstance(text, str) else (image,)
+
+
 def message_images(messages: Sequence[Any]) -> RawContent:
     """The images of a conversation, in the order in which its template writes their placeholders."""
     contents = [message.get("content") for message in messages if isinstance(message, dict)]

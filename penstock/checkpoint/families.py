@@ -499,8 +499,10 @@ class Architecture:
 
     @property
     def has_language_head(self) -> bool:
-        if self.suffix in ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"):
+        if self.suffix in ("ForCausalLM", "LMHeadModel"):
             return True
+        if self.suffix == "ForConditionalGeneration":
+            return Task.GENERATE in self.family.heads
         return self.family.generates_by_default and self.name == self.family.class_prefix
 
     @property

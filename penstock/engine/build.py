@@ -22,6 +22,7 @@ from penstock.scheduler.scheduler import Budget, Chunking, Scheduler
 from penstock.scheduler.vector_cache import VectorCache
 from penstock.types import Grammar, PoolingParams
 
+_PATCHES_PER_TOKEN = 4  # that a step may run: a vision tower is about as much smaller than a text model
 MAX_GENERATING = 1024  # sequences at once: each step has logits over the vocabulary for all of them
 
 
@@ -73,6 +74,7 @@ def _scheduler(spec: ModelSpec, settings: Resolved, pool: BlockPool, loaded: Loa
         max_queued_tokens=settings.max_queued_tokens,
         max_output_bytes=settings.step_output_bytes,
         is_shared=settings.shares_steps,
+        max_patches=_PATCHES_PER_TOKEN * settings.max_num_batched_tokens,
     )
     chunking = vector_cache = None
     if settings.chunked:

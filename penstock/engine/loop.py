@@ -406,7 +406,7 @@ class EngineCore:
             self._fair_share.succeeded(step.generates, plan.num_tokens, step.estimate_s, result.device_s)
         self._recovery.step_succeeded(step)
         if plan.images is not None and self.scheduler.image_cache is not None:
-            self.scheduler.image_cache.publish(plan.images.keys)
+            self.scheduler.image_cache.publish(plan.images)
         outcomes: list[Outcome] = []
         if isinstance(plan, PoolPlan) and isinstance(result, PooledResult):
             # Otherwise there is nothing to learn about the rate of interactive work.

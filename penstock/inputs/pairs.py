@@ -18,6 +18,8 @@ import numpy as np
 from penstock.checkpoint.score import ScoreSpec
 from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import BadValue, NotPossible, shown
+from penstock.inputs.images.pairs import joint_request, joint_rows
+from penstock.inputs.images.rows import has_images, refuse_images
 from penstock.inputs.lists import list_scores, prepare_lists
 from penstock.inputs.long_texts import (
     ExpandedTexts,
@@ -29,16 +31,7 @@ from penstock.inputs.pair_options import DEFAULT_PAIR_OPTIONS, Pair, PairNames, 
 from penstock.inputs.processor import InputOptions, InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.inputs.truncation import Side, truncation_limit
-from penstock.types import (
-    Ints,
-    PooledOutput,
-    PoolingParams,
-    Request,
-    RequestImages,
-    Task,
-    cumulative,
-    ragged_arange,
-)
+from penstock.types import Ints, PooledOutput, PoolingParams, Request, RequestImages, Task, runs
 
 Kind = Literal["cross", "list", "late", "bi"]
 _PLACEHOLDER = re.compile(r"\{(instruction|query|document)\}")
@@ -89,10 +82,14 @@ def prepare_pairs(
     `params.task` must be `score`. Pass the output of the request to `finish_pairs`.
     """
     kind = check_pairs(processor, params, options)
+    if processor.spec.images is None and any(has_images(pair) for pair in pairs):
+        raise refuse_images(processor.spec.name)
     if options.instruction is not None:
         check_expanded(len(options.instruction) * len(pairs), "instruction")
     if kind == "list":
         return prepare_lists(processor, request_id, pairs, params, options)
+    if kind == "cross" and any(has_images(pair) for pair in pairs):
+        return _joint_content_request(processor, request_id, pairs, params, options)
     texts = _pair_texts(processor, pairs, options)
     if kind != "cross":  # the model's vectors are compared as they are; no activation applies
         params = msgspec.structs.replace(params, normalize=None)
@@ -151,6 +148,40 @@ def _joint_request(
     )
 
 
+def _joint_content_request(
+    processor: InputProcessor,
+    request_id: str,
+    pairs: Sequence[Pair],
+    params: PoolingParams,
+    options: PairOptions,
+) -> Request:
+    """Each pair as one row of texts and images, in the model's own prompt."""
+    score, content = processor.spec.score, processor.content
+    if score is None or not score.template or content is None:
+        raise refuse_images(processor.spec.name)
+    if options.max_tokens_per_query is not None or options.max_tokens_per_doc is not None:
+        raise BadValue(
+            "max_tokens_per_query and max_tokens_per_doc cut texts; leave them out where there are images",
+            param="max_tokens_per_doc",
+        )
+    template, values = score.template, {"instruction": _instruction(score, options.instruction)}
+
+    def fill(query: str, document: str) -> list[str]:
+        return [_fill(part, values | {"query": query, "document": document}) for part in template]
+
+    rows, images = joint_rows(processor.tokenizer, content, score, pairs, fill)
+    none = np.zeros(0, dtype=np.int32)
+    empty = Request(
+        request_id,
+        none,
+        none,
+        params,
+        reuse_prefix=processor.reads_last_token_only(params),
+        cache_salt=options.cache_salt,
+    )
+    return joint_request(empty, content, rows, images)
+
+
 def finish_pairs(
     spec: ModelSpec, pairs: Sequence[Pair], request: Request, output: PooledOutput
 ) -> PooledOutput:
@@ -190,12 +221,17 @@ def _pair_texts(processor: InputProcessor, pairs: Sequence[Pair], options: PairO
     index_of: dict[str, int] = {}
     query_of = [index_of.setdefault(query, len(index_of)) for query, _ in pairs]
     queries, documents = list(index_of), [document for _, document in pairs]
-    tokenizer = processor.tokenizer
     if options.max_tokens_per_query is not None:
-        queries = tokenizer.truncate(queries, options.max_tokens_per_query)
+        queries = _truncated(processor, queries, options.max_tokens_per_query, "max_tokens_per_query")
     if options.max_tokens_per_doc is not None:
-        documents = tokenizer.truncate(documents, options.max_tokens_per_doc)
+        documents = _truncated(processor, documents, options.max_tokens_per_doc, "max_tokens_per_doc")
     return _PairTexts(queries, documents, np.array(query_of, dtype=np.int32))
+
+
+def _truncated(processor: InputProcessor, texts: list[str], max_tokens: int, name: str) -> list[str]:
+    if has_images(texts):
+        raise BadValue(f"{name} cuts texts, and there are images among them; leave it out", param=name)
+    return processor.tokenizer.truncate(texts, max_tokens)
 
 
 def _bi_encoder_request(
@@ -206,28 +242,22 @@ def _bi_encoder_request(
     options: PairOptions,
 ) -> Request:
     """Rows as `embed` makes them, queries and documents each with their own prompt."""
-    query_options, document_options = pair_input_options(processor.spec, options, is_late=False)
+    base = InputOptions(
+        truncate_prompt_tokens=options.truncate_prompt_tokens,
+        truncation_side=options.truncation_side,
+        cache_salt=options.cache_salt,
+    )
+    if options.is_symmetric:
+        query_options = document_options = replace(base, prompt_name=options.prompt_name)
+    else:
+        document_options = replace(base, input_type="document")
+        if options.instruction is not None:
+            query_options = replace(base, instruction=options.instruction)
+        else:
+            query_options = replace(base, input_type="query")
     queries = processor.prepare(request_id, texts.queries, params, query_options)
     documents = processor.prepare(request_id, texts.documents, params, document_options)
-    return join_pairs(queries, documents, texts.query_of, params)
-
-
-def pair_input_options(
-    spec: ModelSpec, options: PairOptions, *, is_late: bool
-) -> tuple[InputOptions, InputOptions]:
-    """How queries and documents become rows of their own."""
-    base = InputOptions(truncation_side=options.truncation_side, cache_salt=options.cache_salt)
-    cut = replace(base, truncate_prompt_tokens=options.truncate_prompt_tokens)
-    if is_late:
-        if options.instruction is not None:
-            raise _no_instruction(spec)
-        return replace(base, input_type="query"), replace(cut, input_type="document")
-    if options.is_symmetric:
-        both = replace(cut, prompt_name=options.prompt_name)
-        return both, both
-    if options.instruction is not None:
-        return replace(cut, instruction=options.instruction), replace(cut, input_type="document")
-    return replace(cut, input_type="query"), replace(cut, input_type="document")
+    return _join(queries, documents, texts.query_of, params)
 
 
 def _late_request(
@@ -238,14 +268,20 @@ def _late_request(
     options: PairOptions,
 ) -> Request:
     """Rows as `token_embed` makes them for queries and documents. The engine scores their token vectors."""
+    if options.instruction is not None:
+        raise _no_instruction(processor.spec)
     tokens = PoolingParams(Task.TOKEN_EMBED)
-    query_options, document_options = pair_input_options(processor.spec, options, is_late=True)
+    base = InputOptions(truncation_side=options.truncation_side, cache_salt=options.cache_salt)
+    query_options = replace(base, input_type="query")
+    document_options = replace(
+        base, input_type="document", truncate_prompt_tokens=options.truncate_prompt_tokens
+    )
     queries = processor.prepare(request_id, texts.queries, tokens, query_options)
     documents = processor.prepare(request_id, texts.documents, tokens, document_options)
-    return join_pairs(queries, documents, texts.query_of, msgspec.structs.replace(params, late=True))
+    return _join(queries, documents, texts.query_of, msgspec.structs.replace(params, late=True))
 
 
-def join_pairs(queries: Request, documents: Request, query_of: Ints, params: PoolingParams) -> Request:
+def _join(queries: Request, documents: Request, query_of: Ints, params: PoolingParams) -> Request:
     """One request with the query rows, then the document rows. An optional array that only one of the two
     has is filled with its neutral value for the other."""
     halves = (queries, documents)
@@ -266,7 +302,7 @@ def join_pairs(queries: Request, documents: Request, query_of: Ints, params: Poo
         key_limits=concat("key_limits", lambda half: half.lengths),
         token_mask=concat("token_mask", lambda half: np.ones(half.num_tokens, dtype=np.int32)),
         adapters=concat("adapters", lambda half: np.full(half.num_rows, -1, dtype=np.int32)),
-        images=RequestImages.joined(queries.images, documents.images, queries.num_rows),
+        images=RequestImages.join([half.images for half in halves], [0, queries.num_rows]),
         rope_positions=concat("rope_positions", _plain_positions),
         pairs=query_of,
         reuse_prefix=queries.reuse_prefix,
@@ -276,9 +312,8 @@ def join_pairs(queries: Request, documents: Request, query_of: Ints, params: Poo
 
 
 def _plain_positions(request: Request) -> Ints:
-    """The positions of tokens without images: their index in the row, on all three axes."""
-    index = ragged_arange(np.zeros_like(request.lengths), request.lengths, cumulative(request.lengths))
-    return np.repeat(index, 3)
+    """The positions of tokens without images, [tokens · 3]."""
+    return np.repeat(runs(np.zeros_like(request.lengths), request.lengths), 3)
 
 
 def _pair_rows(processor: InputProcessor, texts: _PairTexts, options: PairOptions) -> _Rows:
@@ -395,7 +430,7 @@ def _templated_rows(
     The tokens before and after the document are computed once per query: they are equal in all its rows.
     """
     tokenizer, query_of = processor.tokenizer, texts.query_of
-    values = template_values(score, options.instruction)
+    values = {"instruction": _instruction(score, options.instruction)}
     at = next(index for index, part in enumerate(score.template) if "{document}" in part)
     opening, closing = tokenizer.frame
     opening, closing = opening[: None if score.opened else 0], closing[: None if score.closed else 0]
@@ -406,7 +441,7 @@ def _templated_rows(
     def encode_for_queries(parts: Sequence[str]) -> list[list[Ints]]:
         def fill(index: int) -> str:
             query, part = divmod(index, len(parts))
-            return fill_template(parts[part], values | {"query": texts.queries[query]})
+            return _fill(parts[part], values | {"query": texts.queries[query]})
 
         sizes = [_max_filled(part, values, len(query)) for query in texts.queries for part in parts]
         check_expanded(sum(sizes), "query")
@@ -415,7 +450,7 @@ def _templated_rows(
 
     def fill_document(index: int) -> str:
         query, document = texts.queries[query_of[index]], texts.documents[index]
-        return fill_template(score.template[at], values | {"query": query, "document": document})
+        return _fill(score.template[at], values | {"query": query, "document": document})
 
     heads = [np.concatenate([opening, *rows]) for rows in encode_for_queries(score.template[:at])]
     tails = [np.concatenate([*rows, closing]) for rows in encode_for_queries(score.template[at + 1 :])]
@@ -453,7 +488,7 @@ def _split_part(
 
     def split(index: int) -> tuple[str, str]:
         filled = values | {"query": texts.queries[texts.query_of[index]]}
-        return fill_template(before, filled) + texts.documents[index], fill_template(after, filled)
+        return _fill(before, filled) + texts.documents[index], _fill(after, filled)
 
     return split
 
@@ -480,11 +515,6 @@ def _keep_suffixes(
         rows[index] = np.concatenate([kept, suffix])
 
 
-def template_values(score: ScoreSpec, instruction: str | None) -> dict[str, str]:
-    """What stands in the places of a template besides the texts."""
-    return {"instruction": _instruction(score, instruction)}
-
-
 def _instruction(score: ScoreSpec, given: str | None) -> str:
     """What stands in the place of the instruction."""
     if given is None:
@@ -498,7 +528,7 @@ def _max_filled(part: str, values: dict[str, str], query_chars: int) -> int:
     return len(part) + part.count("{instruction}") * instruction_chars + part.count("{query}") * query_chars
 
 
-def fill_template(part: str, values: dict[str, str]) -> str:
+def _fill(part: str, values: dict[str, str]) -> str:
     """Fill all placeholders in one pass, so that a text may itself contain a placeholder's name."""
     return _PLACEHOLDER.sub(lambda found: values[found[1]], part)
 

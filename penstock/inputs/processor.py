@@ -17,9 +17,16 @@ import numpy as np
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import BadValue, ModelLoadError, NotPossible, shown
-from penstock.inputs.images.content import ContentRows, Rendered, images_of
+from penstock.inputs.images.content import ContentRows, Rendered, content_items, images_of
 from penstock.inputs.images.prompts import ImagePrompts
-from penstock.inputs.images.rows import DualRows, frame_texts, refuse_images
+from penstock.inputs.images.rows import (
+    DualRows,
+    InputItem,
+    frame_texts,
+    has_images,
+    input_items,
+    refuse_images,
+)
 from penstock.inputs.instruction import InstructionEnd
 from penstock.inputs.label_prompts import LabelPrompts
 from penstock.inputs.labelled import LabelledInputs
@@ -45,7 +52,9 @@ from penstock.types import (
 
 Texts = Sequence[str]
 TokenIds = Sequence[int]
-Inputs = str | Texts | TokenIds | Sequence[TokenIds] | Sequence[str | int | Sequence[int]]
+Inputs = (
+    str | Texts | TokenIds | Sequence[TokenIds] | Sequence[str | int | Sequence[int]] | Sequence[InputItem]
+)
 
 MAX_PRIORITY = 1_000_000
 _MAX_JOINED_CHARS = 1 << 18  # a prompt that takes more in all texts together is added as they are read
@@ -102,11 +111,38 @@ class InputProcessor:
     ) -> Request:
         """Check the parameters, add the prompt, tokenise, truncate and join. Blocking."""
         self.check(params)
+        if has_images(inputs):
+            return self._prepare_images(request_id, input_items(inputs), params, options)
         texts, rows = split_inputs(inputs)
         if texts is not None:
             limit = self.row_limit(params, options)
             rows = self.tokenizer.encode(self.with_prompt(texts, options), options.add_special_tokens, limit)
         return self.join(request_id, rows, params, options, from_text=texts is not None)
+
+    def _prepare_images(
+        self, request_id: str, items: list[Any], params: PoolingParams, options: InputOptions
+    ) -> Request:
+        """Texts and images as rows of their own, or in one prompt where the model reads both."""
+        if self.content is not None:
+            return self._prepare_content(request_id, content_items(items), params, options, self.content)
+        if self.dual is None:
+            raise refuse_images(self.spec.name)
+        texts, images = self.dual.split(items)
+        rows = self.prepare(request_id, texts, params, options) if texts else None
+        return self.join_images(rows, images, request_id, params, options)
+
+    def _prepare_content(
+        self,
+        request_id: str,
+        contents: list[Content],
+        params: PoolingParams,
+        options: InputOptions,
+        rows_of: ContentRows,
+    ) -> Request:
+        special = [options.add_special_tokens and rows_of.adds_special_tokens(own) for own in contents]
+        texts = zip(self.content_texts(contents, options), special, strict=True)
+        rows = [self.tokenizer.encode([text], adds)[0] for text, adds in texts]
+        return self.join_content(request_id, rows, contents, params, options)
 
     def check(self, params: PoolingParams) -> None:
         """Reject what the model cannot do before any text is tokenised."""

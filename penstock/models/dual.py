@@ -22,7 +22,7 @@ from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
 from penstock.layers.images import ImageBatch, ImageTokens, VisionTower
 from penstock.layers.linear import LinearLayer
-from penstock.layers.patches import PatchEmbedding
+from penstock.models.patches import PatchEmbedding
 from penstock.models.pre_norm import LayerShape, PreNormStack
 from penstock.models.siglip_vision import SiglipVision
 from penstock.types import Ints, LengthGroup, Task

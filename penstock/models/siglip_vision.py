@@ -17,7 +17,7 @@ from penstock.layers.build import LayerBuilder
 from penstock.layers.images import ImageBatch
 from penstock.layers.linear import make_linear
 from penstock.layers.mlp import MLP
-from penstock.layers.patches import PatchEmbedding
+from penstock.models.patches import PatchEmbedding
 from penstock.models.pre_norm import LayerShape, PreNormStack
 from penstock.types import Ints
 

@@ -7,26 +7,28 @@ room, so that an image that comes again, or whose tokens are spread over steps, 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.errors import BadValue
-from penstock.types import Ints, Request
+from penstock.types import ImagePlan, Ints, Request
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
     slots: Ints  # [features]
-    is_ready: bool = False  # a step has written it and has succeeded
+    writer: int = 0  # the last step that was planned to write it
+    is_ready: bool = False  # that step has succeeded
 
 
 class ImageCache:
     """Slots of the feature store.
 
-    A step that needs an image which no finished step has written writes it itself, to the same slots. So a
-    failed step leaves nothing wrong behind.
+    A step that needs an image which no finished step has written writes it itself, to the same slots. An
+    image is ready once the last step that was to write it has succeeded. So what a failed step leaves in its
+    slots is never read.
     """
 
     def __init__(self, size: int) -> None:
@@ -35,6 +37,12 @@ class ImageCache:
         self._free: Ints = np.arange(size, dtype=np.int32)
         self._num_free = size
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
+        self._step = 0
+
+    def begin_step(self) -> int:
+        """The number of the step that is planned next; what `place` finds missing, it writes."""
+        self._step += 1
+        return self._step
 
     def check(self, request: Request) -> None:
         """`BadValue` if a row of the request has more image tokens than the store can hold."""
@@ -56,18 +64,21 @@ class ImageCache:
         if entry is not None:
             self._entries.move_to_end(key)
             self.hits += entry.is_ready
+            if not entry.is_ready:
+                entry.writer = self._step
             return entry.slots, entry.is_ready
         while self._num_free < num_features:
             self._evict_oldest(used)
         self._num_free -= num_features
         slots = self._free[self._num_free : self._num_free + num_features].copy()
-        self._entries[key] = _Entry(slots)
+        self._entries[key] = _Entry(slots, self._step)
         return slots, False
 
-    def publish(self, keys: Sequence[bytes]) -> None:
-        """The step that wrote these images has succeeded."""
-        for key in keys:
-            if (entry := self._entries.get(key)) is not None:
+    def publish(self, plan: ImagePlan) -> None:
+        """The step has succeeded that wrote these images."""
+        for key in plan.keys:
+            entry = self._entries.get(key)
+            if entry is not None and entry.writer == plan.number:
                 entry.is_ready = True
 
     def forget(self) -> None:

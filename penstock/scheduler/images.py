@@ -36,6 +36,7 @@ def image_plan(
 ) -> ImagePlan | None:
     """The images with a token in these rows. None if there is none. Each image runs once, however many rows
     have it, or not at all if its features are cached."""
+    number = cache.begin_step()
     chosen: dict[bytes, _Run] = {}
     used: set[bytes] = set()
     tokens: list[Ints] = []
@@ -78,6 +79,7 @@ def image_plan(
         tokens=flat,
         read_slots=slots,
         keys=tuple(run.key for run in ordered),
+        number=number,
         num_text_rows=num_text_rows,
     )
 
@@ -102,10 +104,3 @@ def patch_groups(counts: Ints) -> tuple[LengthGroup, ...]:
         LengthGroup(first, size, int(counts[first]), start, first_key=start)
         for first, size, start in zip(firsts.tolist(), sizes.tolist(), starts.tolist(), strict=True)
     )
-
-
-def patches_of_rows(request: Request) -> Ints | None:
-    """[rows], patches of each row of a request; None if it has no images."""
-    if (images := request.images) is None:
-        return None
-    return np.bincount(images.rows, weights=images.num_patches, minlength=request.num_rows).astype(np.int32)

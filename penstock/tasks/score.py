@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.inputs.images.pairs import ContentPair, prepare_content_pairs
 from penstock.inputs.pair_options import DEFAULT_PAIR_OPTIONS, Pair, PairOptions
 from penstock.inputs.pairs import check_pairs, finish_pairs, prepare_pairs
 from penstock.outputs.ranking import top_indices
@@ -26,7 +25,7 @@ _PARAMS = PoolingParams(Task.SCORE)
 class Score:
     """How well each document answers its query, [pairs]."""
 
-    pairs: Sequence[Pair] | Sequence[ContentPair]
+    pairs: Sequence[Pair]
     params: PoolingParams = _PARAMS
     options: PairOptions = DEFAULT_PAIR_OPTIONS
 
@@ -38,30 +37,14 @@ class Score:
         check_pairs(model.processor, self.params, self.options)
 
     async def prepare(self, model: TextModel, request_id: str) -> Prepared[NDArray[Any]]:
-        request = await self._request(model, request_id)
+        make = partial(prepare_pairs, model.processor, request_id, self.pairs, self.params, self.options)
+        size = sum(len(text) for pair in self.pairs for text in pair if isinstance(text, str))
+        request = await model.batcher.call(make, size)
         is_slow = request.num_tokens > MAX_LOOP_TOKENS and model.spec.score_kind == "list"
         return Prepared(request, partial(self._scores, model, request), is_slow_to_finish=is_slow)
 
-    async def _request(self, model: TextModel, request_id: str) -> Request:
-        make: Callable[[], Request]
-        if self._has_images:
-            pairs = cast(Sequence[ContentPair], self.pairs)
-            make = partial(
-                prepare_content_pairs, model.processor, request_id, pairs, self.params, self.options
-            )
-            return await model.batcher.call(make, MAX_LOOP_TOKENS)
-        texts = cast(Sequence[Pair], self.pairs)
-        make = partial(prepare_pairs, model.processor, request_id, texts, self.params, self.options)
-        return await model.batcher.call(make, sum(len(query) + len(text) for query, text in texts))
-
-    @property
-    def _has_images(self) -> bool:
-        return any(not isinstance(side, str) for pair in self.pairs for side in pair)
-
     def _scores(self, model: TextModel, request: Request, output: PooledOutput) -> NDArray[Any]:
-        if self._has_images:
-            return output.values[:, 0]
-        return finish_pairs(model.spec, cast(Sequence[Pair], self.pairs), request, output).values[:, 0]
+        return finish_pairs(model.spec, self.pairs, request, output).values[:, 0]
 
     def windows(self, size: int) -> Iterator[Score]:
         for first in range(0, len(self.pairs), size):

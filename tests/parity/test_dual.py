@@ -49,3 +49,26 @@ def test_a_row_has_the_same_vector_alone_and_among_texts_and_images(subject: Sub
     assert np.array_equal(mixed[0], mixed[5])
     wanted = subject.reference.texts([TEXTS[0], TEXTS[3], TEXTS[1]])
     assert largest_difference(mixed[[1, 4, 6]], wanted) < TOLERANCE
+
+
+def test_scores_of_texts_and_images_are_cosines(subject: Subject) -> None:
+    engine, reference = subject.engine, subject.reference
+    got = engine.score(TEXTS[0], subject.images)
+    wanted = reference.images(IMAGES) @ reference.texts(TEXTS[:1])[0]
+    assert largest_difference(got, wanted) < TOLERANCE
+
+
+def test_labels_of_images_have_the_scores_of_the_reference(subject: Subject) -> None:
+    """Those of CLIP compete; those of SigLIP are judged one by one."""
+    labels = ["w7 w8", "w9", "w10 w11 w12"]
+    ranked = subject.engine.zero_shot(subject.images[:2], labels, hypothesis_template="w1 {} w2")
+    logits = subject.reference.logits([f"w1 {label} w2" for label in labels], IMAGES[:2])
+    if subject.reference.case.model == "CLIP":
+        powers = np.exp(logits - logits.max(axis=1, keepdims=True))
+        wanted = powers / powers.sum(axis=1, keepdims=True)
+    else:
+        wanted = 1 / (1 + np.exp(-logits))
+    for row, scores in zip(ranked, wanted, strict=True):
+        by_label = dict(zip(row.labels, row.scores, strict=True))
+        assert largest_difference([by_label[label] for label in labels], scores) < TOLERANCE
+        assert list(row.scores) == sorted(row.scores, reverse=True)

@@ -211,7 +211,9 @@ async def jina_rerank(call: Call, body: JinaRerankRequest) -> Reply:
     """Rank documents from best to worst, in the dialect of Jina."""
     model = call.model(body, may_truncate=False)
     if isinstance(body.query, JinaInput):
-        body.query = input_text(body.query, "query", model)
+        content = input_content(body.query, "query", model)
+        image = body.query.image
+        body.query = content if isinstance(content, str) else {"image": image, "text": body.query.text}  # type: ignore[assignment]
     documents = returned_documents(body)
     result = await run_ranking(call, body, model)
     began = time.monotonic()
