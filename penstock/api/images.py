@@ -93,7 +93,7 @@ def document_content(document: Any, name: str) -> RawContent:
 
 def message_images(messages: Sequence[Any]) -> RawContent:
     """The images of a conversation, in the order in which its template writes their placeholders."""
-    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    contents: list[Any] = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents if has_image_parts(content) for part in content]
     return tuple(part for part in map(_image_of, parts) if part is not None)
 
@@ -111,7 +111,8 @@ async def prepared_images(
 ) -> list[tuple[PreparedImage, ...]]:
     """The images of each content, prepared."""
     found = await with_images(call, model, contents, name)
-    return [each.parts if isinstance(each, Content) else (each,) for each in found]
+    parts: list[Any] = [each.parts if isinstance(each, Content) else (each,) for each in found]
+    return parts
 
 
 def num_pixels(inputs: Sequence[Any]) -> int:

@@ -127,7 +127,8 @@ async def _take_conversations(call: Call, body: ChatBody) -> None:
     options = body.options()
     limit = None if may_be_long else model.text.processor.row_limit(PoolingParams(), options)
     rows = await conversation_rows(call, model, body, conversations, limit)
-    body.input = [row if isinstance(row, Content) else row.tolist() for row in rows]
+    inputs: list[Any] = [row if isinstance(row, Content) else row.tolist() for row in rows]
+    body.input = inputs
 
 
 async def pooling(call: Call, body: PoolingBody) -> Reply:
