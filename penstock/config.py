@@ -109,6 +109,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 MAX_DATA_PARALLEL_SIZE = 256  # engines of one model on one machine
+DEFAULT_MAX_IMAGES = 32  # of one input
 ALIAS_SETS = ("tei", "vllm")  # servers whose names of metrics /metrics can show too
 
 
@@ -188,6 +189,11 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     result_cache_mb: int = 0  # results kept in each API process; 0: none
     result_cache_redis: str | None = None  # URL of a Redis that keeps results too
     result_cache_ttl_s: float = 86_400.0  # how long a result is kept; 0: until there is no room
+    max_image_mb: float = 20.0  # of one image's file
+    max_image_pixels: int = 50_000_000  # of one image
+    limit_mm_per_prompt: dict[str, int] = msgspec.field(default_factory=dict)  # images of one input: "image"
+    allowed_media_domains: tuple[str, ...] = ()  # hosts from which images are fetched; "*": all public ones
+    allowed_local_media_path: str | None = None  # folder below which requests may name files; None: none
     chat_template: str | None = None  # Jinja, or the name of one of the model's templates; None: its default
     trust_request_chat_template: bool = False  # requests may bring a chat template of their own
     enable_tokenizer_info_endpoint: bool = False  # /tokenizer_info shows the tokenizer's configuration
@@ -207,6 +213,11 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     metric_aliases: tuple[str, ...] = ()  # servers whose metric names are shown too: tei, vllm
     otlp_endpoint: str | None = None  # of the collector of traces; None: as OTEL_* variables say
     otlp_service_name: str | None = None  # None: OTEL_SERVICE_NAME, or penstock
+
+    @property
+    def max_images(self) -> int:
+        """Images of one input."""
+        return self.limit_mm_per_prompt.get("image", DEFAULT_MAX_IMAGES)
 
     @property
     def logs_requests(self) -> bool:

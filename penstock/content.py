@@ -1,8 +1,8 @@
 """Content identity: the one place that decides when two rows are the same work.
 
 Deduplication, the prefix cache and the vector cache all take their keys from here. The two tables below name
-every field of a `Request` that is content. New content, such as image patches, is added to one of them and to
-`PrefixKeys`; `tests/config/test_content.py` fails while a field of `Request` is in neither table.
+every field of a `Request` that is content, besides token ids and images. New content is added to one of them
+and to `PrefixKeys`; `tests/config/test_content.py` fails while a field of `Request` is in neither table.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from penstock.types import Ints, Request, runs
+from penstock.types import Ints, Request, RequestImages, runs
 
 TOKEN_FIELDS = ("type_ids", "token_mask")  # one number per token, beside `token_ids`
 ROW_FIELDS = ("skip", "key_limits", "adapters")  # one number per row
@@ -36,12 +36,15 @@ def row_keys(request: Request) -> list[bytes]:
         if (numbers := getattr(request, name)) is not None:
             each = (number.to_bytes(4, "little", signed=True) for number in numbers.tolist())
             keys = [key + number for key, number in zip(keys, each, strict=True)]
+    if request.images is not None:
+        keys = [key + part for key, part in zip(keys, _image_keys(request), strict=True)]
     return keys
 
 
 def scope(request: Request) -> Scope:
     """What two requests must share before their row keys may be compared."""
-    return (request.cache_salt, *[numbers is not None for numbers in _optional_fields(request)])
+    has_images = request.images is not None
+    return (request.cache_salt, has_images, *[each is not None for each in _optional_fields(request)])
 
 
 def select_rows(request: Request, rows: Ints, request_id: str) -> Request:
@@ -54,6 +57,11 @@ def select_rows(request: Request, rows: Ints, request_id: str) -> Request:
         for name, index in parts.items()
         if (numbers := getattr(request, name)) is not None
     }
+    if request.rope_positions is not None:
+        selected["rope_positions"] = request.rope_positions.reshape(-1, 3)[tokens].reshape(-1)
+    if request.images is not None:
+        images, places = request.images.of_rows(rows)
+        selected["images"] = request.images.select(images, places) if len(images) else None
     return replace(request, id=request_id, token_ids=request.token_ids[tokens], lengths=lengths, **selected)
 
 
@@ -76,11 +84,11 @@ class PrefixKeys:
     """Keys of the full KV cache blocks of one row, which grows while it generates.
 
     A key covers all tokens up to the end of its block and everything else that changes their hidden states:
-    type ids, adapter and key limit. It also covers the cache salt and whether the row generates or is pooled:
-    some models attend differently in the two. `skip` and `token_mask` only select outputs.
+    type ids, images, adapter and key limit. It also covers the cache salt and whether the row generates or is
+    pooled: some models attend differently in the two. `skip` and `token_mask` only select outputs.
     """
 
-    __slots__ = ("_block_size", "_parent", "_type_ids", "keys")
+    __slots__ = ("_block_size", "_images", "_parent", "_type_ids", "keys")
 
     def __init__(self, request: Request, row: int, block_size: int) -> None:
         self.keys: list[bytes] = []
@@ -90,6 +98,7 @@ class PrefixKeys:
         if request.type_ids is not None:
             start = int(request.starts[row])
             self._type_ids = request.type_ids[start : start + int(request.lengths[row])].tobytes()
+        self._images = [] if request.images is None else _images_of_row(request.images, row)
 
     def extend(self, token_ids: Ints) -> list[bytes]:
         """Add the keys of newly filled blocks and return all keys; `token_ids` are all tokens of the row."""
@@ -101,9 +110,16 @@ class PrefixKeys:
             if self._type_ids:  # a generated token has none, which counts as 0
                 begin = len(self.keys) * width
                 content += self._type_ids[begin : begin + width].ljust(width, b"\0")
+            if self._images:
+                first_token = len(self.keys) * self._block_size
+                content += self._image_keys(first_token, first_token + self._block_size)
             self._parent = hashlib.blake2b(content, digest_size=16).digest()
             self.keys.append(self._parent)
         return self.keys
+
+    def _image_keys(self, begin: int, end: int) -> bytes:
+        """The images that have one of these tokens."""
+        return b"".join(key for start, stop, key in self._images if start < end and stop > begin)
 
 
 def _prefix_root(request: Request, row: int) -> bytes:
@@ -122,7 +138,30 @@ def _only_row_key(request: Request) -> bytes:
     for numbers in _optional_fields(request):
         if numbers is not None:
             key += numbers.tobytes()
-    return key
+    return key if request.images is None else key + _image_keys(request)[0]
+
+
+def _images_of_row(images: RequestImages, row: int) -> list[tuple[int, int, bytes]]:
+    """For each image of a row its first token, the one behind its last, and its content."""
+    chosen, _ = images.of_rows(np.array([row], dtype=np.int32))
+    starts = images.starts[chosen]
+    ends = starts + images.num_tokens[chosen]
+    return [
+        (start, end, digest.tobytes() + start.to_bytes(4, "little"))
+        for start, end, digest in zip(starts.tolist(), ends.tolist(), images.digests[chosen], strict=True)
+    ]
+
+
+def _image_keys(request: Request) -> list[bytes]:
+    """For each row what its images add to its key. Their number comes last, so that no token id is mistaken
+    for a part of an image."""
+    keys, counts = [b""] * request.num_rows, [0] * request.num_rows
+    if (images := request.images) is not None:
+        places = zip(images.rows.tolist(), images.starts.tolist(), images.num_tokens.tolist(), strict=True)
+        for (row, start, size), digest in zip(places, images.digests, strict=True):
+            keys[row] += digest.tobytes() + start.to_bytes(4, "little") + size.to_bytes(4, "little")
+            counts[row] += 1
+    return [key + count.to_bytes(4, "little") for key, count in zip(keys, counts, strict=True)]
 
 
 def _slices(array: Ints, starts: Ints, ends: Ints) -> list[bytes]:

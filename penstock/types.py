@@ -250,6 +250,125 @@ def split_rows(values: Array, lengths: Ints) -> list[Array]:
     return out
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedImage:
+    """One image as a vision tower reads it: resized and cut into patches. Values are still 0 to 255; the
+    engine rescales and normalises them.
+
+    A processor that splits an image gives several tiles of the same grid, one after the other.
+    """
+
+    patches: NDArray[np.uint8]  # [tiles · grid rows · grid columns, values], in the order of the tower
+    grid: tuple[int, int]  # patches of one tile, down and across
+    num_tokens: int  # placeholders of the image in a prompt; 0: no text is around the image
+    digest: bytes  # 16 bytes over patches and geometry: equal digests mean equal images
+    num_tiles: int = 1
+    # Of an image that was split: tiles down and across, in front of one of the whole image. (0, 0): it was
+    # not.
+    split: tuple[int, int] = (0, 0)
+    num_pixels: int = 0  # of the caller's image
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Content:
+    """One input of texts and images, in their order."""
+
+    parts: tuple[str | PreparedImage, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestImages:
+    """The images of a request's rows, in the order of their tokens: what the vision tower runs.
+
+    Tiles of one image that stand in different places of a prompt are images of their own here.
+    """
+
+    patches: NDArray[np.uint8]  # [patches, values], the images concatenated, in the order of the tower
+    grids: Ints  # [images, 2], patches down and across
+    rows: Ints  # [images], the row of the request that each is in
+    starts: Ints  # [images], its first token within the row
+    num_tokens: Ints  # [images], tokens of the row that stand for it
+    digests: NDArray[np.uint8]  # [images, 16]; equal digests mean equal patches and grids
+    # Rows with an image do not pass the text model: the tower's output, of one token, is their result.
+    are_rows: bool = False
+    cu_patches: Ints = field(init=False)  # [images + 1], where each image begins in `patches`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cu_patches", cumulative(self.num_patches))
+
+    @classmethod
+    def of(
+        cls, placed: Sequence[tuple[int, int, PreparedImage]], *, are_rows: bool = False
+    ) -> RequestImages | None:
+        """From (row, first token, image) in the order of rows and tokens; None if there is none. The tiles of
+        an image stand one after another."""
+        if not placed:
+            return None
+        images = [each for _, _, each in placed]
+        tiles = np.array([image.num_tiles for image in images], dtype=np.int32)
+        tokens = np.array([1 if are_rows else image.num_tokens for image in images], dtype=np.int32) // tiles
+        within = runs(np.zeros_like(tiles), tiles)  # the number of each tile within its image
+        rows, starts = (np.array(each, dtype=np.int32) for each in list(zip(*placed, strict=True))[:2])
+        num_tokens = np.repeat(tokens, tiles)
+        digests = np.frombuffer(b"".join(image.digest for image in images), dtype=np.uint8).reshape(-1, 16)
+        digests = np.repeat(digests, tiles, axis=0)
+        digests[:, :2] ^= within[:, None].astype("<u2").view(np.uint8)  # tiles differ from one another
+        return cls(
+            images[0].patches if len(images) == 1 else np.concatenate([each.patches for each in images]),
+            np.repeat(np.array([image.grid for image in images], dtype=np.int32), tiles, axis=0),
+            np.repeat(rows, tiles),
+            np.repeat(starts, tiles) + within * num_tokens,
+            num_tokens,
+            digests,
+            are_rows,
+        )
+
+    @staticmethod
+    def join(parts: Sequence[RequestImages | None], first_rows: Sequence[int]) -> RequestImages | None:
+        """The images of several requests as one, whose rows begin at `first_rows`; None if none has any."""
+        given = [(part, first) for part, first in zip(parts, first_rows, strict=True) if part is not None]
+        if not given:
+            return None
+        return RequestImages(
+            np.concatenate([part.patches for part, _ in given]),
+            np.concatenate([part.grids for part, _ in given]),
+            np.concatenate([part.rows + np.int32(first) for part, first in given]),
+            np.concatenate([part.starts for part, _ in given]),
+            np.concatenate([part.num_tokens for part, _ in given]),
+            np.concatenate([part.digests for part, _ in given]),
+            given[0][0].are_rows,
+        )
+
+    @property
+    def num_images(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_patches(self) -> Ints:
+        """[images]"""
+        return self.grids[:, 0] * self.grids[:, 1]
+
+    def of_rows(self, rows: Ints) -> tuple[Ints, Ints]:
+        """The images of some rows, in the order of these, and for each the place of its row in `rows`."""
+        first = np.searchsorted(self.rows, rows, side="left").astype(np.int32)
+        counts = np.searchsorted(self.rows, rows, side="right").astype(np.int32) - first
+        return runs(first, counts), np.repeat(np.arange(len(rows), dtype=np.int32), counts)
+
+    def select(self, images: Ints, rows: Ints) -> RequestImages:
+        """These images, in rows of these numbers."""
+        patches = runs(self.cu_patches[:-1][images], self.num_patches[images])
+        is_all = len(images) == self.num_images and bool((images[1:] > images[:-1]).all())
+        return RequestImages(
+            self.patches if is_all else self.patches[patches],
+            self.grids[images],
+            rows,
+            self.starts[images],
+            self.num_tokens[images],
+            self.digests[images],
+            self.are_rows,
+        )
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One client call with all its rows, flat. Rows share parameters, priority and deadline."""
@@ -267,6 +386,9 @@ class Request:
     pairs: Ints | None = None  # [documents], the query row of each; query rows come first
     extra_params: tuple[PoolingParams, ...] = ()  # additional outputs computed from the same rows
     adapters: Ints | None = None  # [rows], id of an adapter; -1: none
+    images: RequestImages | None = None
+    # [tokens · 3], the position of each token in time, down and across; None: its index in the row
+    rope_positions: Ints | None = None
     priority: int = 0  # lower runs sooner
     arrival_s: float = 0.0  # monotonic clock, shared by all processes of a machine
     deadline_s: float | None = None  # on the clock of `arrival_s`
@@ -294,6 +416,14 @@ class Request:
     def all_params(self) -> tuple[PoolingParams, ...]:
         """The parameters of every output of a row, the first one's first."""
         return (self.params, *self.extra_params)
+
+    @property
+    def patches_of_rows(self) -> Ints:
+        """[rows], patches of the images of each row."""
+        if (images := self.images) is None:
+            return np.zeros(self.num_rows, dtype=np.int32)
+        counts = np.bincount(images.rows, weights=images.num_patches, minlength=self.num_rows)
+        return counts.astype(np.int32)
 
     @property
     def num_queries(self) -> int:
@@ -552,9 +682,39 @@ class KeyLimits:
     max_keys: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ImagePlan:
+    """The images of a step: which of them the vision tower runs, and which tokens take its features.
+
+    Features pass through a store on the device. The tower writes those of the images that are not there yet;
+    the step's tokens read theirs, whether they were written now or by an earlier step.
+    """
+
+    patches: tuple[NDArray[np.uint8], ...]  # [patches, values] of each image that runs, fewest patches first
+    grids: Ints  # [images, 2], patches down and across
+    cu_patches: Ints  # [images + 1]
+    groups: tuple[LengthGroup, ...]  # images of equal numbers of patches
+    write_slots: Ints  # [features of the images that run], slots of the store
+    tokens: Ints  # [image tokens], tokens of the step, ascending
+    read_slots: Ints  # [image tokens], the slot of the store that each reads
+    keys: tuple[bytes, ...]  # of the images that run, for the cache of features
+    number: int = 0  # of the step, for the same
+    num_text_rows: int | None = None  # where images are rows: rows before them; None: all rows are text
+
+    @property
+    def num_images(self) -> int:
+        """Images that run."""
+        return len(self.patches)
+
+    @property
+    def num_patches(self) -> int:
+        return int(self.cu_patches[-1])
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class BasePlan:
-    """The ragged run of tokens that every step has. Rows are ordered by length."""
+    """The ragged run of tokens that every step has. Rows are ordered by length; those that are images come
+    last."""
 
     token_ids: Ints  # [tokens]
     positions: Ints  # [tokens], 0-based within each row
@@ -562,6 +722,8 @@ class BasePlan:
     lengths: Ints  # [rows]
     groups: tuple[LengthGroup, ...]
     adapters: Ints | None = None  # [rows], ids of adapters, -1: none; None: no row has one
+    images: ImagePlan | None = None  # None: no row has an image
+    rope_positions: Ints | None = None  # [3 · tokens], in time, down and across; None: as `positions`
 
     @property
     def num_tokens(self) -> int:
@@ -573,6 +735,8 @@ class BasePlan:
 
     @property
     def max_length(self) -> int:
+        if self.images is not None:  # rows that are images follow all others
+            return int(self.lengths.max())
         return int(self.lengths[-1]) if len(self.lengths) else 0
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
 from penstock.checkpoint.pooling import PoolingSpec
 from penstock.checkpoint.spec import ModelSpec
-from penstock.types import Ints, PoolingParams, Request, Task
+from penstock.types import Ints, PoolingParams, Request, RequestImages, Task
 
 
 def ints(values: Sequence[int]) -> Ints:
@@ -46,6 +47,34 @@ def make_request(
         deadline_s=deadline_s,
         client=client,
         weight=weight,
+    )
+
+
+def make_images(
+    grids: Sequence[tuple[int, int]],
+    rows: Sequence[int],
+    *,
+    starts: Sequence[int] | None = None,
+    num_tokens: Sequence[int] | None = None,
+    seed: int = 0,
+    values: int = 12,
+    are_rows: bool = False,
+) -> RequestImages:
+    """Images of random patches. By default each has one token, the first of its row."""
+    draw = np.random.default_rng(seed)
+    patches = [draw.integers(0, 256, (height * width, values), dtype=np.uint8) for height, width in grids]
+    digests = [
+        blake2b(each.tobytes() + bytes(grid), digest_size=16).digest()
+        for each, grid in zip(patches, grids, strict=True)
+    ]
+    return RequestImages(
+        np.concatenate(patches),
+        np.array(grids, dtype=np.int32).reshape(-1, 2),
+        ints(rows),
+        ints(starts or [0] * len(grids)),
+        ints(num_tokens or [1] * len(grids)),
+        np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, 16),
+        are_rows,
     )
 
 

@@ -14,7 +14,8 @@ import msgspec
 
 from penstock.checkpoint import static
 from penstock.checkpoint.adapters import adapter_names
-from penstock.checkpoint.families import Family, read_architecture, text_tower
+from penstock.checkpoint.dual import check_vision, image_processor, read_dual
+from penstock.checkpoint.families import Architecture, Family, read_architecture, text_tower
 from penstock.checkpoint.files import (
     CheckpointFiles,
     mapping,
@@ -24,17 +25,23 @@ from penstock.checkpoint.files import (
     usable_values,
 )
 from penstock.checkpoint.find import find, served_name
+from penstock.checkpoint.frames import TextFrame, message_frame, published_frame
 from penstock.checkpoint.generation import eos_token_ids, why_not_generate
 from penstock.checkpoint.gliclass import encoder_config, read_zero_shot
 from penstock.checkpoint.gliner import is_gliner, read_entities, read_model_config
+from penstock.checkpoint.identity import read_identity
+from penstock.checkpoint.image_processor import ImageProcessorSpec
+from penstock.checkpoint.image_prompts import read_image_prompt, with_published_pixels
 from penstock.checkpoint.keys import check_keys
 from penstock.checkpoint.labels import label_names
 from penstock.checkpoint.late import COLBERT_DIM
 from penstock.checkpoint.layout import FolderLayout, read_files, read_layout
 from penstock.checkpoint.limits import any_max_positions, max_model_len, max_positions
+from penstock.checkpoint.pages import page_prompts
 from penstock.checkpoint.parts import Checkpoint, Parts, check_combinations, read_parts, read_tasks
 from penstock.checkpoint.pooling import check_widths, static_pooling
 from penstock.checkpoint.quantization import stored_format, with_quantization
+from penstock.checkpoint.qwen_vision import check_qwen_vision
 from penstock.checkpoint.reward import read_reward
 from penstock.checkpoint.sizes import check_any_sizes, read_sizes
 from penstock.checkpoint.sparse import multi_vector_file
@@ -132,6 +139,9 @@ def _read_checkpoint(layout: FolderLayout, options: _Options) -> Checkpoint:
     if native:
         read_sizes(config_file, architecture.family, config)
         check_keys(config_file, architecture.family, config)
+        check_qwen_vision(architecture.family, config)
+        if architecture.family.is_dual:
+            check_vision(config_file, architecture, config)
         stored_format(config)
     else:
         check_any_sizes(config_file, architecture, config)
@@ -143,12 +153,14 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
     config, late, width = files.config, parts.late, parts.width
     positions = _max_positions(checkpoint, options)
     adapters = adapter_names(config, family.adapters_key)
+    frame = _text_frame(checkpoint, options.name)
+    images = _image_processor(checkpoint, options.name)
     return ModelSpec(
         folder=str(files.folder),
         root=str(files.root),
         name=options.name,
         architecture=architecture.name,
-        config=config | ({COLBERT_DIM: late.dim} if late is not None and architecture.is_colbert else {}),
+        config=config | ({COLBERT_DIM: late.dim} if late is not None and _has_own_dim(architecture) else {}),
         overrides=options.overrides,
         max_model_len=max_model_len(files, positions, family.trained_row_length),
         max_positions=positions,
@@ -159,10 +171,10 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
         vocab_size=files.integer("vocab_size"),
         num_segments=_num_segments(config, family),
         pooling=parts.pooling,
-        prompts=_prompts(files),
+        prompts=_prompts(files) or (page_prompts(files) if family.page_dim is not None else {}),
         default_prompt_name=_text(files, "default_prompt_name"),
         similarity=_text(files, "similarity_fn_name") or "cosine",
-        lower_case=bool(files.transformer.get("do_lower_case", False)),
+        lower_case=_lower_cases(files, family),
         tasks=read_tasks(checkpoint, parts),
         why_not_score=parts.why_not_score,
         labels=() if family.heads & LABELLED_TASKS else label_names(architecture, config),
@@ -170,18 +182,22 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
         zero_shot=read_zero_shot(config),
         sparse=parts.sparse,
         multi_vector=multi_vector_file(files.folder) if parts.sparse is not None and late is None else None,
+        images=images,
+        image_prompt=None if images is None else read_image_prompt(files.folder, config, images),
+        dual=read_dual(files.folder, architecture, config) if family.is_dual else None,
         score=parts.score,
         reward=read_reward(files, architecture, options.pooler),
         late=late,
         adapters=adapters,
         requires_adapter=family.requires_adapter and bool(adapters),
         instruction_template=family.instruction_template,
-        text_end=eos_text(files.folder) if family.appends_eos else "",
+        frame=frame,
+        text_end=eos_text(files.folder) if family.appends_eos else frame.end,
         is_causal=checkpoint.is_causal,
         eos_token_ids=eos_token_ids(files),
         why_not_generate=why_not_generate(files.folder, architecture, config),
         generates_by_default=family.generates_by_default
-        or (not files.modules and parts.score is None and parts.sparse is None),
+        or (not files.modules and parts.score is None and parts.sparse is None and frame.prompted is None),
         query_route=checkpoint.query_route,
     )
 
@@ -224,11 +240,41 @@ def _static_spec(layout: FolderLayout, options: _Options) -> ModelSpec:
     )
 
 
+def _has_own_dim(architecture: Architecture) -> bool:
+    """Whether the projection of token vectors is among the model's own tensors."""
+    return architecture.is_colbert or architecture.family.page_dim is not None
+
+
+def _image_processor(checkpoint: Checkpoint, name: str) -> ImageProcessorSpec | None:
+    files = checkpoint.files
+    if not checkpoint.family.reads_images:
+        return None
+    identity = read_identity(files.root, name, files.config)
+    return with_published_pixels(image_processor(files.folder, files.config), identity)
+
+
+def _text_frame(checkpoint: Checkpoint, name: str) -> TextFrame:
+    """What stands around the texts of a model that reads images too."""
+    files = checkpoint.files
+    if checkpoint.family.qwen_vision is None or checkpoint.family.page_dim is not None:
+        return TextFrame()
+    if files.modules:
+        return message_frame(files) if files.has_module("Pooling") else TextFrame()
+    return published_frame(read_identity(files.root, name, files.config), checkpoint.architecture.name)
+
+
 def _max_positions(checkpoint: Checkpoint, options: _Options) -> int:
     files, family = checkpoint.files, checkpoint.family
     if options.is_native:
         return max_positions(family, files.config, files.config_file)
     return any_max_positions(files, family)
+
+
+def _lower_cases(files: CheckpointFiles, family: Family) -> bool:
+    """SigLIP was trained on lower-case texts, which its published tokenizer.json does not say."""
+    if family.name in ("siglip", "siglip2"):
+        return optional_json(files.folder / "tokenizer_config.json").get("do_lower_case") is not False
+    return bool(files.transformer.get("do_lower_case", False))
 
 
 def _num_segments(config: dict[str, Any], family: Family) -> int:

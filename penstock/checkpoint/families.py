@@ -23,6 +23,8 @@ CLASS_SUFFIXES: dict[str, Task | None] = {
     "ForMaskedLM": None,
     "ForPreTraining": None,
     "ForCausalLM": None,
+    "ForConditionalGeneration": None,
+    "ForRetrieval": None,
     "LMHeadModel": None,
     "ForSequenceClassification": Task.CLASSIFY,
     "ForTokenClassification": Task.TOKEN_CLASSIFY,
@@ -30,6 +32,7 @@ CLASS_SUFFIXES: dict[str, Task | None] = {
     "ForProcessRewardModel": Task.REWARD,
 }
 _ENCODER_HEADS = frozenset({Task.CLASSIFY, Task.TOKEN_CLASSIFY, Task.SPARSE})
+_IMAGE_SUFFIXES = ("ForConditionalGeneration", "ForRetrieval")  # of families that read images, no others
 _DECODER_HEADS = frozenset({Task.CLASSIFY, Task.TOKEN_CLASSIFY, Task.REWARD, Task.GENERATE, Task.SPARSE})
 
 
@@ -88,6 +91,7 @@ class Family:
     # Sizes and positions.
     keys: ConfigKeys = field(default_factory=ConfigKeys)
     is_nested: bool = False  # config.json has the sizes of the text tower in text_config
+    outer_keys: tuple[str, ...] = ()  # of these the value beside text_config counts, not the one in it
     nested_defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that text_config leaves out
     default_head_dim: int | None = None  # where config.json has no head_dim; None: hidden size / heads
     default_num_segments: int = 0  # where config.json has no type_vocab_size
@@ -103,6 +107,11 @@ class Family:
     colbert_markers: tuple[str, str] = ("[unused0]", "[unused1]")  # of queries and of documents
     adapters_key: str = "lora_adaptations"  # of config.json: the names of its task adapters
     requires_adapter: bool = False  # each request has to choose one
+    # Images.
+    qwen_vision: str | None = None  # the kind of its vision tower in checkpoint/qwen_vision.py; None: none
+    page_dim: int | None = None  # of token vectors of a retriever of pages, where no file has it; None: none
+    is_dual: bool = False  # texts and images have towers of their own, and vectors in one space
+    vision_defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that vision_config leaves out
     # Pooling.
     pooling: str = "mean"  # where no file names a method and tokens see the whole text
     causal_pooling: str = "last"  # the same where they see only what comes before
@@ -119,6 +128,15 @@ class Family:
     def is_divided(self) -> bool:
         """Whether tensor parallelism divides its layers."""
         return self.builder in _DIVIDED
+
+    @property
+    def reads_images(self) -> bool:
+        return self.is_dual or self.qwen_vision is not None
+
+    @property
+    def has_rope_axes(self) -> bool:
+        """Whether tokens of images have positions in time, down and across (M-RoPE)."""
+        return self.qwen_vision is not None
 
     def is_causal(self, config: Mapping[str, Any]) -> bool:
         """Whether tokens see only those before them: config.json's value, else the family's."""
@@ -202,6 +220,60 @@ _QWEN3_FACTS: dict[str, Any] = {
     "score_prompts": ("qwen3-reranker", "zerank", "ctxl-rerank-v2"),
     "default_head_dim": 128,
 }
+_QWEN_VL_FACTS: dict[str, Any] = {"is_nested": True, "heads": frozenset({Task.GENERATE})}
+_QWEN2_VL_FACTS = _QWEN_VL_FACTS | {"qwen_vision": "qwen2_vl"}
+_QWEN2_5_VL_FACTS = _QWEN_VL_FACTS | {"qwen_vision": "qwen2_5_vl"}
+_QWEN3_VL_FACTS = _QWEN_VL_FACTS | {
+    "qwen_vision": "qwen3_vl",
+    "default_head_dim": 128,
+    "score_prompts": ("qwen3-vl-reranker",),
+}
+_RETRIEVER: dict[str, Any] = {"heads": frozenset()}  # a backbone for vectors alone
+_CLIP_SIZES: dict[str, Any] = {"num_hidden_layers": 12, "layer_norm_eps": 1e-5, "hidden_act": "quick_gelu"}
+_CLIP_FACTS: dict[str, Any] = {
+    "is_nested": True,
+    "is_dual": True,
+    "heads": frozenset(),
+    "pooling": "last",
+    "keys": ConfigKeys(output_size=("projection_dim",)),
+    "outer_keys": ("projection_dim",),
+    "nested_defaults": {
+        **_CLIP_SIZES,
+        "vocab_size": 49_408,
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 77,
+        "projection_dim": 512,
+        "eos_token_id": 49_407,
+    },
+    "vision_defaults": {
+        **_CLIP_SIZES,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_attention_heads": 12,
+        "num_channels": 3,
+        "image_size": 224,
+        "patch_size": 32,
+    },
+}
+_SIGLIP_SIZES: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "layer_norm_eps": 1e-6,
+    "hidden_act": "gelu_pytorch_tanh",
+}
+_SIGLIP_FACTS: dict[str, Any] = {
+    "is_nested": True,
+    "is_dual": True,
+    "heads": frozenset(),
+    "pooling": "last",
+    "keys": ConfigKeys(output_size=("projection_size",)),
+    "nested_defaults": {**_SIGLIP_SIZES, "vocab_size": 32_000, "max_position_embeddings": 64},
+}
+_SIGLIP_VISION: dict[str, Any] = {**_SIGLIP_SIZES, "num_channels": 3, "patch_size": 16}
 _RECORDS = (
     _encoder("albert", "Albert", "encoder:albert", shares_layers=True, default_num_segments=2),
     _encoder("bert", "Bert", "encoder:bert", default_num_segments=2),
@@ -213,7 +285,18 @@ _RECORDS = (
         heads=frozenset(),
         default_head_dim=128,
     ),
+    # colpali-engine's classes: Bi* give one vector, Col* one for each token. transformers' own classes of
+    # retrievers have a model of any of the three kinds in vlm_config.
+    _decoder("BiQwen2", "BiQwen2", "qwen_vl:qwen2_vl", **_QWEN2_VL_FACTS | _RETRIEVER),
+    _decoder("BiQwen2_5", "BiQwen2_5", "qwen_vl:qwen2_5_vl", **_QWEN2_5_VL_FACTS | _RETRIEVER),
+    _decoder("BiQwen3", "BiQwen3", "qwen_vl:qwen3_vl", **_QWEN3_VL_FACTS | _RETRIEVER),
     _encoder("camembert", "Camembert", "encoder:roberta", positions_follow_padding=True),
+    _decoder("ColQwen2", "ColQwen2", "qwen_vl:col_qwen2", page_dim=128, **_QWEN2_VL_FACTS | _RETRIEVER),
+    _decoder(
+        "ColQwen2_5", "ColQwen2_5", "qwen_vl:col_qwen2_5", page_dim=128, **_QWEN2_5_VL_FACTS | _RETRIEVER
+    ),
+    _decoder("ColQwen3", "ColQwen3", "qwen_vl:col_qwen3", page_dim=320, **_QWEN3_VL_FACTS | _RETRIEVER),
+    _encoder("clip", "CLIP", "dual:clip", **_CLIP_FACTS),
     _encoder("deberta-v2", "DebertaV2", "deberta:deberta"),
     _encoder("distilbert", "DistilBert", "encoder:distilbert", keys=_DISTILBERT_KEYS),
     _encoder("electra", "Electra", "encoder:electra", default_num_segments=2),
@@ -246,6 +329,7 @@ _RECORDS = (
         generates_by_default=True,
         **_GEMMA_FACTS,
     ),
+    _decoder("GmeQwen2VL", "GmeQwen2VL", "qwen_vl:qwen2_vl", **_QWEN2_VL_FACTS | _RETRIEVER),
     _encoder("GLiClass", "GLiClass", "gliclass:gliclass", heads=frozenset({Task.ZERO_SHOT})),
     _encoder("gliner", "GLiNER", "gliner:gliner", heads=frozenset({Task.ENTITIES})),
     _decoder(
@@ -337,9 +421,26 @@ _RECORDS = (
     ),
     _decoder("phi3", "Phi3", "decoder:phi3"),
     _decoder("qwen2", "Qwen2", "decoder:qwen2", score_prompts=("mxbai-rerank-v2",)),
+    _decoder("qwen2_5_vl", "Qwen2_5_VL", "qwen_vl:qwen2_5_vl", **_QWEN2_5_VL_FACTS),
+    _decoder("qwen2_vl", "Qwen2VL", "qwen_vl:qwen2_vl", **_QWEN2_VL_FACTS),
     _decoder("qwen3", "Qwen3", "decoder:qwen3", **_QWEN3_FACTS),
     _decoder("qwen3_moe", "Qwen3Moe", "decoder:qwen3_moe", has_experts=True, **_QWEN3_FACTS),
+    _decoder("qwen3_vl", "Qwen3VL", "qwen_vl:qwen3_vl", **_QWEN3_VL_FACTS),
     _encoder("roberta", "Roberta", "encoder:roberta", positions_follow_padding=True),
+    _encoder(
+        "siglip",
+        "Siglip",
+        "dual:siglip",
+        vision_defaults={**_SIGLIP_VISION, "image_size": 224},
+        **_SIGLIP_FACTS,
+    ),
+    _encoder(
+        "siglip2",
+        "Siglip2",
+        "dual:siglip",
+        vision_defaults={**_SIGLIP_VISION, "num_patches": 256},
+        **_SIGLIP_FACTS,
+    ),
     _decoder("smollm3", "SmolLM3", "decoder:smollm3"),
     _encoder("t5", "T5Encoder", "t5:t5", **_T5_FACTS),
     _decoder(
@@ -400,6 +501,8 @@ class Architecture:
     def has_language_head(self) -> bool:
         if self.suffix in ("ForCausalLM", "LMHeadModel"):
             return True
+        if self.suffix == "ForConditionalGeneration":
+            return Task.GENERATE in self.family.heads
         return self.family.generates_by_default and self.name == self.family.class_prefix
 
     @property
@@ -418,9 +521,12 @@ def text_tower(architecture: Architecture, file: Path, config: dict[str, Any]) -
     """The configuration of the part that reads text: all of `config`, unless the family nests it.
 
     Keys of the text tower win, except for what names the architecture."""
+    if architecture.family.page_dim is not None and "vlm_config" in config:
+        config = _unwrapped(file, config)
     nested = config.get("text_config")
-    if nested is None:
+    if nested is None and not architecture.family.is_dual:
         return config
+    nested = {} if nested is None else nested
     if not architecture.family.is_nested:
         raise ModelLoadError(
             f"{file} has a text_config: {architecture.name} reads more than text, which is not supported",
@@ -431,7 +537,21 @@ def text_tower(architecture: Architecture, file: Path, config: dict[str, Any]) -
     outer = {key: value for key, value in config.items() if key != "text_config"}
     named: dict[str, Any] = {key: config[key] for key in ("architectures", "model_type") if key in config}
     named["text_model_type"] = nested.get("model_type")
-    return {**architecture.family.nested_defaults, **outer, **nested, **named}
+    family = architecture.family
+    if family.qwen_vision is not None and outer.get("tie_word_embeddings"):
+        named["tie_word_embeddings"] = True  # older files say so in text_config, newer ones beside it
+    named |= {key: config.get(key, family.nested_defaults.get(key)) for key in family.outer_keys}
+    return {**family.nested_defaults, **outer, **nested, **named}
+
+
+def _unwrapped(file: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a retriever's model, which transformers nests in vlm_config, with the retriever's
+    own keys."""
+    inner = config["vlm_config"]
+    if not isinstance(inner, dict):
+        raise ModelLoadError(f"{file} has vlm_config = {inner!r}; it has to be an object", param="model")
+    own = {key: value for key, value in config.items() if key != "vlm_config"}
+    return {**inner, **own, "vlm_model_type": inner.get("model_type")}
 
 
 def find_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
@@ -446,6 +566,8 @@ def find_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
     for family in FAMILIES.values():
         suffix = name.removeprefix(family.class_prefix)
         if not name.startswith(family.class_prefix) or suffix not in CLASS_SUFFIXES:
+            continue
+        if suffix in _IMAGE_SUFFIXES and family.qwen_vision is None:
             continue
         head = CLASS_SUFFIXES[suffix]
         if head is None or head in family.heads:

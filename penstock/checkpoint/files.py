@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.errors import ModelLoadError
 
-TRANSFORMER_MODULES = ("Transformer", "MLMTransformer")
+TRANSFORMER_MODULES = ("Transformer", "MLMTransformer", "CLIPModel")
 MASK_MODULE = "MultiVectorMask"
 QUANTIZER_MODULE = "FlexibleQuantizer"  # of pplx-embed
 MAX_JSON_BYTES = 256 << 20  # the largest tokenizer.json in use has some 40 MB

@@ -16,10 +16,16 @@ from penstock.errors import ModelLoadError
 
 Accepted = Mapping[str, tuple[Any, ...]]  # the values of a key that are computed; null always is
 
-_ANY: Accepted = {"pruned_heads": ({}, []), "add_cross_attention": (False,)}
+_ANY: Accepted = {
+    "pruned_heads": ({}, []),
+    "add_cross_attention": (False,),
+    "mask_non_image_embeddings": (False,),
+}
 _ENCODER: Accepted = {"is_decoder": (False,), "is_causal": (False,)}
 _CAUSAL: Accepted = {"use_bidirectional_attention": (False,)}  # transformers does not read it for these
 _PLAIN_LOGITS: Accepted = {"final_logit_softcapping": (), "logits_scaling": (1,)}
+_QWEN2_VL = ("qwen2_vl", "qwen2_5_vl", "BiQwen2", "BiQwen2_5", "ColQwen2", "ColQwen2_5", "GmeQwen2VL")
+_QWEN3_VL = ("qwen3_vl", "BiQwen3", "ColQwen3")
 _BY_FAMILY: dict[str, Accepted] = {
     # Both are constants in transformers, whatever config.json says.
     "mpnet": {"pad_token_id": (1,), "relative_attention_num_buckets": (32,)},
@@ -45,11 +51,13 @@ _BY_FAMILY: dict[str, Accepted] = {
     "phi3": {**_CAUSAL, **_PLAIN_LOGITS},
     "qwen2": {**_CAUSAL, **_PLAIN_LOGITS},
     "qwen3": {**_CAUSAL, **_PLAIN_LOGITS},
+    **{name: {**_CAUSAL, **_PLAIN_LOGITS} for name in _QWEN2_VL},
+    **{name: {**_CAUSAL, **_PLAIN_LOGITS, "use_sliding_window": (False,)} for name in _QWEN3_VL},
     "smollm3": {**_CAUSAL, **_PLAIN_LOGITS},
     "qwen3_moe": {**_CAUSAL, **_PLAIN_LOGITS, "use_sliding_window": (False,)},
 }
 # All layers of these attend alike in transformers, which ignores layer_types.
-_UNIFORM_FAMILIES = frozenset(("eurobert", "gemma", "granite", "llama", "llama_bidirec"))
+_UNIFORM_FAMILIES = frozenset(("eurobert", "gemma", "granite", "llama", "llama_bidirec", *_QWEN3_VL))
 
 
 def check_keys(file: Path, family: Family, config: Mapping[str, Any]) -> None:
@@ -148,7 +156,7 @@ class ReadKeys(dict[str, Any]):
 
 # Read elsewhere: by the checkpoint's own modules, or refused above at other values.
 _READ_ELSEWHERE = """
-text_model_type add_cross_attention architectures auto_map classifier_from_token eos_token_id
+text_model_type vlm_model_type add_cross_attention architectures auto_map classifier_from_token eos_token_id
 final_logit_softcapping id2label is_causal is_decoder is_original_qwen3_reranker label2id lora_adaptations
 lora_alpha lora_rank max_trained_positions model_type num_labels pad_token_id pooling problem_type
 pruned_heads load_trained_adapters lora_prompts quantization_config sbert_ce_default_activation_function
@@ -185,12 +193,14 @@ max_window_layers rope_theta sliding_window_pattern use_sliding_window
 """
 _TOKEN_SUFFIXES = ("_token_id", "_token_ids", "_token_index")
 _OTHER_TOWERS = frozenset(("audio_config", "mm_tokens_per_image", "vision_config"))
+_CLIP = "logit_scale_init_value text_config_dict vision_config_dict"
 _LFM2 = """
 block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swiglu block_use_xavier_init
 conv_dim conv_use_xavier_init num_heads use_pos_enc
 """
 # Keys that a family's own code does not read either, though others' code does.
 _UNUSED_BY_FAMILY = {
+    "clip": _CLIP,
     "albert": "down_scale_factor gap_size net_structure_type num_memory_blocks",
     "gpt_oss": "experts_per_token initial_context_length",  # given twice
     "JinaBert": "hidden_act",  # feed_forward_type names the activation
@@ -200,4 +210,4 @@ _UNUSED_BY_FAMILY = {
     "nvembed": "add_pad_token padding_side",  # rows are never padded
     "t5": "n_positions num_decoder_layers",
 }
-_KNOWN = frozenset((_READ_ELSEWHERE + _SHOWN_BY_TENSORS + _HARMLESS).split())
+_KNOWN = KNOWN_KEYS = frozenset((_READ_ELSEWHERE + _SHOWN_BY_TENSORS + _HARMLESS).split())

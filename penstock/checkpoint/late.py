@@ -1,8 +1,9 @@
 """Late-interaction (ColBERT) models: their projection, and how they read texts.
 
-There are three layouts. Stanford's `HF_ColBERT` stores one projection with the backbone's tensors and an
-optional `artifact.metadata`. PyLate has modules and `config_sentence_transformers.json`. The
-MultiVectorEncoder of sentence-transformers has modules, and its markers are prompts.
+Retrievers of pages are read by `pages`. Of texts there are three layouts. Stanford's `HF_ColBERT` stores one
+projection with the backbone's tensors and an optional `artifact.metadata`. PyLate has modules and
+`config_sentence_transformers.json`. The MultiVectorEncoder of sentence-transformers has modules, and its
+markers are prompts.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from penstock.checkpoint.files import (
     optional_json,
     positive_integer,
 )
+from penstock.checkpoint.pages import page_dim, page_query_end
 from penstock.checkpoint.tokenizer_settings import special_tokens, token_text
 from penstock.errors import ModelLoadError
 
@@ -66,6 +68,7 @@ class LateSpec(msgspec.Struct, frozen=True, kw_only=True):
     unknown_token: str | None = None  # replaces a skip word that is no token; None: nothing does
     normalize: bool = True
     strip: bool = True  # spaces around a text are removed
+    query_end: str = ""  # follows every query before it is tokenised
 
 
 def read_late(files: CheckpointFiles, architecture: Architecture, hidden_size: int) -> LateSpec | None:
@@ -79,6 +82,16 @@ def read_late(files: CheckpointFiles, architecture: Architecture, hidden_size: i
         metadata = optional_json(files.root / "artifact.metadata")
         values = _overridden(metadata, files, _STANFORD_KEYS)
         late = _stanford(files, architecture, values, hidden_size)
+    elif architecture.family.page_dim is not None:
+        late = LateSpec(
+            dense=(),
+            dim=page_dim(files, architecture.family.page_dim),
+            query_length=None,
+            document_length=None,
+            expand_to=None,
+            query_end=page_query_end(files),
+            strip=False,
+        )
     if late is not None:
         _check(files.root, late, hidden_size)
     return late

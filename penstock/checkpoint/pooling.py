@@ -71,6 +71,8 @@ def read_pooling(
     """`is_late`: Dense modules project token vectors of a late-interaction model, not the pooled one."""
     if files.modules and not architecture.family.has_own_pooling:
         pooling = _from_modules(files, is_late=is_late)
+        if architecture.family.is_dual:
+            pooling = msgspec.structs.replace(pooling, methods=(architecture.family.pooling,))
     else:
         pooling = default_pooling(architecture, files.config)
     if pooler.pooling_type is not None and not any(is_pooling_type(pooler, kind) for kind in (SPLADE, STEP)):
@@ -108,7 +110,7 @@ def default_pooling(architecture: Architecture, config: Mapping[str, Any]) -> Po
     """For a checkpoint without modules.json. Decoders are pooled as their embedding models are trained."""
     family = architecture.family
     if not family.is_decoder:
-        return PoolingSpec(methods=(family.pooling,), normalize=False)
+        return PoolingSpec(methods=(family.pooling,), normalize=family.is_dual)
     if family.is_causal(config):
         return PoolingSpec(methods=(family.causal_pooling,), normalize=True)
     method = pooling_method(str(config.get("pooling", family.pooling)))

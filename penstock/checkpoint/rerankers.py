@@ -56,6 +56,17 @@ PROMPTS: dict[str, Prompt] = {
         mark=_QWEN3_MARK,
         instruction="Given a web search query, retrieve relevant passages that answer the query",
     ),
+    # One text up to the answer: images and texts of query and document follow their marks without a space.
+    "qwen3-vl-reranker": Prompt(
+        (
+            f'<|im_start|>system\n{_QWEN3_MARK} Note that the answer can only be "yes" or "no".<|im_end|>\n'
+            "<|im_start|>user\n<Instruct>: {instruction}<Query>:{query}\n<Document>:{document}",
+            _ANSWER,
+        ),
+        ("yes", "no"),
+        names=r"qwen3-vl-reranker",
+        instruction="Given a search query, retrieve relevant candidates that answer the query.",
+    ),
     "mxbai-rerank-v2": Prompt(
         (
             "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."

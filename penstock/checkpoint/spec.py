@@ -10,9 +10,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.checkpoint.dual import DualSpec
 from penstock.checkpoint.families import find_architecture
+from penstock.checkpoint.frames import TextFrame
 from penstock.checkpoint.gliclass import ZeroShotSpec
 from penstock.checkpoint.gliner import EntitySpec
+from penstock.checkpoint.image_processor import ImageProcessorSpec
+from penstock.checkpoint.image_prompts import ImagePromptSpec
 from penstock.checkpoint.late import LateSpec
 from penstock.checkpoint.layout import QueryRoute
 from penstock.checkpoint.pooling import PoolingSpec
@@ -51,6 +55,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()
     is_causal: bool = False  # no token sees a later one
     instruction_template: str | None = None  # with {instruction}; precedes a text
+    frame: TextFrame = TextFrame()  # what stands around texts and images of a chat model that embeds
     text_end: str = ""  # follows every text before it is tokenised
     sparse: SparseSpec | None = None
     reward: RewardSpec | None = None
@@ -60,6 +65,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     static: StaticSpec | None = None  # a table of token vectors, without a model behind it
     query_route: QueryRoute | None = None  # how queries are read, where a Router sends them elsewhere
     late: LateSpec | None = None  # one vector per token, compared token by token
+    images: ImageProcessorSpec | None = None  # None: it reads no images
+    image_prompt: ImagePromptSpec | None = None  # where images stand among texts; None: apart from them
+    dual: DualSpec | None = None  # for models with towers of their own for texts and images
     score: ScoreSpec | None = None  # for models that read a query and a document together
     entities: EntitySpec | None = None  # for models that find entities of labels in the request
     zero_shot: ZeroShotSpec | None = None  # for models that classify by labels in the request

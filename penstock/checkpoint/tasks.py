@@ -33,6 +33,8 @@ def pooling_tasks(
         return (Task.REWARD, Task.EMBED, Task.TOKEN_EMBED)
     if architecture.classifies_tokens:
         return (Task.TOKEN_CLASSIFY, Task.EMBED, Task.TOKEN_EMBED)
+    if architecture.family.is_dual:
+        return (Task.EMBED, Task.SCORE)
     return (Task.EMBED, Task.TOKEN_EMBED, Task.SCORE)
 
 

@@ -4,10 +4,12 @@ A file begins with the length of its header in eight bytes. The header is JSON, 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from penstock.errors import ModelLoadError
 
@@ -44,3 +46,21 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelLoadError(f"{file} is not a readable safetensors file: {error}", param="model") from None
+
+
+_SCALARS = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
+
+
+def read_scalar(file: Path, name: str) -> float | None:
+    """The value of a tensor that has one number; None if the file has no such tensor."""
+    header = header_bytes(file)
+    entry = msgspec.json.decode(header).get(name)
+    if entry is None or math.prod(entry["shape"]) != 1:
+        return None
+    begin, end = entry["data_offsets"]
+    with file.open("rb") as stream:
+        stream.seek(LENGTH_BYTES + len(header) + begin)
+        raw = stream.read(end - begin)
+    if entry["dtype"] == "BF16":
+        return float(np.frombuffer(b"\0\0" + raw, "<f4")[0])
+    return float(np.frombuffer(raw, _SCALARS[entry["dtype"]])[0])

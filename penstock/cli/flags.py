@@ -21,7 +21,15 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 import typer
 
-from penstock.config import ALIAS_SETS, EngineConfig, LoraModule, ModelConfig, ServerConfig
+from penstock.cli import media_flags
+from penstock.config import (
+    ALIAS_SETS,
+    DEFAULT_MAX_IMAGES,
+    EngineConfig,
+    LoraModule,
+    ModelConfig,
+    ServerConfig,
+)
 from penstock.errors import ConfigError
 
 MODEL, SERVER_PANEL, SCHEDULING = "Model", "Server", "Scheduling"
@@ -972,6 +980,46 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         help="Days until files, and batches that have ended, are deleted; 0 keeps them.",
     ),
     Flag(
+        field="max_image_mb",
+        panel=SERVER_PANEL,
+        min=0.001,
+        help="Maximum size in megabytes of one image's file.",
+    ),
+    Flag(
+        field="max_image_pixels",
+        panel=SERVER_PANEL,
+        min=1,
+        convert=media_flags.image_pixels,
+        help="Maximum pixels of one image, checked before it is decoded.",
+    ),
+    Flag(
+        field="limit_mm_per_prompt",
+        panel=SERVER_PANEL,
+        metavar="KIND=N",
+        default="",
+        convert=media_flags.mm_limits,
+        help="Images that one input may have, as image=N or a JSON object.",
+        default_text=f"image={DEFAULT_MAX_IMAGES}",
+    ),
+    Flag(
+        field="allowed_media_domains",
+        panel=SERVER_PANEL,
+        metavar="HOST,...",
+        default="",
+        convert=media_flags.media_domains,
+        help="Hosts from which images are fetched when a request names a URL: a name, a name with a port, "
+        "*.name for all below it, or * for all. Private addresses need the name of the host itself.",
+        default_text="none: URLs are refused",
+    ),
+    Flag(
+        field="allowed_local_media_path",
+        panel=SERVER_PANEL,
+        metavar="DIR",
+        convert=media_flags.media_folder,
+        help="Folder below which requests may name images by file:// URLs.",
+        default_text="none: files are refused",
+    ),
+    Flag(
         field="result_cache_mb",
         panel=MEMORY,
         min=0,
@@ -1147,7 +1195,7 @@ class ConfigFlags:
         """The configuration's value for a flag's value."""
         if isinstance(value, enum.Enum):
             value = value.value
-        if _kind(self._hints[flag.field]) == _JSON:
+        if flag.convert is None and _kind(self._hints[flag.field]) == _JSON:
             return json_object(flag.name, value)
         return value if flag.convert is None else flag.convert(value)
 

@@ -15,12 +15,14 @@ from penstock.inputs.constraints import GrammarCompiler, rejected
 from penstock.inputs.grammar_sandbox import GrammarSandbox
 from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import BLOCK_SIZE
-from penstock.runner.load import load_runner
+from penstock.runner.load import Loaded, load_runner
 from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
+from penstock.scheduler.image_cache import ImageCache
 from penstock.scheduler.scheduler import Budget, Chunking, Scheduler
 from penstock.scheduler.vector_cache import VectorCache
 from penstock.types import Grammar, PoolingParams
 
+_PATCHES_PER_TOKEN = 4  # that a step may run: a vision tower is about as much smaller than a text model
 MAX_GENERATING = 1024  # sequences at once: each step has logits over the vocabulary for all of them
 
 
@@ -32,10 +34,13 @@ def build_core(
 ) -> EngineCore:
     loaded = load_runner(spec, settings)
     pool = BlockPool(loaded.num_blocks, BLOCK_SIZE)
-    generation = _generation_scheduler(spec, settings, pool) if settings.generates else None
+    scheduler = _scheduler(spec, settings, pool, loaded)
+    generation = None
+    if settings.generates:
+        generation = GenerationScheduler(pool, _generation_limits(spec, settings), scheduler.image_cache)
     core = EngineCore(
         loaded.runner,
-        _scheduler(spec, settings, pool, loaded.num_cached_vectors),
+        scheduler,
         depth=settings.pipeline_depth,
         wake=wake,
         observe=observe,
@@ -69,26 +74,31 @@ def _device_failed(core: EngineCore, error: DeviceFailed) -> None:
     core.wake()
 
 
-def _scheduler(spec: ModelSpec, settings: Resolved, pool: BlockPool, num_vectors: int) -> Scheduler:
+def _scheduler(spec: ModelSpec, settings: Resolved, pool: BlockPool, loaded: Loaded) -> Scheduler:
     budget = Budget(
         max_tokens=settings.max_num_batched_tokens,
         max_rows=settings.max_num_seqs,
         max_queued_tokens=settings.max_queued_tokens,
         max_output_bytes=settings.step_output_bytes,
         is_shared=settings.shares_steps,
+        max_patches=_PATCHES_PER_TOKEN * settings.max_num_batched_tokens,
     )
     chunking = vector_cache = None
     if settings.chunked:
         chunking = Chunking(pool, settings.chunk_tokens, settings.prefix_caching)
-    if num_vectors:
+    if loaded.num_cached_vectors:
         vector_cache = VectorCache(
-            num_vectors, documents=settings.document_cache_bytes > 0, reuse=settings.share_identical
+            loaded.num_cached_vectors,
+            documents=settings.document_cache_bytes > 0,
+            reuse=settings.share_identical,
         )
-    return Scheduler(budget, chunking, vector_cache, lru_cache(1024)(partial(_token_bytes, spec)))
+    token_bytes = lru_cache(1024)(partial(_token_bytes, spec))
+    image_cache = ImageCache(loaded.num_image_features) if loaded.num_image_features else None
+    return Scheduler(budget, chunking, vector_cache, token_bytes, image_cache)
 
 
-def _generation_scheduler(spec: ModelSpec, settings: Resolved, pool: BlockPool) -> GenerationScheduler:
-    limits = GenerationLimits(
+def _generation_limits(spec: ModelSpec, settings: Resolved) -> GenerationLimits:
+    return GenerationLimits(
         max_rows=min(settings.max_num_seqs, MAX_GENERATING),
         max_tokens=settings.max_num_batched_tokens,
         max_chunk_tokens=settings.chunk_tokens,
@@ -98,7 +108,6 @@ def _generation_scheduler(spec: ModelSpec, settings: Resolved, pool: BlockPool) 
         vocab_size=spec.vocab_size,
         separate_prefill=settings.graphs,
     )
-    return GenerationScheduler(pool, limits)
 
 
 def _token_bytes(spec: ModelSpec, params: PoolingParams) -> int:

@@ -362,6 +362,8 @@ class EngineCore:
             pool.forget_prefixes()
         if (vectors := self.scheduler.vector_cache) is not None:
             vectors.forget()
+        if (images := self.scheduler.image_cache) is not None:
+            images.forget()
 
     def fail_device(self, error: DeviceFailed) -> None:
         """Give up the device, which failed outside of a step."""
@@ -461,6 +463,8 @@ class EngineCore:
                 self._lane.answered_interactive(self._waited_s(step, plan, result), self.clock())
             self._fair_share.succeeded(step.generates, plan.num_tokens, step.estimate_s, result.device_s)
         self._recovery.step_succeeded(step)
+        if plan.images is not None and self.scheduler.image_cache is not None:
+            self.scheduler.image_cache.publish(plan.images)
         outcomes: list[Outcome] = []
         if isinstance(plan, PoolPlan) and isinstance(result, PooledResult):
             # Otherwise there is nothing to learn about the rate of interactive work.
@@ -658,7 +662,8 @@ class EngineCore:
     def _planned(self, scheduled: list[ScheduledRows], *, is_background: bool = False) -> NextStep:
         self.pending.mark_launched(scheduled, self.clock())
         chunking = self.scheduler.chunking
-        plan = build_plan(scheduled, chunking.pool.block_size if chunking else 0)
+        block_size = chunking.pool.block_size if chunking else 0
+        plan = build_plan(scheduled, block_size, self.scheduler.image_cache)
         return NextStep(plan, scheduled, is_background)
 
     def _generation_step(self, generation: GenerationScheduler) -> NextStep | None:
@@ -680,9 +685,11 @@ class EngineCore:
 
 
 def uses_no_cache(plan: StepPlan) -> bool:
-    """Whether a step neither reads nor writes what other steps may use. The layers of a model hold the adapters
-    of the step that runs."""
-    if not isinstance(plan, PoolPlan) or plan.kv is not None or plan.adapters is not None:
+    """Whether a step neither reads nor writes what other steps may use: caches, image features, and the
+    adapters of the step that runs, which the layers hold."""
+    if not isinstance(plan, PoolPlan) or plan.kv is not None:
+        return False
+    if plan.adapters is not None or plan.images is not None:
         return False
     return all(variant.pairs is None for variant in plan.variants)
 

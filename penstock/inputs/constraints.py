@@ -86,7 +86,7 @@ def check(grammar: Grammar) -> None:
     check_bounds(grammar)
 
 
-# Some models repeat white space between two tokens of JSON until `max_tokens`. This is enough for indentation.
+# Some models repeat white space in JSON until `max_tokens`. This is enough for indentation.
 _JSON_DEFAULTS = {"whitespace_pattern": r"[ \n\r\t]{0,40}"}
 _NAMES = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar", "gbnf": "grammar"}
 

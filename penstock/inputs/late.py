@@ -76,6 +76,8 @@ class LateInputs:
         self.late = late
         self.tokenizer = tokenizer
         self._framing = Framing((tokenizer.prefix, tokenizer.suffix))
+        # Tokens at the end of a query that truncation keeps, as it does special tokens.
+        self.num_end_tokens = len(tokenizer.encode([late.query_end], False)[0]) if late.query_end else 0
         self._query_marker = self._marker(late.query_marker)
         self._document_marker = self._marker(late.document_marker)
         self._expansion = _expansion_id(late, tokenizer) if late.expand_to else None
@@ -100,7 +102,8 @@ class LateInputs:
         )
 
     def queries(self, texts: Sequence[str]) -> LateRows:
-        return self.query_rows(self.tokenizer.encode(self.with_prompt(texts, self.prompt("query"))))
+        texts = self.with_prompt([text + self.late.query_end for text in texts], self.prompt("query"))
+        return self.query_rows(self.tokenizer.encode(texts))
 
     def documents(self, texts: Sequence[str], truncate_prompt_tokens: int | None = None) -> LateRows:
         """Rows truncated to `truncate_prompt_tokens` (-1: the model's limit), or by default to the model's
@@ -120,7 +123,11 @@ class LateInputs:
 
     def query_rows(self, rows: list[Ints], framing: Framing | None = None) -> LateRows:
         """Query rows from tokenised texts."""
-        flat, text_lengths = _mark_rows(rows, self._query_marker, self.query_length, framing or self._framing)
+        framing = framing or self._framing
+        if self.num_end_tokens:
+            prefix, suffix = framing.frame
+            framing = Framing((prefix, suffix + self.num_end_tokens), framing.side)
+        flat, text_lengths = _mark_rows(rows, self._query_marker, self.query_length, framing)
         lengths = np.maximum(text_lengths, self.expand_to)
         if self._expansion is not None:
             position = np.arange(lengths.sum()) - np.repeat(cumulative(lengths)[:-1], lengths)

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, TypeGuard
 
 from penstock.errors import BadValue
 from penstock.inputs.truncation import Side
+from penstock.types import Content, PreparedImage
 
-Pair = tuple[str, str]  # query, document
+Pair = tuple[Any, Any]  # query, document: texts, or images where the model reads them
 
 
 class PairNames(NamedTuple):
@@ -86,10 +87,10 @@ def check_are_pairs(inputs: Sequence[Any], *, allow_empty_text: bool = True) -> 
 
 
 def _texts(given: str | Sequence[str], name: str) -> list[str]:
-    texts = [given] if isinstance(given, str) else list(given)
+    texts = [given] if isinstance(given, str | PreparedImage | Content) else list(given)
     if not texts:
         raise BadValue(f"{name} is empty; give at least one text", param=name)
     for index, text in enumerate(texts):
-        if not isinstance(text, str):
+        if not isinstance(text, str | PreparedImage | Content):
             raise BadValue(f"{name} {index} is {type(text).__name__}, not a text", param=name)
     return texts

@@ -18,6 +18,8 @@ import numpy as np
 from penstock.checkpoint.score import ScoreSpec
 from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import BadValue, NotPossible, shown
+from penstock.inputs.images.pairs import joint_request, joint_rows
+from penstock.inputs.images.rows import has_images, refuse_images
 from penstock.inputs.lists import list_scores, prepare_lists
 from penstock.inputs.long_texts import (
     ExpandedTexts,
@@ -29,7 +31,7 @@ from penstock.inputs.pair_options import DEFAULT_PAIR_OPTIONS, Pair, PairNames, 
 from penstock.inputs.processor import InputOptions, InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.inputs.truncation import Side, truncation_limit
-from penstock.types import Ints, PooledOutput, PoolingParams, Request, Task
+from penstock.types import Ints, PooledOutput, PoolingParams, Request, RequestImages, Task, runs
 
 Kind = Literal["cross", "list", "late", "bi"]
 _PLACEHOLDER = re.compile(r"\{(instruction|query|document)\}")
@@ -80,10 +82,14 @@ def prepare_pairs(
     `params.task` must be `score`. Pass the output of the request to `finish_pairs`.
     """
     kind = check_pairs(processor, params, options)
+    if processor.spec.images is None and any(has_images(pair) for pair in pairs):
+        raise refuse_images(processor.spec.name)
     if options.instruction is not None:
         check_expanded(len(options.instruction) * len(pairs), "instruction")
     if kind == "list":
         return prepare_lists(processor, request_id, pairs, params, options)
+    if kind == "cross" and any(has_images(pair) for pair in pairs):
+        return _joint_content_request(processor, request_id, pairs, params, options)
     texts = _pair_texts(processor, pairs, options)
     if kind != "cross":  # the model's vectors are compared as they are; no activation applies
         params = msgspec.structs.replace(params, normalize=None)
@@ -142,6 +148,40 @@ def _joint_request(
     )
 
 
+def _joint_content_request(
+    processor: InputProcessor,
+    request_id: str,
+    pairs: Sequence[Pair],
+    params: PoolingParams,
+    options: PairOptions,
+) -> Request:
+    """Each pair as one row of texts and images, in the model's own prompt."""
+    score, content = processor.spec.score, processor.content
+    if score is None or not score.template or content is None:
+        raise refuse_images(processor.spec.name)
+    if options.max_tokens_per_query is not None or options.max_tokens_per_doc is not None:
+        raise BadValue(
+            "max_tokens_per_query and max_tokens_per_doc cut texts; leave them out where there are images",
+            param="max_tokens_per_doc",
+        )
+    template, values = score.template, {"instruction": _instruction(score, options.instruction)}
+
+    def fill(query: str, document: str) -> list[str]:
+        return [_fill(part, values | {"query": query, "document": document}) for part in template]
+
+    rows, images = joint_rows(processor.tokenizer, content, score, pairs, fill)
+    none = np.zeros(0, dtype=np.int32)
+    empty = Request(
+        request_id,
+        none,
+        none,
+        params,
+        reuse_prefix=processor.reads_last_token_only(params),
+        cache_salt=options.cache_salt,
+    )
+    return joint_request(empty, content, rows, images)
+
+
 def finish_pairs(
     spec: ModelSpec, pairs: Sequence[Pair], request: Request, output: PooledOutput
 ) -> PooledOutput:
@@ -181,12 +221,17 @@ def _pair_texts(processor: InputProcessor, pairs: Sequence[Pair], options: PairO
     index_of: dict[str, int] = {}
     query_of = [index_of.setdefault(query, len(index_of)) for query, _ in pairs]
     queries, documents = list(index_of), [document for _, document in pairs]
-    tokenizer = processor.tokenizer
     if options.max_tokens_per_query is not None:
-        queries = tokenizer.truncate(queries, options.max_tokens_per_query)
+        queries = _truncated(processor, queries, options.max_tokens_per_query, "max_tokens_per_query")
     if options.max_tokens_per_doc is not None:
-        documents = tokenizer.truncate(documents, options.max_tokens_per_doc)
+        documents = _truncated(processor, documents, options.max_tokens_per_doc, "max_tokens_per_doc")
     return _PairTexts(queries, documents, np.array(query_of, dtype=np.int32))
+
+
+def _truncated(processor: InputProcessor, texts: list[str], max_tokens: int, name: str) -> list[str]:
+    if has_images(texts):
+        raise BadValue(f"{name} cuts texts, and there are images among them; leave it out", param=name)
+    return processor.tokenizer.truncate(texts, max_tokens)
 
 
 def _bi_encoder_request(
@@ -257,11 +302,18 @@ def _join(queries: Request, documents: Request, query_of: Ints, params: PoolingP
         key_limits=concat("key_limits", lambda half: half.lengths),
         token_mask=concat("token_mask", lambda half: np.ones(half.num_tokens, dtype=np.int32)),
         adapters=concat("adapters", lambda half: np.full(half.num_rows, -1, dtype=np.int32)),
+        images=RequestImages.join([half.images for half in halves], [0, queries.num_rows]),
+        rope_positions=concat("rope_positions", _plain_positions),
         pairs=query_of,
         reuse_prefix=queries.reuse_prefix,
         cache_salt=queries.cache_salt,
         num_truncated=queries.num_truncated + documents.num_truncated,
     )
+
+
+def _plain_positions(request: Request) -> Ints:
+    """The positions of tokens without images, [tokens · 3]."""
+    return np.repeat(runs(np.zeros_like(request.lengths), request.lengths), 3)
 
 
 def _pair_rows(processor: InputProcessor, texts: _PairTexts, options: PairOptions) -> _Rows:

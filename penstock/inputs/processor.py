@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,6 +17,16 @@ import numpy as np
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import BadValue, ModelLoadError, NotPossible, shown
+from penstock.inputs.images.content import ContentRows, Rendered, content_items, images_of
+from penstock.inputs.images.prompts import ImagePrompts
+from penstock.inputs.images.rows import (
+    DualRows,
+    InputItem,
+    frame_texts,
+    has_images,
+    input_items,
+    refuse_images,
+)
 from penstock.inputs.instruction import InstructionEnd
 from penstock.inputs.label_prompts import LabelPrompts
 from penstock.inputs.labelled import LabelledInputs
@@ -29,9 +40,11 @@ from penstock.inputs.truncation import Side, num_longer, truncate_rows, truncati
 from penstock.types import (
     MAX_TERMS,
     MAX_TOP_K,
+    Content,
     Ints,
     OutputDtype,
     PoolingParams,
+    PreparedImage,
     Request,
     Task,
     cumulative,
@@ -39,7 +52,9 @@ from penstock.types import (
 
 Texts = Sequence[str]
 TokenIds = Sequence[int]
-Inputs = str | Texts | TokenIds | Sequence[TokenIds] | Sequence[str | int | Sequence[int]]
+Inputs = (
+    str | Texts | TokenIds | Sequence[TokenIds] | Sequence[str | int | Sequence[int]] | Sequence[InputItem]
+)
 
 MAX_PRIORITY = 1_000_000
 _MAX_JOINED_CHARS = 1 << 18  # a prompt that takes more in all texts together is added as they are read
@@ -84,6 +99,11 @@ class InputProcessor:
         self.late = None if spec.late is None else LateInputs(spec, tokenizer)
         self.labelled = None if spec.entities is None else LabelledInputs(spec, spec.entities, tokenizer)
         zero_shot = spec.zero_shot
+        self.dual = None if spec.dual is None else DualRows(spec.dual)
+        self.content: ContentRows | None = None
+        if spec.images is not None and spec.image_prompt is not None:
+            prompts = ImagePrompts(spec.image_prompt, spec.images, tokenizer)
+            self.content = ContentRows(prompts, spec.max_model_len)
         self.label_prompts = None if zero_shot is None else LabelPrompts(spec, zero_shot, tokenizer)
 
     def prepare(
@@ -91,11 +111,38 @@ class InputProcessor:
     ) -> Request:
         """Check the parameters, add the prompt, tokenise, truncate and join. Blocking."""
         self.check(params)
+        if has_images(inputs):
+            return self._prepare_images(request_id, input_items(inputs), params, options)
         texts, rows = split_inputs(inputs)
         if texts is not None:
             limit = self.row_limit(params, options)
             rows = self.tokenizer.encode(self.with_prompt(texts, options), options.add_special_tokens, limit)
         return self.join(request_id, rows, params, options, from_text=texts is not None)
+
+    def _prepare_images(
+        self, request_id: str, items: list[Any], params: PoolingParams, options: InputOptions
+    ) -> Request:
+        """Texts and images as rows of their own, or in one prompt where the model reads both."""
+        if self.content is not None:
+            return self._prepare_content(request_id, content_items(items), params, options, self.content)
+        if self.dual is None:
+            raise refuse_images(self.spec.name)
+        texts, images = self.dual.split(items)
+        rows = self.prepare(request_id, texts, params, options) if texts else None
+        return self.join_images(rows, images, request_id, params, options)
+
+    def _prepare_content(
+        self,
+        request_id: str,
+        contents: list[Content],
+        params: PoolingParams,
+        options: InputOptions,
+        rows_of: ContentRows,
+    ) -> Request:
+        special = [options.add_special_tokens and rows_of.adds_special_tokens(own) for own in contents]
+        texts = zip(self.content_texts(contents, options), special, strict=True)
+        rows = [self.tokenizer.encode([text], adds)[0] for text, adds in texts]
+        return self.join_content(request_id, rows, contents, params, options)
 
     def check(self, params: PoolingParams) -> None:
         """Reject what the model cannot do before any text is tokenised."""
@@ -154,8 +201,8 @@ class InputProcessor:
     def with_prompt(self, texts: Texts, options: InputOptions) -> Sequence[str]:
         """The texts to tokenise. A long prompt before many texts is added to each when it is read."""
         prompt = self.prompt(options)
-        if self.spec.text_end and options.add_special_tokens:
-            texts = [text + self.spec.text_end for text in texts]
+        if (end := self._text_end(options)) and options.add_special_tokens:
+            texts = [text + end for text in texts]
         size = len(prompt) * len(texts)
         if size > _MAX_JOINED_CHARS:
             check_expanded(size, "instruction" if options.instruction is not None else "prompt")
@@ -167,6 +214,12 @@ class InputProcessor:
         if self.late is not None:
             return self.late.with_prompt(texts, prompt)
         return [prompt + text for text in texts] if prompt else list(texts)
+
+    def _text_end(self, options: InputOptions) -> str:
+        """What follows each text before it is tokenised."""
+        if self.late is not None and is_query(options.input_type or options.prompt_name):
+            return self.late.late.query_end
+        return self.spec.text_end
 
     def row_limit(self, params: PoolingParams, options: InputOptions) -> RowLimit:
         """How many tokens of a text `join` uses."""
@@ -207,6 +260,8 @@ class InputProcessor:
         _check_not_empty(lengths)
         if not from_text:
             self._check_range(token_ids)
+        if self.spec.dual is not None:
+            token_ids, lengths = frame_texts(token_ids, lengths, self.spec.dual)
         params = self.engine_params(params)
         return Request(
             request_id,
@@ -220,6 +275,49 @@ class InputProcessor:
             token_mask=self.token_mask(lengths) if params.task is Task.TOKEN_EMBED else None,
             num_truncated=num_truncated,
         )
+
+    def join_images(
+        self,
+        texts: Request | None,
+        images: dict[int, PreparedImage],
+        request_id: str,
+        params: PoolingParams,
+        options: InputOptions,
+    ) -> Request:
+        """The rows of `texts`, if there are any, and images as rows of their own."""
+        if self.dual is None:
+            raise refuse_images(self.spec.name)
+        none = np.zeros(0, dtype=np.int32)
+        empty = Request(request_id, none, none, self.engine_params(params), cache_salt=options.cache_salt)
+        return self.dual.insert(empty if texts is None else texts, images)
+
+    def content_texts(self, contents: Sequence[Content], options: InputOptions) -> list[str]:
+        """What is tokenised for each input, of which some have images."""
+        if self.content is None:
+            raise refuse_images(self.spec.name)
+        prompt = self.prompt(options)
+        end = self._text_end(options) if options.add_special_tokens else ""
+        return [
+            self.content.text(content, prompt, end)
+            if images_of(content) or isinstance(content, Rendered)
+            else self.with_prompt(["".join(map(str, content.parts))], options)[0]
+            for content in contents
+        ]
+
+    def join_content(
+        self,
+        request_id: str,
+        rows: Sequence[Ints],
+        contents: Sequence[Content],
+        params: PoolingParams,
+        options: InputOptions,
+    ) -> Request:
+        """The request of inputs some of which have images."""
+        if self.content is None:
+            raise refuse_images(self.spec.name)
+        limit = truncation_limit(options.truncate_prompt_tokens, self.spec.max_model_len)
+        make = partial(self.join, request_id, params=params, options=options, from_text=True)
+        return self.content.join(rows, contents, limit, make)
 
     def _late_request(
         self,

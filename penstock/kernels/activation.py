@@ -17,7 +17,15 @@ from penstock.kernels.language import bind, cdiv, jit, next_power_of_2, num_warp
 from penstock.kernels.quantize import Quantized, empty_quantized, store_quantized
 
 # Activation names of `layers.activation` → the code that kernels use.
-ACTIVATION_CODES = {"gelu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "silu": 2, "swish": 2, "relu": 3}
+ACTIVATION_CODES = {
+    "gelu": 0,
+    "gelu_new": 1,
+    "gelu_pytorch_tanh": 1,
+    "silu": 2,
+    "swish": 2,
+    "relu": 3,
+    "quick_gelu": 4,
+}
 _BLOCK = 1024
 
 
@@ -29,6 +37,8 @@ def act_reference(x: Tensor, act: str) -> Tensor:
             return F.gelu(x, approximate="tanh")
         case 2:
             return F.silu(x)
+        case 4:
+            return x * torch.sigmoid(1.702 * x)
         case _:
             return F.relu(x)
 
@@ -53,6 +63,8 @@ def activate(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
         return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     if KIND == 2:
         return x * tl.sigmoid(x)
+    if KIND == 4:
+        return x * tl.sigmoid(1.702 * x)
     return tl.maximum(x, 0.0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.attention import write_kv_cache
@@ -12,6 +13,7 @@ from penstock.kernels.language import use_kernel
 from penstock.kernels.rotary import KVCacheWrite
 from penstock.kvcache.store import KVStore
 from penstock.layers.cpu_shapes import pad_rows
+from penstock.layers.images import ImageTokens
 from penstock.layers.lora import StepAdapters
 from penstock.layers.scratch import StepScratch
 from penstock.types import LengthGroup
@@ -145,6 +147,8 @@ class Batch:
     kv: KVAccess | None = None
     adapters: StepAdapters | None = None  # None: no row has one
     limits: KeyLimitTensors | None = None  # rows whose tokens attend to the leading ones only
+    images: ImageTokens | None = None  # tokens that take features of the vision tower; None: no row has any
+    rope_positions: Tensor | None = None  # int32 [3, tokens], in time, down and across; None: `positions`
     is_generation: bool = False  # attention is causal, whatever the model does when it pools
     reuses_buffers: bool = False  # layers write to the same scratch buffers one after another
     output_tokens: OutputTokens | None = None  # None: the states of all tokens are read
@@ -174,6 +178,7 @@ class Batch:
             token_ids=pad_rows(self.token_ids, size),
             positions=pad_rows(self.positions, size),
             type_ids=pad_rows(self.type_ids, size),
+            rope_positions=_pad_columns(self.rope_positions, size),
         )
 
     def select_outputs(self, context: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,7 +208,55 @@ class Batch:
             adapters=None if self.adapters is None else self.adapters.of_outputs(),
         )
 
+    def leading_rows(self, num_rows: int) -> Batch:
+        """The first rows alone, which end where a group ends. Of a batch without KV cache, whose rows have
+        one output token each if it names any."""
+        groups = tuple(group for group in self.groups if group.first_row < num_rows)
+        num_tokens = sum(group.num_rows * group.length for group in groups)
+        outputs = self.output_tokens
+        if outputs is not None:
+            cu_lengths, lengths = outputs.cu_lengths[: num_rows + 1], outputs.lengths[:num_rows]
+            outputs = OutputTokens(outputs.tokens[:num_rows], cu_lengths, lengths, outputs.max_length)
+        return replace(
+            self,
+            token_ids=self.token_ids[:num_tokens],
+            positions=self.positions[:num_tokens],
+            type_ids=None if self.type_ids is None else self.type_ids[:num_tokens],
+            cu_lengths=self.cu_lengths[: num_rows + 1],
+            lengths=self.lengths[:num_rows],
+            groups=groups,
+            max_length=max((group.length for group in groups), default=0),
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            images=None,
+            output_tokens=outputs,
+        )
+
     @property
     def total_lengths(self) -> Tensor:
         """int32 [rows], tokens of each row including those of earlier steps."""
         return self.lengths if self.kv is None else self.kv.cu_keys.diff()
+
+
+def patch_batch(
+    cu_lengths: Tensor, groups: tuple[LengthGroup, ...], output_tokens: OutputTokens | None = None
+) -> Batch:
+    """A batch whose tokens are patches, for the layers of a vision tower. It has no token ids."""
+    num_rows = sum(group.num_rows for group in groups)
+    return Batch(
+        token_ids=cu_lengths,
+        positions=cu_lengths,
+        type_ids=None,
+        cu_lengths=cu_lengths,
+        lengths=cu_lengths,
+        skip=None,
+        groups=groups,
+        max_length=groups[-1].length,
+        num_tokens=sum(group.num_rows * group.length for group in groups),
+        num_rows=num_rows,
+        output_tokens=output_tokens,
+    )
+
+
+def _pad_columns(positions: Tensor | None, size: int) -> Tensor | None:
+    return None if positions is None else F.pad(positions, (0, size - positions.shape[1]))

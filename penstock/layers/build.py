@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from copy import copy
 from pathlib import Path
 
 import torch
@@ -85,6 +86,12 @@ class LayerBuilder:
         found = AdaptedLinear(layer, act, outputs, sites, like, has_bias=bias, is_transposed=is_transposed)
         sites.layers.update((name, (found, number)) for number, name in enumerate(names))
         return found
+
+    def without_adapters(self) -> LayerBuilder:
+        """A builder of layers that no adapter may change."""
+        plain = copy(self)
+        plain.adapters = None
+        return plain
 
     def adapted_table(self, name: str, weight: Tensor) -> AdaptedTable | None:
         """What adapters may change about a table; None if the model takes none."""

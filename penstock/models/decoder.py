@@ -94,8 +94,7 @@ def gritlm(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) ->
 
 
 def qwen2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    shape = replace(_qwen_shape(config), qkv_bias=True)
-    return _with_head(Decoder(build, shape), build, config, head)
+    return _with_head(Decoder(build, qwen2_shape(config)), build, config, head)
 
 
 def qwen3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
@@ -353,6 +352,10 @@ def _qwen_shape(config: Mapping[str, Any]) -> DecoderShape:
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     first = config.get("max_window_layers", 28)
     return _shape(config, window, lambda layer: window is not None and layer >= first)
+
+
+def qwen2_shape(config: Mapping[str, Any]) -> DecoderShape:
+    return replace(_qwen_shape(config), qkv_bias=True)
 
 
 def qwen3_shape(config: Mapping[str, Any]) -> DecoderShape:

@@ -20,6 +20,7 @@ from penstock.layers.clamped_experts import ClampedExperts, ClampedExpertShape
 from penstock.layers.head import TaskHead
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.moe import CompilingBeside, ExpertShape, SparseMLP, make_sparse_mlp, read_experts
+from penstock.layers.mrope import SectionedRotary
 from penstock.layers.norm import RMSNorm, sandwich
 from penstock.layers.parallel import Units
 from penstock.layers.residual import Part, ScaledPart, pre_norm_residual
@@ -77,6 +78,7 @@ class DecoderShape:
     clamped_experts: ClampedExpertShape | None = None  # of all layers
     sinks: bool = False  # each head has a score without a value
     interleaved: bool = False  # pairs of components that are rotated together are neighbours
+    pair_axes: tuple[int, ...] = ()  # of M-RoPE: the axis that each pair turns with; (): there is one axis
 
 
 class DecoderAttention:
@@ -241,13 +243,19 @@ class Decoder:
             self.adapted_words.change_(hidden, batch.token_ids)
         if self.embedding_scale != 1.0:
             hidden.mul_(self.embedding_scale)
+        if batch.images is not None:
+            hidden = batch.images.embed(hidden)
         angles = {rotary: rotary.angles(batch) for rotary in self.rotaries}
         growth = None if self.growth is None else self.growth.index_select(0, batch.positions)
         first = self.norms[0]
         normed: Activations = hidden if first is None else first(hidden)
-        for layer, next_norm in zip(self.layers, self.norms[1:], strict=True):
+        levels = () if batch.images is None else batch.images.levels(self.shape.hidden)
+        for number, (layer, next_norm) in enumerate(zip(self.layers, self.norms[1:], strict=True)):
             at = angles[layer.attention.rotary]
             hidden, normed = layer(hidden, normed, batch, at, next_norm, growth)
+            if number < len(levels) and batch.images is not None and next_norm is not None:
+                hidden = hidden.index_add_(0, batch.images.tokens, levels[number].to(hidden.dtype))
+                normed = next_norm(hidden)
         return dequantize(normed)
 
 
@@ -285,6 +293,16 @@ def _rotaries(build: LayerBuilder, shape: DecoderShape) -> list[Rotary]:
 def _rotary(build: LayerBuilder, shape: DecoderShape, rope: Rope) -> Rotary:
     weights = build.weights
     require(rope.scaling, partial_rotary_factor=1.0)
+    if shape.pair_axes:
+        return SectionedRotary(
+            shape.head_dim,
+            shape.positions,
+            rope.base,
+            shape.pair_axes,
+            scaling=rope.scaling,
+            device=weights.device,
+            dtype=weights.dtype,
+        )
     return Rotary(
         shape.head_dim,
         shape.positions,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.layers.batch import Batch
     from penstock.layers.build import LayerBuilder
     from penstock.layers.head import TaskHead
+    from penstock.layers.images import VisionTower
 
 log = logging.getLogger("penstock.load")
 
@@ -38,6 +39,12 @@ class Model(Protocol):
     def __call__(self, batch: Batch) -> Tensor:
         """The last hidden states, [tokens, hidden]; of the needed tokens alone if it prunes."""
         ...
+
+
+class VisionModel(Model, Protocol):
+    """A model with a vision tower. Its batches may carry `images`."""
+
+    vision: VisionTower
 
 
 class CausalModel(Model, Protocol):
@@ -102,8 +109,8 @@ def build_model(
     return model
 
 
-# Parts of names of tensors that hold nothing learned.
-_BUFFERS = ("position_ids", "inv_freq", ".attn.bias", ".attn.masked_bias")
+# Parts of names of tensors that hold nothing learned, or that are read where vectors are compared.
+_BUFFERS = ("position_ids", "inv_freq", ".attn.bias", ".attn.masked_bias", "logit_scale", "logit_bias")
 
 
 def _report(architecture: Architecture, unused: Sequence[str], config: ReadKeys) -> None:

@@ -183,7 +183,7 @@ class Graphs(Captures[Key, Graph]):
         return key if key is None or adapters is None else key._replace(adapter_rank=adapters.rank)
 
     def _pool_key(self, plan: PoolPlan) -> Key | None:
-        if plan.limits is not None:
+        if plan.limits is not None or _is_multimodal(plan):
             return None
         bucket = bucket_of(plan.num_tokens, plan.num_rows, plan.max_length)
         if bucket is None:
@@ -205,6 +205,8 @@ class Graphs(Captures[Key, Graph]):
     def _prompt_key(self, plan: GeneratePlan) -> Key | None:
         """For a step that runs chunks of prompts and nothing else; all its token ids are known."""
         if plan.paged.num_rows or len(plan.sample.fed_tokens) or not self._reads_in_place():
+            return None
+        if _is_multimodal(plan):
             return None
         bucket = bucket_of(plan.num_tokens, plan.num_rows, plan.max_length)
         max_cached_keys = cached_keys_of(len(plan.kv.read_slots))
@@ -475,3 +477,8 @@ def _without_decodes(kv: KVAccess) -> KVAccess:
     """The same for a generation step in which no row reads through block tables."""
     nothing = kv.read_slots[:0]
     return replace(kv, paged=PagedTensors(0, nothing.view(0, 0), nothing, BLOCK_SIZE))
+
+
+def _is_multimodal(plan: StepPlan) -> bool:
+    """Whether a step has images, whose numbers of patches no bucket knows."""
+    return plan.images is not None or plan.rope_positions is not None

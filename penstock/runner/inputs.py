@@ -6,7 +6,7 @@ back in the same order, as tensors on the device. Between the two all of them tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,12 +23,23 @@ from penstock.layers.batch import (
     PagedTensors,
     reads_in_place,
 )
+from penstock.layers.images import ImageBatch
 from penstock.layers.labels import LabelTensors
 from penstock.layers.lora import AdapterLines, AdapterState, StepAdapters
 from penstock.pooling.build import VariantTensors
 from penstock.runner.base import BLOCK_SIZE
 from penstock.scoring.pairs import PairTensors
-from penstock.types import GeneratePlan, Ints, KeyLimits, KVPlan, PagedPlan, PoolPlan, StepPlan, Variant
+from penstock.types import (
+    GeneratePlan,
+    ImagePlan,
+    Ints,
+    KeyLimits,
+    KVPlan,
+    PagedPlan,
+    PoolPlan,
+    StepPlan,
+    Variant,
+)
 
 Sent = Iterator[Tensor]
 
@@ -108,6 +119,8 @@ def pool_arrays(
         arrays += (plan.limits.tokens, plan.limits.cu_lengths, plan.limits.keys, plan.limits.cu_keys)
     if outputs is not None:
         arrays += outputs
+    if plan.rope_positions is not None:
+        arrays.append(plan.rope_positions)
     return arrays
 
 
@@ -132,6 +145,7 @@ def pool_batch(
         kv=None if plan.kv is None else _kv_access(plan.kv, cache, sent),
         limits=None if plan.limits is None else _key_limits(plan.limits, sent),
         output_tokens=None if outputs is None else _output_tokens(outputs, sent),
+        rope_positions=None if plan.rope_positions is None else next(sent).view(3, -1),
         groups=plan.groups,
         max_length=plan.max_length,
         num_tokens=plan.num_tokens,
@@ -146,6 +160,8 @@ def generation_arrays(plan: GeneratePlan, adapters: AdapterInputs | None = None)
         arrays += adapters.arrays()
     arrays += _kv_arrays(plan.kv)
     arrays += (plan.paged.block_tables, plan.paged.num_keys)
+    if plan.rope_positions is not None:
+        arrays.append(plan.rope_positions)
     return arrays
 
 
@@ -162,6 +178,7 @@ def generation_batch(
         skip=None,
         adapters=None if adapters is None else adapters.take(sent),
         kv=_kv_access(plan.kv, cache, sent, plan.paged),
+        rope_positions=None if plan.rope_positions is None else next(sent).view(3, -1),
         groups=plan.groups,
         max_length=plan.max_length,
         num_tokens=plan.num_tokens,
@@ -169,6 +186,40 @@ def generation_batch(
         is_generation=True,
         reuses_buffers=token_ids.is_cuda,
     )
+
+
+def image_arrays(images: ImagePlan | None, layout: Sequence[Ints]) -> list[Ints]:
+    """`layout` is what the vision tower needs besides, for the images that run."""
+    if images is None:
+        return []
+    running = [images.cu_patches, images.write_slots, *layout] if images.num_images else []
+    return [images.tokens, images.read_slots, *running]
+
+
+class ImageTensors(NamedTuple):
+    """An `ImagePlan` on the device."""
+
+    tokens: Tensor  # int32 [image tokens]
+    read_slots: Tensor  # int32 [image tokens]
+    write_slots: Tensor | None  # int32 [features that are written]; None: no image runs
+    batch: ImageBatch | None
+
+    @classmethod
+    def take(cls, images: ImagePlan, num_layout: int, patches: Tensor, sent: Sent) -> ImageTensors:
+        """`patches` are those of all images that run, uint8 [patches · values]."""
+        tokens, read_slots = next(sent), next(sent)
+        if not images.num_images:
+            return cls(tokens, read_slots, None, None)
+        cu_patches, write_slots = next(sent), next(sent)
+        batch = ImageBatch(
+            patches.view(images.num_patches, -1),
+            images.grids,
+            cu_patches,
+            images.groups,
+            max_patches=len(images.patches[-1]),
+            layout=tuple(next(sent) for _ in range(num_layout)),
+        )
+        return cls(tokens, read_slots, write_slots, batch)
 
 
 def variant_arrays(variants: tuple[Variant, ...]) -> list[Ints]:

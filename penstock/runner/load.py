@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from penstock.checkpoint.static import StaticSpec
     from penstock.kvcache.store import KVCache
+    from penstock.layers.images import VisionTower
     from penstock.layers.lora import AdapterSites
     from penstock.layers.parallel import Shard
     from penstock.models.registry import CausalModel, Model
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from penstock.pooling.build import Pooler
     from penstock.runner.adapters import AdapterPool
     from penstock.runner.generator import Generator
+    from penstock.runner.images import ImageRunner
     from penstock.runner.model_runner import ModelRunner
     from penstock.scoring.pairs import PairScorer
 
@@ -71,6 +73,7 @@ class Loaded:
     runner: Runner
     num_blocks: int = 0  # of the KV cache
     num_cached_vectors: int = 0  # vectors in the store that scores read from
+    num_image_features: int = 0  # slots of the store of image features; 0: the model reads no images
     sleeper: Sleeper | None = None  # None: the runner cannot sleep
     background: BackgroundSteps | None = None  # None: the runner's steps cannot be interrupted
     adapters: AdapterStore | None = None  # None: no request has one
@@ -121,7 +124,8 @@ def _load(spec: ModelSpec, settings: Resolved) -> Loaded:
         own = len(spec.adapters)
         adapters = NullAdapters(own, settings.max_loras or own) if settings.max_loras or own else None
         runner = NullRunner(widths, settings.null_step_s)
-        return Loaded(runner, blocks, _LATE_VECTORS, NullSleeper(), adapters)
+        features = _num_image_features(settings, 0)
+        return Loaded(runner, blocks, _LATE_VECTORS, features, NullSleeper(), adapters=adapters)
     if is_parallel(settings):
         from penstock.runner.parallel.load import load_parallel
 
@@ -142,6 +146,7 @@ class Parts(NamedTuple):
     cache: KVCache | None
     generator: Generator | None
     num_blocks: int  # of the cache
+    images: ImageRunner | None = None
 
 
 def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
@@ -155,10 +160,17 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     device = torch.device(settings.device)
     if device.type == "cpu":
         torch.set_num_threads(settings.threads)
-    model, pooler, cache, generator, blocks = _build_parts(spec, settings, watch)
+    model, pooler, cache, generator, blocks, images = _build_parts(spec, settings, watch)
     num_cached_vectors = num_vectors(pooler)
     runner = ModelRunner(
-        model, pooler, device, settings.pipeline_depth, cache, generator, graphs=settings.graphs
+        model,
+        pooler,
+        device,
+        settings.pipeline_depth,
+        cache,
+        generator,
+        graphs=settings.graphs,
+        images=images,
     )
     adapters = runner.adapters = _adapter_pool(model, settings, runner)
     warm_up_runner(runner, spec, settings, blocks, watch)
@@ -173,13 +185,19 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
             parts = _build_parts(spec, again, Stopwatch())
         if parts.num_blocks != blocks:
             raise ModelLoadError(f"the KV cache has {parts.num_blocks} blocks instead of {blocks}")
-        runner.install(parts.model, parts.pooler, parts.cache, parts.generator)
+        runner.install(parts.model, parts.pooler, parts.cache, parts.generator, parts.images)
         if adapters is not None and (sites := adapter_sites(parts.model)) is not None:
             adapters.attach(sites)
 
-    sleeper = ModelSleeper(runner, spec.path, install)
+    num_features = 0 if images is None else len(images.store)
     return Loaded(
-        runner, blocks, num_cached_vectors, sleeper, background=runner.background, adapters=runner.adapters
+        runner,
+        blocks,
+        num_cached_vectors,
+        num_features,
+        ModelSleeper(runner, spec.path, install),
+        background=runner.background,
+        adapters=runner.adapters,
     )
 
 
@@ -246,7 +264,37 @@ def _build_parts(spec: ModelSpec, settings: Resolved, watch: Stopwatch) -> Parts
             generator = Generator(model.heads[Task.GENERATE], settings.max_num_seqs, device)
         if settings.chunked or settings.generates:
             cache, blocks = make_cache(cast("CausalModel", model), settings, dtype, device)
-    return Parts(model, pooler, cache, generator, blocks)
+        images = _image_runner(model, settings, dtype, device)
+    return Parts(model, pooler, cache, generator, blocks, images)
+
+
+_IMAGE_CACHE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
+
+
+def _image_runner(
+    model: Model, settings: Resolved, dtype: torch.dtype, device: torch.device
+) -> ImageRunner | None:
+    """The vision tower with the store of its features, if the model has one."""
+    from penstock.runner.images import ImageRunner
+
+    tower: VisionTower | None = getattr(model, "vision", None)
+    if tower is None:
+        return None
+    cached = _IMAGE_CACHE_BYTES[device.type] // (tower.feature_width * dtype.itemsize)
+    return ImageRunner(tower, _num_image_features(settings, cached), dtype, device)
+
+
+def check_no_tower(model: Model) -> None:
+    if getattr(model, "vision", None) is not None:
+        raise ConfigError(
+            "models with a vision tower run on one GPU; use --data-parallel-size for several",
+            param="tensor_parallel_size",
+        )
+
+
+def _num_image_features(settings: Resolved, num_cached: int) -> int:
+    """Slots of the feature store: those of a whole step at least, and of a row that runs alone."""
+    return max(settings.max_num_batched_tokens, settings.max_model_len, num_cached)
 
 
 def read_model(

@@ -7,7 +7,7 @@ second thread waits for its event, so the engine loop never blocks on a device.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
@@ -33,9 +33,11 @@ from penstock.runner.decode import DecodeGraphs
 from penstock.runner.faults import typed_faults
 from penstock.runner.generator import GeneratedTensors, Generator, SampleTensors
 from penstock.runner.graphs import MAX_PRUNED_SHARE, Graphs, HiddenGraph, Key, PooledGraph
+from penstock.runner.images import ImageRunner
 from penstock.runner.inputs import (
     AdapterInputs,
     AdapterPlan,
+    ImageTensors,
     OutputPlan,
     generation_arrays,
     generation_batch,
@@ -51,6 +53,8 @@ from penstock.types import (
     Array,
     Comparison,
     GeneratePlan,
+    ImagePlan,
+    Ints,
     PooledResult,
     PoolPlan,
     SampledResult,
@@ -83,13 +87,15 @@ class ModelRunner:
         generator: Generator | None = None,
         *,
         graphs: bool = False,
+        images: ImageRunner | None = None,
     ) -> None:
-        """`cache` is needed for plans that use the KV cache, `generator` for those that generate."""
+        """`cache` is needed for plans that use the KV cache, `generator` for those that generate, `images`
+        for those with images."""
         self.device = device
         self.staging = Staging(device, depth)
         self._uses_graphs = graphs
         self.adapters: AdapterPool | None = None  # None: no plan has adapters
-        self.install(model, pooler, cache, generator)
+        self.install(model, pooler, cache, generator, images)
         self._events: list[_Events] = []  # one pair more than there are steps in flight
         self._depth = depth
         self._turn = 0
@@ -105,9 +111,15 @@ class ModelRunner:
             self.background = InterruptibleSteps(self._run_guarded, self._thread)
 
     def install(
-        self, model: Model, pooler: Pooler, cache: KVCache | None, generator: Generator | None
+        self,
+        model: Model,
+        pooler: Pooler,
+        cache: KVCache | None,
+        generator: Generator | None,
+        images: ImageRunner | None = None,
     ) -> None:
         """Run the next steps with these. No step may be in flight."""
+        self.images = images
         self.model = model
         self.pooler = pooler
         self.cache = cache
@@ -120,7 +132,7 @@ class ModelRunner:
     def uninstall(self) -> None:
         """Let go of everything that `install` was given; steps fail until it is called again."""
         del self.model, self.pooler
-        self.cache = self.generator = self.graphs = self.decode = None
+        self.cache = self.generator = self.graphs = self.decode = self.images = None
         if self.adapters is not None:
             self.adapters.detach()
 
@@ -202,8 +214,10 @@ class ModelRunner:
         outputs = self._output_plan(plan)
         adapters = adapters or self._adapter_plan(plan)
         inputs = None if adapters is None else AdapterInputs(adapters, plan, outputs)
-        sent = iter(self.staging.send(pool_arrays(plan, outputs, inputs) + variant_arrays(plan.variants)))
-        batch = pool_batch(plan, outputs, self.cache, sent, inputs)
+        arrays = pool_arrays(plan, outputs, inputs) + variant_arrays(plan.variants)
+        tensors, images = self._send_arrays(arrays, plan.images)
+        sent = iter(tensors)
+        batch = self._with_images(pool_batch(plan, outputs, self.cache, sent, inputs), plan.images, images)
         variants = variant_tensors(plan.variants, sent)
         with adapting(batch.adapters):
             hidden = self._hidden(batch) if self.runs_model(plan) else self._no_hidden
@@ -233,12 +247,29 @@ class ModelRunner:
                 tensors = SampleTensors.take(sample, sent)
                 with adapting(of_step := None if inputs is None else inputs.take(sent)):
                     return generator(hidden, sample, tensors, of_step)
-        sent = iter(self.staging.send(generation_arrays(plan, inputs) + SampleTensors.arrays(sample)))
-        batch = generation_batch(plan, self.cache, sent, inputs)
+        arrays = generation_arrays(plan, inputs) + SampleTensors.arrays(sample)
+        placed, images = self._send_arrays(arrays, plan.images)
+        sent = iter(placed)
+        batch = self._with_images(generation_batch(plan, self.cache, sent, inputs), plan.images, images)
         tensors = SampleTensors.take(sample, sent)
         with adapting(batch.adapters):
             hidden = self._hidden(generator.feed(batch, tensors))
             return generator(hidden, sample, tensors, batch.adapters)
+
+    def _send_arrays(
+        self, arrays: list[Ints], images: ImagePlan | None
+    ) -> tuple[Sequence[Tensor], ImageTensors | None]:
+        """A step's arrays on the device, and its images, in one copy."""
+        if images is None:
+            return self.staging.send(arrays), None
+        if self.images is None:
+            raise ValueError("a plan with images needs a model with a vision tower")
+        return self.images.send(self.staging, arrays, images)
+
+    def _with_images(self, batch: Batch, images: ImagePlan | None, tensors: ImageTensors | None) -> Batch:
+        if self.images is None or images is None or tensors is None:
+            return batch
+        return self.images(batch, images, tensors)
 
     def _hidden(self, batch: Batch) -> Tensor:
         return run_model(self.model, batch, pads=self._pads_steps)

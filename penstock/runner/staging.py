@@ -60,6 +60,23 @@ class Staging:
         np.concatenate(arrays, out=pinned.numpy())
         return pinned.to(self.device, non_blocking=True).split_with_sizes(sizes)
 
+    def send_with_bytes(
+        self, arrays: Sequence[Ints], raw: Sequence[NDArray[np.uint8]]
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """Like `send`, with bytes in the same copy; these become one tensor, uint8 [bytes]."""
+        if self.device.type == "cpu":
+            flat = np.concatenate([piece.reshape(-1) for piece in raw]) if raw else np.zeros(0, np.uint8)
+            return self.send(arrays), torch.from_numpy(flat)
+        sizes = [len(array) for array in arrays]
+        num_ints, num_bytes = sum(sizes), sum(piece.nbytes for piece in raw)
+        pinned = self._sent.next(num_ints + -(-num_bytes // 4))
+        np.concatenate(arrays, out=pinned[:num_ints].numpy())
+        if raw:
+            host = pinned[num_ints:].numpy().view(np.uint8)[:num_bytes]
+            np.concatenate([piece.reshape(-1) for piece in raw], out=host)
+        sent = pinned[: num_ints + -(-num_bytes // 4)].to(self.device, non_blocking=True)
+        return sent[:num_ints].split_with_sizes(sizes), sent[num_ints:].view(torch.uint8)[:num_bytes]
+
     def pinned_ints(self, size: int) -> Tensor:
         """Host memory for integers that the caller writes in place and then copies as a whole."""
         return self._placed.next(size)[:size]

@@ -23,6 +23,8 @@ from penstock.content import PrefixKeys
 from penstock.errors import NotPossible, PenstockError, QueueFull, RowFailed
 from penstock.kvcache.blocks import BlockPool
 from penstock.scheduler.fair_queue import STEPS_IN_HEAD_START, FairQueue
+from penstock.scheduler.generation_images import num_features, with_images
+from penstock.scheduler.image_cache import ImageCache
 from penstock.scheduler.limits import GenerationLimits
 from penstock.scheduler.logprobs import Logprobs, PromptLogprobs, split_logprobs
 from penstock.scheduler.queue import HEAD_START_S
@@ -74,10 +76,14 @@ class _Turn(NamedTuple):
 class GenerationScheduler:
     """add → schedule → collect, for requests with `SamplerParams`."""
 
-    def __init__(self, pool: BlockPool, limits: GenerationLimits) -> None:
+    def __init__(
+        self, pool: BlockPool, limits: GenerationLimits, image_cache: ImageCache | None = None
+    ) -> None:
+        """`image_cache` is for prompts with images."""
         self.pool = pool
         self.limits = limits
         self.max_adapters = 0  # different ones in one step
+        self.image_cache = image_cache
         self.num_preemptions = 0
         self.queued_tokens = 0  # without those of background requests
         self.queued_background_tokens = 0
@@ -134,6 +140,10 @@ class GenerationScheduler:
         if request.sampling is None:
             raise NotPossible("a request without sampling parameters cannot generate")
         self.limits.check(request, request.sampling)
+        if request.images is not None:
+            if self.image_cache is None:
+                raise NotPossible("this model reads no images", param="images")
+            self.image_cache.check(request)
         waiting, limit = self.queued_tokens, self.limits.max_queued_tokens
         if request.is_background:
             waiting = self.queued_background_tokens
@@ -343,7 +353,8 @@ class GenerationScheduler:
         memory = SequenceMemory(table.token_ids, table.block_tables, self.pool.block_size)
         masks = self._masks(slots[samples & table.is_constrained[slots]])
         changes = SamplerChanges(table.take_leaves(), table.take_joins(), masks)
-        return generation_plan(rows, memory, changes, prompts)
+        plan = generation_plan(rows, memory, changes, prompts)
+        return with_images(plan, table, self.image_cache) if table.has_images[slots].any() else plan
 
     def _adapters_of(self, slots: Ints) -> Ints | None:
         """The adapter of each row; None if none has one."""
@@ -419,8 +430,15 @@ class GenerationScheduler:
         """Slots that prefill, with the number of tokens of each."""
         if max_tokens <= 0 or max_rows <= 0:
             return
+        num_image_features = 0
         for slot in self._prefilling(turn):
             count = min(self._num_to_run(slot), self.limits.max_chunk_tokens, max_tokens)
+            if self.image_cache is not None and self._slots.has_images[slot]:
+                first = int(self._slots.num_computed[slot])
+                needed = num_features(self._slots[slot], first, first + count)
+                if num_image_features and num_image_features + needed > self.image_cache.size:
+                    return  # it runs in the next step
+                num_image_features += needed
             yield slot, count
             max_tokens, max_rows = max_tokens - count, max_rows - 1
             if max_tokens <= 0 or max_rows <= 0:

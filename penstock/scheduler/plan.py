@@ -7,12 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.scheduler.image_cache import ImageCache
+from penstock.scheduler.images import PlacedRows, image_plan
 from penstock.scheduler.labels import label_variant
 from penstock.scheduler.pairs import pair_variant
 from penstock.scheduler.ragged import consecutive_tokens, tokens_of
 from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import (
     CarryPlan,
+    ImagePlan,
     Ints,
     KeyLimits,
     KVPlan,
@@ -26,9 +29,11 @@ from penstock.types import (
 )
 
 
-def build_plan(scheduled: Sequence[ScheduledRows], block_size: int = 0) -> PoolPlan:
-    """Lay all scheduled rows out as one ragged run, ordered by length and then by cached tokens or key
-    limit."""
+def build_plan(
+    scheduled: Sequence[ScheduledRows], block_size: int = 0, image_cache: ImageCache | None = None
+) -> PoolPlan:
+    """Lay all scheduled rows out as one ragged run, ordered by length and then by cached tokens or key limit.
+    Rows that are images follow all others."""
     parts = [_step_part(entry) for entry in scheduled]
     lengths = np.concatenate([part.lengths for part in parts])
     num_rows = [len(part.lengths) for part in parts]
@@ -44,21 +49,26 @@ def build_plan(scheduled: Sequence[ScheduledRows], block_size: int = 0) -> PoolP
     adapters = _concatenate([part.adapters for part in parts], num_rows, absent=-1)
     if adapters is not None and not (adapters >= 0).any():
         adapters = None
+    has_images = any(entry.request.images is not None for entry in scheduled)
+    is_image = _image_rows(scheduled, num_rows) if has_images else None
+    rope = _rope_positions(parts)
     second = num_cached if keys is None else keys
     order = step_row_of = np.arange(len(lengths), dtype=np.int32)
     cu_lengths = cumulative(lengths)
-    if second is not None or (lengths[1:] < lengths[:-1]).any():  # not in order yet
-        order = np.lexsort((lengths,) if second is None else (second, lengths)).astype(np.int32)
+    if second is not None or is_image is not None or (lengths[1:] < lengths[:-1]).any():  # not in order yet
+        sort_keys = [each for each in (second, lengths, is_image) if each is not None]
+        order = np.lexsort(sort_keys).astype(np.int32)
         step_row_of = np.empty_like(order)
         step_row_of[order] = np.arange(len(order), dtype=np.int32)
         starts = cu_lengths[:-1][order]  # of each row in the concatenated parts
         lengths = lengths[order]
-        num_cached, keys, skip, adapters = (
-            None if each is None else each[order] for each in (num_cached, keys, skip, adapters)
+        num_cached, keys, skip, adapters, is_image = (
+            None if each is None else each[order] for each in (num_cached, keys, skip, adapters, is_image)
         )
         cu_lengths = cumulative(lengths)
         tokens = ragged_arange(starts, lengths, cu_lengths)
         token_ids, type_ids = token_ids[tokens], None if type_ids is None else type_ids[tokens]
+        rope = None if rope is None else rope[tokens]
     origin = cu_lengths[:-1] if num_cached is None else cu_lengths[:-1] - num_cached
     slices = _slices(scheduled, step_row_of)
     return PoolPlan(
@@ -69,12 +79,57 @@ def build_plan(scheduled: Sequence[ScheduledRows], block_size: int = 0) -> PoolP
         type_ids=type_ids,
         skip=skip,
         adapters=adapters,
-        groups=_groups(lengths, cu_lengths, num_cached, keys),
+        groups=_groups(lengths, cu_lengths, num_cached, keys, is_image),
         slices=slices,
         variants=_variants(slices, lengths, cu_lengths),
         kv=None if num_cached is None else _kv_plan(scheduled, order, lengths, num_cached, block_size),
         limits=None if keys is None else _limits(lengths, cu_lengths, keys),
+        images=_images(slices, cu_lengths, is_image, image_cache) if has_images else None,
+        rope_positions=None if rope is None else np.ascontiguousarray(rope.T).reshape(-1),
     )
+
+
+def _image_rows(scheduled: Sequence[ScheduledRows], num_rows: Sequence[int]) -> Ints | None:
+    """[rows], 1 where a row is an image; None if none is."""
+    if not any((images := entry.request.images) is not None and images.are_rows for entry in scheduled):
+        return None
+    parts = []
+    for entry, count in zip(scheduled, num_rows, strict=True):
+        images = entry.request.images
+        has_image = np.isin(entry.rows, images.rows) if images is not None and images.are_rows else None
+        parts.append(np.zeros(count, dtype=np.int32) if has_image is None else has_image.astype(np.int32))
+    return np.concatenate(parts)
+
+
+def _images(
+    slices: Sequence[RowSlice], cu_lengths: Ints, is_image: Ints | None, cache: ImageCache | None
+) -> ImagePlan | None:
+    if cache is None:
+        raise ValueError("a request with images needs an engine with a vision tower")
+    placed = []
+    for each in slices:
+        if each.request.images is not None:
+            begins = np.zeros_like(each.rows) if each.begins is None else each.begins
+            ends = each.request.lengths[each.rows] if each.ends is None else each.ends
+            placed.append(PlacedRows(each.request, each.rows, begins, ends, cu_lengths[each.step_rows]))
+    num_text_rows = None if is_image is None else len(is_image) - int(is_image.sum())
+    return image_plan(placed, cache, num_text_rows)
+
+
+def _rope_positions(parts: Sequence[_StepPart]) -> Ints | None:
+    """[tokens, 3]; a token without given positions has its index in the row. None if no token has any."""
+    if all(part.rope_positions is None for part in parts):
+        return None
+    columns = []
+    for part in parts:
+        if part.rope_positions is not None:
+            columns.append(part.rope_positions.reshape(-1, 3))
+            continue
+        begins = np.zeros_like(part.lengths) if part.begins is None else part.begins
+        columns.append(
+            np.repeat(ragged_arange(begins, part.lengths, cumulative(part.lengths))[:, None], 3, 1)
+        )
+    return np.concatenate(columns)
 
 
 def _uses_blocks(scheduled: Sequence[ScheduledRows]) -> bool:
@@ -91,13 +146,14 @@ class _StepPart(NamedTuple):
     skip: Ints | None
     keys: Ints | None
     adapters: Ints | None
+    rope_positions: Ints | None = None  # [tokens · 3]
 
 
 def _step_part(entry: ScheduledRows) -> _StepPart:
     request, rows = entry.request, entry.rows
     if entry.begins is None and request.num_rows == 1:
         whole = (request.token_ids, request.lengths, None, request.type_ids, request.skip, request.key_limits)
-        return _StepPart(*whole, request.adapters)
+        return _StepPart(*whole, request.adapters, request.rope_positions)
     lengths, starts = request.lengths[rows], request.starts[rows]
     if entry.begins is not None and entry.ends is not None:
         lengths, starts = entry.ends - entry.begins, starts + entry.begins
@@ -114,6 +170,7 @@ def _step_part(entry: ScheduledRows) -> _StepPart:
         None if request.skip is None else request.skip[rows],
         None if request.key_limits is None else request.key_limits[rows],
         None if request.adapters is None else request.adapters[rows],
+        None if request.rope_positions is None else request.rope_positions.reshape(-1, 3)[tokens].reshape(-1),
     )
 
 
@@ -157,9 +214,15 @@ def _slices(scheduled: Sequence[ScheduledRows], step_row_of: Ints) -> tuple[RowS
 
 
 def _groups(
-    lengths: Ints, cu_lengths: Ints, num_cached: Ints | None, limited: Ints | None
+    lengths: Ints,
+    cu_lengths: Ints,
+    num_cached: Ints | None,
+    limited: Ints | None,
+    is_image: Ints | None = None,
 ) -> tuple[LengthGroup, ...]:
     changes = lengths[1:] != lengths[:-1]
+    if is_image is not None:
+        changes |= is_image[1:] != is_image[:-1]
     if limited is not None:
         changes |= limited[1:] != limited[:-1]
         limited = np.where(limited < lengths, limited, 0)

@@ -59,6 +59,7 @@ class QueuedRequest:
         None  # of a request with pairs, once its queries have room in the vector cache
     )
     cached_documents: Ints | None = None  # documents that only have to be scored, until they are
+    patches: Ints | None = None  # [rows], of a request with images, once it is asked for
     next_length: int = field(init=False)  # tokens of the next row; 0: no row is left to open
     adapters: frozenset[int] | None = field(init=False)  # that its rows have; None: none
 
@@ -138,6 +139,20 @@ class QueuedRequest:
         closed = [row for row in self.open if rows is None or row.row in rows]
         self.open = [row for row in self.open if row not in closed]
         return closed
+
+    def rows_within(self, max_patches: int, *, or_one: bool) -> int:
+        """How many of the next rows have images of at most so many patches; with `or_one` one at least."""
+        totals = np.cumsum(self._patches_of_rows[self.order[self.cursor :]])
+        return max(int(or_one), int(np.searchsorted(totals, max_patches, side="right")))
+
+    def num_patches(self, rows: Ints) -> int:
+        return int(self._patches_of_rows[rows].sum())
+
+    @property
+    def _patches_of_rows(self) -> Ints:
+        if self.patches is None:
+            self.patches = self.request.patches_of_rows
+        return self.patches
 
     def take(self, max_tokens: int, max_rows: int) -> Ints:
         """The next rows within these limits, as row numbers of the request."""

@@ -15,7 +15,8 @@ from penstock.content import PrefixKeys
 from penstock.errors import NotPossible, QueueFull
 from penstock.kvcache.blocks import BlockPool
 from penstock.scheduler.fair_queue import STEPS_IN_HEAD_START, ClientQueue
-from penstock.scheduler.queue import OpenRow, QueuedRequest, WaitingQueue
+from penstock.scheduler.image_cache import ImageCache
+from penstock.scheduler.queue import UNBOUNDED, OpenRow, QueuedRequest, WaitingQueue
 from penstock.scheduler.vector_cache import VectorCache, vector_counts
 from penstock.types import CachedVectors, Ints, PoolingParams, Request
 
@@ -27,6 +28,7 @@ class Budget:
     max_queued_tokens: int  # of the waiting queue; requests beyond it are refused
     max_output_bytes: int = 0  # of token vectors that leave one step, a first row excepted; 0: no limit
     is_shared: bool = False  # small requests get half of each step while large ones, of several steps, run
+    max_patches: int = UNBOUNDED  # of images that start in one step, a first row excepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class _StepRoom:
     tokens: int
     rows: int
     output_bytes: int  # of token vectors
+    patches: int = UNBOUNDED  # of images
+    has_images: bool = False  # whether an image starts in the step already
     token_bytes: int = 0  # output of each token of the request that is being scheduled
     has_output: bool = False  # whether token vectors leave the step already
     first_fits: bool = True  # a first row runs whatever its length
@@ -84,6 +88,10 @@ class _StepRoom:
     def has_output_room(self, tokens: int) -> bool:
         """Whether the output of a row fits. The first row always does, so that none waits for ever."""
         return not (self.token_bytes and self.has_output) or tokens * self.token_bytes <= self.output_bytes
+
+    def use_patches(self, count: int) -> None:
+        self.patches -= count
+        self.has_images |= count > 0
 
     def use(self, tokens: int, rows: int) -> None:
         self.tokens -= tokens
@@ -109,12 +117,14 @@ class Scheduler:
         chunking: Chunking | None = None,
         vector_cache: VectorCache | None = None,
         token_bytes: Callable[[PoolingParams], int] = lambda params: 0,
+        image_cache: ImageCache | None = None,
     ) -> None:
         """`token_bytes` gives the output size of each token for some pooling parameters."""
         self.budget = budget
         self.token_bytes = token_bytes
         self.chunking = chunking
         self.vector_cache = vector_cache  # for requests with pairs
+        self.image_cache = image_cache  # for requests with images
         self.queue = WaitingQueue(budget.max_tokens, budget.max_rows) if budget.is_shared else WaitingQueue()
         self.queue.set_head_start(STEPS_IN_HEAD_START * budget.max_tokens)
         self.background = WaitingQueue()  # requests that run only in what those of `queue` leave
@@ -131,6 +141,8 @@ class Scheduler:
     def add(self, request: Request, start_by_s: float | None = None) -> None:
         """Join the waiting queue; `QueueFull` if it is too long. An empty queue takes any request.
         `overdue` gives it up if nothing of it has run at `start_by_s`."""
+        if request.images is not None:
+            self._check_images(request)
         if request.is_background:
             self._add_background(request)
             return
@@ -142,6 +154,11 @@ class Scheduler:
         if request.pairs is not None:
             self._check_queries(request)
         self.queue.add(request, start_by_s)
+
+    def _check_images(self, request: Request) -> None:
+        if self.image_cache is None:
+            raise NotPossible("this model reads no images", param="images")
+        self.image_cache.check(request)
 
     def _add_background(self, request: Request) -> None:
         """Join the background queue, which counts for nobody else. It has no time by which it must start."""
@@ -413,7 +430,8 @@ class Scheduler:
         return own.rank > other.rank
 
     def _step_room(self) -> _StepRoom:
-        return _StepRoom(self.budget.max_tokens, self.budget.max_rows, self.budget.max_output_bytes)
+        budget = self.budget
+        return _StepRoom(budget.max_tokens, budget.max_rows, budget.max_output_bytes, budget.max_patches)
 
     def _fill(self, waiting: Iterator[QueuedRequest], room: _StepRoom, scheduled: list[ScheduledRows]) -> int:
         """Schedule rows of waiting requests into the room; returns how many requests were visited."""
@@ -487,12 +505,16 @@ class Scheduler:
         self, queued: QueuedRequest, room: _StepRoom, *, alone: bool
     ) -> ScheduledRows | None:
         """Rows that run from end to end in this step."""
-        num_before = queued.num_tokens_taken
-        taken = queued.take(room.max_tokens, room.rows)
-        if not len(taken) and room.token_bytes and not room.has_output:
+        num_before, max_rows = queued.num_tokens_taken, room.rows
+        if queued.request.images is not None:
+            max_rows = min(max_rows, queued.rows_within(room.patches, or_one=not room.has_images))
+        taken = queued.take(room.max_tokens, max_rows)
+        if not len(taken) and room.token_bytes and not room.has_output and max_rows:
             taken = queued.take(room.tokens, 1)
         if not len(taken) and alone:
             taken = queued.take(queued.num_tokens_left, 1)
+        if queued.request.images is not None:
+            room.use_patches(queued.num_patches(taken))
         documents = None if queued.cached_documents is None else self._take_cached_documents(queued)
         if not len(taken) and documents is None:
             return None
@@ -543,6 +565,10 @@ class Scheduler:
             length = queued.next_length
             if not room.has_output_room(length):
                 break  # it goes first in another step instead of being chunked
+            if queued.request.images is not None:
+                if not queued.rows_within(room.patches, or_one=not room.has_images):
+                    break
+                room.use_patches(queued.num_patches(queued.order[queued.cursor : queued.cursor + 1]))
             if length <= min(max_tokens, room.tokens) and not self._caches_prefix(queued, length, chunking):
                 (row,) = queued.take(length, 1)
                 chunks.append(_Chunk(int(row), 0, length, None))

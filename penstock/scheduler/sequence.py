@@ -50,6 +50,14 @@ class SequenceState:
         return self.request.token_ids[start : start + int(self.request.lengths[self.row])]
 
     @property
+    def rope_positions(self) -> Ints | None:
+        """[tokens of the prompt, 3], in time, down and across; None: each is the token's index."""
+        if (positions := self.request.rope_positions) is None:
+            return None
+        start = int(self.request.starts[self.row])
+        return positions.reshape(-1, 3)[start : start + int(self.request.lengths[self.row])]
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log probabilities of the prompt are still to be computed and sent."""
         return self.sampling.prompt_logprobs is not None and not self.prompt_logprobs_sent

@@ -37,6 +37,8 @@ class SlotTable:
         self.num_blocks = numbers()
         self.num_published = numbers()  # blocks that others may reuse
         self.adapter = numbers()  # its id; -1: none
+        self.rope_delta = numbers()  # what is added to the index of a token behind the prompt: its position
+        self.has_images = np.zeros(num_slots, dtype=bool)  # or positions of its own, in its prompt
         self.num_logprobs = numbers()  # top tokens that it asks for; -1: no log probabilities
         self.epoch = numbers()  # changes whenever results in flight for the slot become invalid
         self.visit = numbers()  # changes whenever its sequence gets or loses its blocks
@@ -79,6 +81,9 @@ class SlotTable:
         self.max_length[slot] = len(prompt) + params.max_tokens
         self.min_length[slot] = len(prompt) + params.min_tokens
         self._set_stop_ids(slot, params)
+        positions = sequence.rope_positions
+        self.has_images[slot] = positions is not None or sequence.request.images is not None
+        self.rope_delta[slot] = 0 if positions is None else int(positions.max()) + 1 - len(prompt)
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         adapters = sequence.request.adapters
         self.adapter[slot] = -1 if adapters is None else adapters[sequence.row]
@@ -97,6 +102,7 @@ class SlotTable:
         self._sequences[slot] = None
         self.epoch[slot] += 1
         self._more_stops.pop(slot, None)
+        self.has_images[slot] = False
         self._free.append(slot)
         self._leave(slot)
 

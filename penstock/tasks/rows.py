@@ -11,6 +11,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.inputs.images.content import ContentRows, content_items
+from penstock.inputs.images.rows import has_images, input_items, refuse_images
 from penstock.inputs.processor import (
     DEFAULT_OPTIONS,
     InputOptions,
@@ -26,6 +28,7 @@ from penstock.types import Ints, PooledOutput, PoolingParams, Request
 
 R = TypeVar("R")
 Matrix = NDArray[Any]
+IMAGE_WINDOW_ROWS = 256  # inputs with images that are submitted together: their patches take memory
 MAX_LOOP_TOKENS = 1 << 16  # larger requests are laid out and finished off the event loop
 
 
@@ -51,6 +54,38 @@ class TextTask(ABC, Generic[R]):
 
     async def request(self, model: TextModel, request_id: str) -> Request:
         """One row for each input, after its prompt."""
+        if has_images(self.inputs):
+            return await self._image_request(model, request_id)
+        return await self._text_request(model, request_id)
+
+    async def _image_request(self, model: TextModel, request_id: str) -> Request:
+        """Inputs some of which are images; texts among them are prepared as others are."""
+        processor, items = model.processor, input_items(self.inputs)
+        if processor.content is not None:
+            return await self._content_request(model, request_id, processor.content)
+        if processor.dual is None:
+            raise refuse_images(model.spec.name)
+        rows, images = processor.dual.split(items)
+        texts = await replace(self, inputs=rows)._text_request(model, request_id) if rows else None
+        return processor.join_images(texts, images, request_id, self.params, self.options)
+
+    async def _content_request(self, model: TextModel, request_id: str, content: ContentRows) -> Request:
+        """Inputs of texts and images, for a model that reads both in one prompt."""
+        processor, options = model.processor, self.options
+        contents = content_items(input_items(self.inputs))
+        texts = processor.content_texts(contents, options)
+        special = [options.add_special_tokens and content.adds_special_tokens(own) for own in contents]
+        rows: list[Ints | None] = [None] * len(texts)
+        for adds in sorted(set(special)):
+            chosen = [index for index, each in enumerate(special) if each is adds]
+            encoded = await model.batcher.encode([texts[index] for index in chosen], adds)
+            for index, ids in zip(chosen, encoded, strict=True):
+                rows[index] = ids
+        found = [ids for ids in rows if ids is not None]
+        join = partial(processor.join_content, request_id, found, contents, self.params, options)
+        return await model.batcher.call(join, sum(map(len, found)))
+
+    async def _text_request(self, model: TextModel, request_id: str) -> Request:
         processor, options, params = model.processor, self.options, self.params
         if num_token_ids(self.inputs) <= MAX_LOOP_TOKENS:
             texts, rows = split_inputs(self.inputs, allow_empty_text=self.allows_empty_text)
@@ -136,6 +171,10 @@ def concatenate(parts: Sequence[list[R]]) -> list[R]:
 
 
 def split_windows(inputs: Inputs, size: int) -> Iterator[Any]:
+    if has_images(inputs):
+        items = input_items(inputs)
+        size = min(size, IMAGE_WINDOW_ROWS)
+        return (items[first : first + size] for first in range(0, len(items), size))
     texts, ids = split_inputs(inputs)
     rows: list[Any] = ids if texts is None else texts
     return (rows[first : first + size] for first in range(0, len(rows), size))

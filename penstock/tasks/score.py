@@ -38,7 +38,7 @@ class Score:
 
     async def prepare(self, model: TextModel, request_id: str) -> Prepared[NDArray[Any]]:
         make = partial(prepare_pairs, model.processor, request_id, self.pairs, self.params, self.options)
-        size = sum(len(query) + len(document) for query, document in self.pairs)
+        size = sum(len(text) for pair in self.pairs for text in pair if isinstance(text, str))
         request = await model.batcher.call(make, size)
         is_slow = request.num_tokens > MAX_LOOP_TOKENS and model.spec.score_kind == "list"
         return Prepared(request, partial(self._scores, model, request), is_slow_to_finish=is_slow)

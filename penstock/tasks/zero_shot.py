@@ -1,7 +1,8 @@
 """Zero-shot classification: how well labels that the caller names fit each text.
 
 A classifier for natural-language inference reads a text and a sentence about it for each label, as the
-zero-shot pipeline of transformers does. A GLiClass model reads all labels and the text in one row.
+zero-shot pipeline of transformers does. A GLiClass model reads all labels and the text in one row. A model
+with towers for texts and images compares an image with a sentence about it for each label.
 """
 
 from __future__ import annotations
@@ -16,21 +17,25 @@ from numpy.typing import NDArray
 
 from penstock.checkpoint.labels import NliLabels, nli_labels
 from penstock.errors import BadValue, NotPossible
+from penstock.inputs.images.rows import input_items
 from penstock.inputs.labelled import LabelledOptions
 from penstock.inputs.long_texts import check_expanded
 from penstock.inputs.offsets import require_texts
 from penstock.inputs.pair_options import PairNames, PairOptions
 from penstock.inputs.pairs import prepare_classified_pairs
+from penstock.inputs.processor import InputOptions
 from penstock.tasks.labels import check_labels
 from penstock.tasks.model import TextModel
 from penstock.tasks.rows import concatenate
 from penstock.tasks.run import Prepared
-from penstock.types import PooledOutput, PoolingParams, Task
+from penstock.types import PooledOutput, PoolingParams, PreparedImage, Task
 
 DEFAULT_HYPOTHESIS = "This example is {}."
+DEFAULT_PHOTO = "This is a photo of {}."  # of images
 MAX_LABELS = 4096
 _NAMES = PairNames("text", "hypothesis", "input", "labels")
 _LOGITS = PoolingParams(Task.CLASSIFY, normalize=False)
+_VECTORS = PoolingParams(Task.EMBED, normalize=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +80,7 @@ class ZeroShot:
     def check(self, model: TextModel) -> None:
         check_labels(self.labels, MAX_LABELS)
         _inference_labels(model)
-        template = self.options.hypothesis_template
-        before, mark, after = template.partition("{}")
-        if not mark or any(brace in before + after for brace in "{}"):
-            raise BadValue(
-                f"hypothesis_template is {template!r}; it needs one {{}} for the label, as in "
-                f"{DEFAULT_HYPOTHESIS!r}",
-                param="hypothesis_template",
-            )
+        check_template(self.options.hypothesis_template, DEFAULT_HYPOTHESIS)
 
     async def prepare(self, model: TextModel, request_id: str) -> Prepared[list[LabelScores]]:
         texts = require_texts(self.texts, allow_empty_text=self.allows_empty_text)
@@ -149,9 +147,71 @@ class PromptedZeroShot(ZeroShot):
         return rank_labels(self.labels, scores)
 
 
+class ImageZeroShot(ZeroShot):
+    """The same for images, by a model with a text and a vision tower: vectors of labels and of images are
+    compared as the model's own code does."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_images
+
+    @property
+    def num_images(self) -> int:
+        return len(input_items(self.texts))
+
+    def check(self, model: TextModel) -> None:
+        check_labels(self.labels, MAX_LABELS)
+        check_template(self._template, DEFAULT_PHOTO)
+        dual = model.spec.dual
+        if dual is None or dual.logit_scale is None:
+            raise NotPossible(
+                f"model {model.spec.name} has no logit_scale in safetensors files, which scores need; "
+                "convert its weights",
+                param="model",
+            )
+        if self.options.multi_label and dual.activation == "softmax":
+            raise BadValue(
+                f"multi_label does not apply to model {model.spec.name}, whose labels compete; leave it out",
+                param="multi_label",
+            )
+        if not all(isinstance(item, PreparedImage) for item in input_items(self.texts)):
+            raise BadValue(
+                f"model {model.spec.name} classifies images; give images as input, and texts as labels",
+                param="input",
+            )
+
+    @property
+    def _template(self) -> str:
+        given = self.options.hypothesis_template
+        return DEFAULT_PHOTO if given == DEFAULT_HYPOTHESIS else given
+
+    async def prepare(self, model: TextModel, request_id: str) -> Prepared[list[LabelScores]]:
+        hypotheses = [self._template.replace("{}", label) for label in self.labels]
+        check_expanded(sum(map(len, hypotheses)), "labels")
+        options = InputOptions(
+            truncate_prompt_tokens=self.options.truncate_prompt_tokens, cache_salt=self.options.cache_salt
+        )
+        inputs = [*hypotheses, *input_items(self.texts)]
+        make = partial(model.processor.prepare, request_id, inputs, _VECTORS, options)
+        request = await model.batcher.call(make, sum(map(len, hypotheses)))
+        return Prepared(request, partial(self._compared, model))
+
+    def _compared(self, model: TextModel, output: PooledOutput) -> list[LabelScores]:
+        dual, count = model.spec.dual, len(self.labels)
+        assert dual is not None and dual.logit_scale is not None
+        vectors = output.values.astype(np.float32)
+        logits = vectors[count:] @ vectors[:count].T * np.exp(np.float32(dual.logit_scale)) + dual.logit_bias
+        scores = _softmax(logits) if dual.activation == "softmax" else 1 / (1 + np.exp(-logits))
+        return rank_labels(self.labels, scores)
+
+    def windows(self, size: int) -> Iterator[ZeroShot]:
+        items = input_items(self.texts)
+        return (replace(self, texts=items[first : first + size]) for first in range(0, len(items), size))
+
+
 def zero_shot_task(
     model: TextModel,
-    texts: str | Sequence[str],
+    texts: Any,
     labels: Sequence[str],
     options: ZeroShotOptions,
     *,
@@ -159,7 +219,18 @@ def zero_shot_task(
 ) -> ZeroShot:
     """The task for this kind of model."""
     kind = ZeroShot if model.processor.label_prompts is None else PromptedZeroShot
+    if model.spec.dual is not None:
+        kind = ImageZeroShot
     return kind(texts=texts, labels=labels, options=options, allows_empty_text=allows_empty_text)
+
+
+def check_template(template: str, example: str) -> None:
+    before, mark, after = template.partition("{}")
+    if not mark or any(brace in before + after for brace in "{}"):
+        raise BadValue(
+            f"hypothesis_template is {template!r}; it needs one {{}} for the label, as in {example!r}",
+            param="hypothesis_template",
+        )
 
 
 def rank_labels(labels: Sequence[str], scores: NDArray[Any]) -> list[LabelScores]:

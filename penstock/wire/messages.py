@@ -27,10 +27,12 @@ from penstock.types import (
     PooledOutput,
     PoolingParams,
     Request,
+    RequestImages,
     SamplerParams,
     SequenceIds,
     Timings,
 )
+from penstock.wire.images import INTS_PER_IMAGE, check_images, image_integers, read_images
 from penstock.wire.shared_memory import Region, SharedMemoryInfo
 
 MIN_OWN_FRAME_BYTES = 1 << 16  # smaller arrays are copied into one frame; larger ones are sent by reference
@@ -81,6 +83,15 @@ class ArrayLengths(msgspec.Struct, array_like=True):
     token_mask: int | None
     pairs: int | None
     adapters: int | None
+    rope_positions: int | None
+
+
+class ImagesHeader(msgspec.Struct, array_like=True):
+    """The images of a request. Their numbers follow its other integers; their patches have a frame."""
+
+    num_images: int
+    values_per_patch: int
+    are_rows: bool
 
 
 class RequestHeader(msgspec.Struct, array_like=True):
@@ -94,6 +105,7 @@ class RequestHeader(msgspec.Struct, array_like=True):
     arrival_s: float
     deadline_s: float | None
     optional: ArrayLengths | None  # None: the request has no optional array
+    images: ImagesHeader | None
     reuse_prefix: bool
     cache_salt: str
     extra_params: tuple[PoolingParams, ...]
@@ -196,8 +208,8 @@ decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 
 
 def pack_requests(requests: Sequence[Request]) -> list[Any]:
-    """The frames of one `Submit`."""
-    headers, arrays = [], []
+    """The frames of one `Submit`: the header, all integers, then the patches of each request with images."""
+    headers, arrays, patches = [], [], list[NDArray[np.uint8]]()
     for request in requests:
         arrays += [request.lengths, request.token_ids]
         optional = (
@@ -207,10 +219,14 @@ def pack_requests(requests: Sequence[Request]) -> list[Any]:
             request.token_mask,
             request.pairs,
             request.adapters,
+            request.rope_positions,
         )
         present = [array for array in optional if array is not None]
         arrays += present
         lengths = [None if array is None else len(array) for array in optional] if present else None
+        if request.images is not None:
+            arrays += image_integers(request.images)
+            patches.append(np.ascontiguousarray(request.images.patches))
         headers.append(
             RequestHeader(
                 request.id,
@@ -221,6 +237,7 @@ def pack_requests(requests: Sequence[Request]) -> list[Any]:
                 request.arrival_s,
                 request.deadline_s,
                 None if lengths is None else ArrayLengths(*lengths),
+                None if request.images is None else _images_header(request.images),
                 request.reuse_prefix,
                 request.cache_salt,
                 request.extra_params,
@@ -232,11 +249,18 @@ def pack_requests(requests: Sequence[Request]) -> list[Any]:
     ints = np.concatenate(arrays)
     if ints.dtype != np.int32:  # one array of another type would change how all are read
         raise TypeError(f"token ids and lengths must be int32; joined, they are {ints.dtype}")
-    return [encode(Submit(headers)), ints]
+    return [encode(Submit(headers)), ints, *patches]
 
 
-def unpack_requests(headers: Iterable[RequestHeader], frame: Any) -> list[Request]:
+def _images_header(images: RequestImages) -> ImagesHeader:
+    return ImagesHeader(images.num_images, images.patches.shape[1], images.are_rows)
+
+
+def unpack_requests(
+    headers: Iterable[RequestHeader], frame: Any, patches: Sequence[Any] = ()
+) -> list[Request]:
     """Raises if anything does not fit: then `unpack_each` tells which request is at fault."""
+    remaining = iter(patches)
     ints: Ints = np.frombuffer(frame, dtype=np.int32)
     # Equal parameters become one object, which compares quickly.
     interned: dict[PoolingParams, PoolingParams] = {}
@@ -261,6 +285,12 @@ def unpack_requests(headers: Iterable[RequestHeader], frame: Any) -> list[Reques
         if header.client is not None:
             request.client, request.weight = header.client
         start = end if header.optional is None else _read_optional(request, header.optional, ints, end)
+        if (images := header.images) is not None:
+            begin, start = start, start + INTS_PER_IMAGE * images.num_images
+            request.images = read_images(
+                ints[begin:start], next(remaining), images.values_per_patch, are_rows=images.are_rows
+            )
+            check_images(request, request.images)
         fits = (
             ints.item(tokens_start - 1) == header.num_tokens  # of most requests, which have one row
             if header.num_rows == 1
@@ -297,17 +327,22 @@ class RequestExtent(msgspec.Struct, array_like=True):
     arrival_s: msgspec.Raw
     deadline_s: msgspec.Raw
     optional: ArrayLengths | None
+    images: ImagesHeader | None
 
     @property
     def num_ints(self) -> int:
         optional = () if self.optional is None else msgspec.structs.astuple(self.optional)
+        num_images = 0 if self.images is None else self.images.num_images
         counts = [self.num_rows, self.num_tokens, *(length or 0 for length in optional)]
+        counts.append(INTS_PER_IMAGE * num_images)
         if min(counts) < 0:
             raise ValueError("a length is negative")
         return sum(counts)
 
 
-def unpack_each(submit: bytes, frame: Any) -> tuple[list[Request], list[Failure]]:
+def unpack_each(
+    submit: bytes, frame: Any, patches: Sequence[Any] = ()
+) -> tuple[list[Request], list[Failure]]:
     """The requests of an encoded `Submit` that can be read, and a failure for each that cannot.
 
     For a message that cannot be read as a whole. Raises if not even the list of requests can be.
@@ -315,6 +350,7 @@ def unpack_each(submit: bytes, frame: Any) -> tuple[list[Request], list[Failure]
     ints: Ints = np.frombuffer(memoryview(frame)[: len(frame) // 4 * 4], dtype=np.int32)
     requests: list[Request] = []
     failures: list[Failure] = []
+    remaining = list(reversed(patches))
     start: int | None = 0  # None: a request did not say where it ends, so later ones cannot be found
     for raw in msgspec.msgpack.decode(submit, type=LooseSubmit).requests:
         request_id = str(msgspec.msgpack.decode(raw)[0])
@@ -322,9 +358,11 @@ def unpack_each(submit: bytes, frame: Any) -> tuple[list[Request], list[Failure]
             if start is None:
                 raise ValueError("a request before it is damaged")
             begin, start = start, None
-            start = begin + msgspec.msgpack.decode(raw, type=RequestExtent).num_ints
+            extent = msgspec.msgpack.decode(raw, type=RequestExtent)
+            start = begin + extent.num_ints
+            own = [remaining.pop()] if extent.images is not None else []
             header = msgspec.msgpack.decode(raw, type=RequestHeader)
-            requests += unpack_requests([header], ints[begin:start])
+            requests += unpack_requests([header], ints[begin:start], own)
         except Exception as error:
             failures.append(Failure(request_id, BadValue(f"the engine cannot read this request: {error}")))
     return requests, failures
@@ -348,6 +386,7 @@ def _read_optional(request: Request, lengths: ArrayLengths, ints: Ints, start: i
     request.token_mask = read(lengths.token_mask)
     request.pairs = read(lengths.pairs)
     request.adapters = read(lengths.adapters)
+    request.rope_positions = read(lengths.rope_positions)
     return start
 
 

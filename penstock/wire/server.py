@@ -299,14 +299,14 @@ class EngineServer:
         self, sender: bytes, message: Submit, header: bytes, frames: Sequence[bytes]
     ) -> list[Outcome]:
         try:
-            requests = unpack_requests(message.requests, frames[0])
+            requests = unpack_requests(message.requests, frames[0], frames[1:])
         except Exception:
             return self._submit_each(sender, header, frames)
         return self._take_on(sender, requests)
 
     def _submit_each(self, sender: bytes, header: bytes, frames: Sequence[bytes]) -> list[Outcome]:
         """Take on the requests of a message that can be read, and fail those that cannot."""
-        requests, failures = unpack_each(header, frames[0])
+        requests, failures = unpack_each(header, frames[0], frames[1:])
         if sender not in self._clients:
             return []
         log.error("%d requests of an API process could not be read: %s", len(failures), failures[:1])

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.content import ROW_FIELDS, TOKEN_FIELDS, PrefixKeys, row_keys, scope
+from penstock.content import ROW_FIELDS, TOKEN_FIELDS, PrefixKeys, row_keys, scope, select_rows
 from penstock.types import Request, SamplerParams
-from tests.helpers import ints, make_request
+from tests.helpers import ints, make_images, make_request
 
 LENGTHS = [4, 1, 7]
 BLOCK = 4
@@ -19,9 +19,10 @@ BLOCK = 4
 NOT_CONTENT = {
     *("id", "params", "extra_params", "pairs", "priority", "arrival_s", "deadline_s"),
     *("reuse_prefix", "lengths", "starts", "num_truncated", "client", "weight", "is_background"),
+    "rope_positions",  # they follow from the tokens and the images
 }
 # Fields that `row_keys`, `scope` or `PrefixKeys` read by name.
-READ_BY_NAME = {"token_ids", "cache_salt", "sampling"}
+READ_BY_NAME = {"token_ids", "cache_salt", "sampling", "images"}
 
 
 def with_changes(request: Request, **changes: object) -> Request:
@@ -110,6 +111,62 @@ def test_prefixes_with_other_hidden_states_have_no_key_in_common(changes: dict[s
     changed = prefix_keys(with_changes(make_request("b", [12]), **changes))
     assert len(plain) == len(changed) == 3
     assert not set(plain) & set(changed)
+
+
+def test_an_image_separates_rows_of_equal_tokens_and_so_does_its_place() -> None:
+    plain = make_request("a", [12])
+    pictures = [
+        make_images([(2, 2)], [0], starts=[start], num_tokens=[4], seed=seed)
+        for start, seed in ((0, 0), (4, 0), (0, 1))
+    ]
+    requests = [plain, *(with_changes(make_request("b", [12]), images=images) for images in pictures)]
+    assert len({identity(request) for request in requests}) == 4
+    again = with_changes(make_request("c", [12]), images=pictures[0])
+    assert identity(again) == identity(requests[1])
+
+
+def test_a_row_with_images_has_the_same_key_alone_as_among_others() -> None:
+    images = make_images([(2, 2), (1, 3), (2, 1)], [0, 2, 2], starts=[0, 1, 4], num_tokens=[2, 3, 2])
+    together = with_changes(make_request("all", LENGTHS), images=images)
+    for row in (0, 2):
+        alone = select_rows(together, ints([row]), "one")
+        assert row_keys(alone) == [row_keys(together)[row]]
+        assert scope(alone) == scope(together)
+    assert select_rows(together, ints([1]), "text").images is None
+
+
+def test_selected_rows_keep_their_images_in_the_new_order() -> None:
+    images = make_images([(2, 2), (1, 3), (2, 1)], [0, 2, 2], starts=[0, 1, 4], num_tokens=[2, 3, 2])
+    request = with_changes(make_request("all", LENGTHS), images=images)
+    chosen = select_rows(request, ints([2, 0]), "some").images
+    assert chosen is not None
+    assert chosen.rows.tolist() == [0, 0, 1] and chosen.starts.tolist() == [1, 4, 0]
+    assert np.array_equal(chosen.patches, np.concatenate([images.patches[4:9], images.patches[:4]]))
+    assert np.array_equal(chosen.digests, images.digests[[1, 2, 0]])
+
+
+def test_a_number_of_an_image_is_never_mistaken_for_a_token() -> None:
+    """A row whose tokens equal another row's tokens and image has another key."""
+    images = make_images([(1, 1)], [0])
+    pictured = with_changes(make_request("a", [2, 2]), images=images)
+    (key, _), written = row_keys(pictured), make_request("b", [1])
+    written.token_ids = np.frombuffer(key, dtype=np.int32)
+    written.lengths = ints([len(written.token_ids)])
+    other = with_changes(make_request("c", [2, 2]), images=images)
+    other.token_ids = np.concatenate([other.token_ids, written.token_ids])
+    other.lengths = ints([2, 2, len(written.token_ids)])
+    other.__post_init__()
+    assert row_keys(other)[2] != key
+
+
+def test_rows_share_prefix_keys_up_to_the_first_image_that_differs() -> None:
+    def keys(seed: int) -> list[bytes]:
+        images = make_images([(2, 2)], [0], starts=[6], num_tokens=[4], seed=seed)
+        return prefix_keys(with_changes(make_request("a", [16]), images=images))
+
+    one, other = keys(0), keys(1)
+    assert one[0] == other[0] == prefix_keys(make_request("b", [16]))[0]
+    assert not set(one[1:]) & set(other[1:])
 
 
 def test_rows_share_prefix_keys_up_to_the_first_type_id_that_differs() -> None:

@@ -50,6 +50,31 @@ OWN: dict[str, dict[str, Any]] = {
     "embedding_gemma2_text": {"embedding_dim": 24},
     "JinaBert": {"position_embedding_type": "alibi"},
 }
+VISION = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+TOWERS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": VISION | {"embed_dim": 16, "hidden_size": 32},
+    "qwen2_5_vl": VISION
+    | {"hidden_size": 16, "out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1]},
+    "qwen3_vl": VISION
+    | {
+        "hidden_size": 16,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    },
+}
+PROCESSOR = {"image_processor_type": "Qwen2VLImageProcessor"} | {
+    key: VISION[key] for key in ("patch_size", "temporal_patch_size")
+}
+OWN |= {
+    name: {
+        "vision_config": TOWERS[family.qwen_vision],
+        "rope_parameters": {"mrope_section": [2, 1, 1]},
+        "colbert_dim": 6,
+    }
+    for name, family in FAMILIES.items()
+    if family.qwen_vision is not None
+}
 # Families whose configuration is their own; labelled ones read it from that of their encoder.
 OWN_CONFIG = [name for name, family in FAMILIES.items() if not family.heads & {Task.ENTITIES, Task.ZERO_SHOT}]
 # Values of is_causal that a family refuses.
@@ -76,6 +101,7 @@ def folder_with_adapter() -> Path:
     folder = Path(_kept.name)
     (folder / "adapters/retrieval").mkdir(parents=True)
     (folder / "adapters/retrieval/adapter_config.json").write_text(json.dumps(ADAPTER))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | {"merge_size": 2}))
     return folder
 
 

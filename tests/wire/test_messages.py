@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -9,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import BadValue, DeadlineExceeded, EngineError, PenstockError
-from penstock.types import Failure, OutputDtype, PooledOutput, PoolingParams, Request, Timings
+from penstock.types import (
+    Failure,
+    OutputDtype,
+    PooledOutput,
+    PoolingParams,
+    Request,
+    RequestImages,
+    Timings,
+)
 from penstock.wire.messages import (
     Cancel,
     Hello,
@@ -23,13 +32,14 @@ from penstock.wire.messages import (
     pack_outcomes,
     pack_requests,
     split_into_messages,
+    unpack_each,
     unpack_outcomes,
     unpack_requests,
 )
 from penstock.wire.shared_memory import Region
-from tests.helpers import ints, make_request
+from tests.helpers import ints, make_images, make_request
 
-OPTIONAL_ARRAYS = ("type_ids", "skip", "key_limits", "token_mask", "pairs", "adapters")
+OPTIONAL_ARRAYS = ("type_ids", "skip", "key_limits", "token_mask", "pairs", "adapters", "rope_positions")
 
 
 def sent_and_received(frames: list[Any]) -> list[bytes]:
@@ -56,23 +66,57 @@ def requests(draw: st.DrawFn) -> list[Request]:
             client=draw(st.sampled_from(["", "key é"])),
         )
         request.weight = draw(st.floats(0.1, 10)) if request.client else 1.0
-        for value, name in enumerate(OPTIONAL_ARRAYS):
+        for value, name in enumerate(OPTIONAL_ARRAYS[:-1]):
             if draw(st.booleans()):
                 size = (
                     sum(lengths) if name in ("type_ids", "token_mask") else len(lengths) - (name == "pairs")
                 )
                 setattr(request, name, ints([value] * size))
+        if draw(st.booleans()):
+            rows = sorted(draw(st.sets(st.integers(0, len(lengths) - 1), min_size=1)))
+            request.images = make_images([(2, 1 + row) for row in rows], rows, seed=number)
+            request.rope_positions = ints(range(3 * sum(lengths)))
         out.append(request)
     return out
+
+
+def check_images_are_equal(before: RequestImages | None, after: RequestImages | None) -> None:
+    assert (before is None) == (after is None)
+    if before is not None and after is not None:
+        assert before.are_rows == after.are_rows
+        for name in ("patches", "grids", "rows", "starts", "num_tokens", "digests", "cu_patches"):
+            np.testing.assert_array_equal(getattr(before, name), getattr(after, name))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"grids": ints([2, 3]).reshape(1, 2)}, "do not add up to their patches"),
+        ({"grids": ints([0, 4]).reshape(1, 2)}, "no patches"),
+        ({"rows": ints([1])}, "rows that it does not have"),
+        ({"starts": ints([4])}, "not in their rows"),
+        ({"num_tokens": ints([0])}, "not in their rows"),
+    ],
+)
+def test_images_that_do_not_fit_their_request_fail_it_alone(changes: dict[str, Any], reason: str) -> None:
+    good, bad = make_request("good", [4]), make_request("bad", [4])
+    good.images = make_images([(2, 2)], [0])
+    bad.images = replace(make_images([(2, 2)], [0], seed=1), **changes)
+    header, frame, *patches = sent_and_received(pack_requests([bad, good]))
+    requests, failures = unpack_each(header, frame, patches)
+    assert [request.id for request in requests] == ["good"]
+    check_images_are_equal(good.images, requests[0].images)
+    assert [failure.id for failure in failures] == ["bad"] and reason in str(failures[0].error)
 
 
 @given(requests())
 @settings(max_examples=100, deadline=None)
 def test_requests_are_received_as_sent(sent: list[Request]) -> None:
-    header, frame = sent_and_received(pack_requests(sent))
+    header, frame, *patches = sent_and_received(pack_requests(sent))
     message = decode_to_engine(header)
     assert isinstance(message, Submit)
-    for before, after in zip(sent, unpack_requests(message.requests, frame), strict=True):
+    for before, after in zip(sent, unpack_requests(message.requests, frame, patches), strict=True):
+        check_images_are_equal(before.images, after.images)
         for name in ("id", "params", "priority", "arrival_s", "deadline_s", "client", "weight"):
             assert getattr(before, name) == getattr(after, name)
         for name in ("token_ids", "lengths", "starts", *OPTIONAL_ARRAYS):

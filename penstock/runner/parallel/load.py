@@ -17,6 +17,7 @@ from penstock.runner.load import (
     Stopwatch,
     allocate_cache,
     build_weights,
+    check_no_tower,
     count_blocks,
     num_vectors,
     warm_up_runner,
@@ -49,6 +50,7 @@ def _load(spec: ModelSpec, settings: Resolved, ranks: Ranks, group: RankGroup) -
     device, dtype = group.device, getattr(torch, settings.dtype)
     with watch.timed("weights"):
         model, pooler = build_weights(spec, settings, device, Shard(group))
+    check_no_tower(model)
     generator = cache = None
     with watch.timed("other ranks"):
         blocks = min([own_blocks(model, settings, device), *ranks.wait_until_built()])

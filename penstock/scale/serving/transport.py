@@ -46,7 +46,7 @@ def unpack_work(frames: Sequence[Any]) -> Request | Comparison:
     try:
         message = decode_to_engine(frames[0])
         if isinstance(message, Submit):
-            (request,) = unpack_requests(message.requests, frames[1])
+            (request,) = unpack_requests(message.requests, frames[1], frames[2:])
             return _shifted(request, time.monotonic())
         if isinstance(message, Compare):
             return _shifted(unpack_comparison(message, frames[1:]), time.monotonic())

@@ -1,0 +1,36 @@
+"""The positions of a row's tokens in time, down and across (M-RoPE), from where its images stand."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.types import Ints, cumulative, runs
+
+
+def rope_positions(lengths: Ints, rows: Ints, starts: Ints, grids: Ints) -> Ints:
+    """[tokens · 3] for rows of `lengths` tokens.
+
+    Image i stands in row `rows`[i], from token `starts`[i] of it on, with one token for each cell of
+    `grids`[i], tokens down and across; images come in the order of their tokens. A text token has the same
+    position on all axes. An image's tokens count from the position of its first one, by their row and
+    column, all at the same time. The text behind an image continues after the largest position in it.
+    """
+    counts, row_starts = grids[:, 0] * grids[:, 1], cumulative(lengths)[:-1]
+    first_tokens = row_starts[rows] + starts  # of each image in the whole run
+    jump = np.ones(int(lengths.sum()) + 1, dtype=np.int32)  # from the position of the token before
+    jump[first_tokens + counts] += grids.max(axis=1, initial=0) - counts
+    reached = np.cumsum(jump, dtype=np.int32)
+    position = reached[:-1] - np.repeat(reached[row_starts], lengths)
+    out = np.repeat(position[:, None], 3, axis=1)
+    tokens = runs(first_tokens, counts)
+    cell = runs(np.zeros_like(counts), counts)
+    across = np.repeat(grids[:, 1], counts)
+    out[tokens] = np.repeat(position[first_tokens], counts)[:, None]
+    out[tokens, 1] += cell // across
+    out[tokens, 2] += cell % across
+    return out.reshape(-1)
+
+
+def rope_delta(positions: Ints) -> int:
+    """What is added to the index of a token behind a row with these positions [tokens · 3]."""
+    return int(positions.max(initial=-1)) + 1 - len(positions) // 3

@@ -1,0 +1,41 @@
+"""Runs the vision tower for the images of a step and keeps their features in a store on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from penstock.layers.batch import Batch
+from penstock.layers.images import ImageTokens, VisionTower
+from penstock.runner.inputs import ImageTensors, image_arrays
+from penstock.runner.staging import Staging
+from penstock.types import ImagePlan, Ints
+
+
+class ImageRunner:
+    """The tower of a model, and the features of the images that it has run: [slots, feature width]."""
+
+    def __init__(self, tower: VisionTower, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tower = tower
+        self.store = torch.zeros((num_slots, tower.feature_width), dtype=dtype, device=device)
+
+    def send(
+        self, staging: Staging, arrays: list[Ints], images: ImagePlan
+    ) -> tuple[Sequence[Tensor], ImageTensors]:
+        """The arrays on the device, and the step's images, all in one copy."""
+        layout = self.tower.layout(images.grids) if images.num_images else []
+        own = image_arrays(images, layout)
+        tensors, patches = staging.send_with_bytes(arrays + own, images.patches)
+        sent = iter(tensors[len(arrays) :])
+        return tensors[: len(arrays)], ImageTensors.take(images, len(layout), patches, sent)
+
+    def __call__(self, batch: Batch, images: ImagePlan, tensors: ImageTensors) -> Batch:
+        """The batch with the features of its images, after the tower has run those that are new."""
+        if tensors.batch is not None and tensors.write_slots is not None:
+            features = self.tower(tensors.batch).to(self.store.dtype)
+            self.store.index_copy_(0, tensors.write_slots.long(), features)
+        features = self.store.index_select(0, tensors.read_slots)
+        return replace(batch, images=ImageTokens(tensors.tokens, features, images.num_text_rows))

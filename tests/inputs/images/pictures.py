@@ -1,0 +1,46 @@
+"""Pictures for tests: photographs that scikit-image ships, and others that Pillow makes."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+
+@cache
+def photo_folder() -> Path | None:
+    found = importlib.util.find_spec("skimage")
+    return None if found is None or found.origin is None else Path(found.origin).parent / "data"
+
+
+def photo(name: str) -> Image.Image:
+    """A photograph of scikit-image, such as `astronaut.png` (512 × 512) or `rocket.jpg` (640 × 427)."""
+    if (folder := photo_folder()) is None:
+        pytest.skip("scikit-image is not installed")
+    image = Image.open(folder / name)
+    image.load()
+    return image
+
+
+def noise(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
+    """A smooth coloured pattern with noise: every channel differs, and so does every corner."""
+    rng = np.random.default_rng(seed)
+    rows, columns = np.mgrid[0:height, 0:width]
+    channels = [
+        127 + 80 * np.sin(rows / (3 + 2 * c) + c) + 40 * np.cos(columns / (5 - c)) for c in range(len(mode))
+    ]
+    pixels = np.stack(channels, axis=-1) + rng.normal(0, 12, (height, width, len(mode)))
+    values = np.clip(pixels, 0, 255).astype(np.uint8)
+    return Image.fromarray(values[:, :, 0] if len(mode) == 1 else values, mode=mode)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    out = BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
