@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -13,11 +14,21 @@ import numpy as np
 from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import BLOCK_SIZE, Runner
 from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
+from penstock.scheduler.image_cache import ImageCache
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
-from penstock.types import PoolingParams, PoolPlan, Request, SampledResult, SamplerParams, Task
+from penstock.types import (
+    PoolingParams,
+    PoolPlan,
+    Request,
+    RequestImages,
+    SampledResult,
+    SamplerParams,
+    Task,
+)
 
 if TYPE_CHECKING:
+    from penstock.checkpoint.spec import ModelSpec
     from penstock.runner.decode import DecodeGraphs, Key
     from penstock.runner.graphs import Graphs
 
@@ -54,6 +65,30 @@ def warm_up_chunked_prefill(runner: Runner, block_size: int) -> None:
     row, first, stop = (np.array([number], dtype=np.int32) for number in (0, begin, end))
     share = ScheduledRows(request, row, first, stop, ([0, 1, 2],))
     runner.launch(build_plan([share], block_size)).result()
+
+
+def warm_up_images(runner: Runner, spec: ModelSpec, max_tokens: int) -> None:
+    """Run one image, of a middle size where sizes differ."""
+    if (processor := spec.images) is None:
+        return
+    side = processor.tile_patches
+    num_patches = side * side
+    images = RequestImages(
+        np.zeros((num_patches, processor.values_per_patch), dtype=np.uint8),
+        np.array([[side, side]], dtype=np.int32),
+        *(np.array([number], dtype=np.int32) for number in (0, 0, 1)),
+        np.zeros((1, 16), dtype=np.uint8),
+        are_rows=spec.dual is not None,
+    )
+    tokens = num_patches
+    if spec.dual is None:
+        tokens = processor.tokens_of(num_patches)
+        images = replace(images, num_tokens=np.array([tokens], dtype=np.int32))
+    length = np.array([tokens], dtype=np.int32)
+    if tokens <= max_tokens:
+        request = Request("warm-up", np.zeros(tokens, dtype=np.int32), length, images=images)
+        share = ScheduledRows(request, np.zeros(1, dtype=np.int32))
+        runner.launch(build_plan([share], image_cache=ImageCache(tokens))).result()
 
 
 def capture_graphs(
