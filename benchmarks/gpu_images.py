@@ -155,7 +155,7 @@ class Subject:
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         tokenizer.add_special_tokens(list(self.special.values()))
-        end = self.special[max(self.special)] if not self.modules else ""
+        end = self.special[max(self.special)] if len(self.special) == 1 else ""
         if end:
             tokenizer.post_processor = processors.TemplateProcessing(
                 single=f"$A {end}", special_tokens=[(end, vocabulary[end])]
@@ -200,6 +200,14 @@ def layer_flops(tokens: int, hidden: int, inner: int, layers: int) -> float:
     return layers * (2.0 * tokens * weights + 4.0 * tokens * tokens * hidden)
 
 
+QWEN_TOKENS = {
+    151643: "<|endoftext|>",
+    151644: "<|im_start|>",
+    151645: "<|im_end|>",
+    151652: "<|vision_start|>",
+    151653: "<|vision_end|>",
+    151655: "<|image_pad|>",
+}
 SUBJECTS = (
     Subject(
         "SigLIP so400m-patch14-384",
@@ -216,19 +224,21 @@ SUBJECTS = (
         QWEN_PROCESSOR,
         PAGE,
         (1, 4, 12),
-        {
-            151643: "<|endoftext|>",
-            151644: "<|im_start|>",
-            151645: "<|im_end|>",
-            151652: "<|vision_start|>",
-            151653: "<|vision_end|>",
-            151655: "<|image_pad|>",
-        },
+        QWEN_TOKENS,
         modules=(
             {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
             {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
             {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
         ),
+    ),
+    Subject(
+        "ColQwen3 on Qwen3-VL-2B",
+        {**QWEN3_VL_2B, "architectures": ["ColQwen3"]},
+        QWEN_PROCESSOR,
+        PAGE,
+        (1, 4, 12),
+        QWEN_TOKENS,
+        task=Task.TOKEN_EMBED,
     ),
 )
 
@@ -272,12 +282,13 @@ def step_s(engine: Engine, subject: Subject, count: int, repeats: int = 20) -> f
 def engine_rate(engine: Engine, subject: Subject, count: int) -> tuple[float, float]:
     """Images per second through the whole engine, and the share of time in which the device was busy."""
     images = [subject.page(1000 + number) for number in range(count)]
-    engine.embed([subject.page(number) for number in range(min(32, count))])
+    run = engine.embed if subject.task is Task.EMBED else engine.token_embed
+    run([subject.page(number) for number in range(min(32, count))])
     busy: list[float] = []
     core = engine.local.engine.core
     observe, core.observe = core.observe, lambda stats: busy.append(stats.device_s)
     began = time.perf_counter()
-    engine.embed(images)
+    run(images)
     elapsed = time.perf_counter() - began
     core.observe = observe
     return count / elapsed, sum(busy) / elapsed

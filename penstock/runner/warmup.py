@@ -6,7 +6,6 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -73,21 +72,21 @@ def warm_up_images(runner: Runner, spec: ModelSpec, max_tokens: int) -> None:
         return
     side = processor.tile_patches
     num_patches = side * side
+    are_rows = spec.dual is not None
+    tokens = num_patches if are_rows else processor.tokens_of(num_patches)
+    zero, length = np.zeros(1, dtype=np.int32), np.array([tokens], dtype=np.int32)
     images = RequestImages(
         np.zeros((num_patches, processor.values_per_patch), dtype=np.uint8),
         np.array([[side, side]], dtype=np.int32),
-        *(np.array([number], dtype=np.int32) for number in (0, 0, 1)),
-        np.zeros((1, 16), dtype=np.uint8),
-        are_rows=spec.dual is not None,
+        rows=zero,
+        starts=zero,
+        num_tokens=np.ones_like(length) if are_rows else length,
+        digests=np.zeros((1, 16), dtype=np.uint8),
+        are_rows=are_rows,
     )
-    tokens = num_patches
-    if spec.dual is None:
-        tokens = processor.tokens_of(num_patches)
-        images = replace(images, num_tokens=np.array([tokens], dtype=np.int32))
-    length = np.array([tokens], dtype=np.int32)
     if tokens <= max_tokens:
         request = Request("warm-up", np.zeros(tokens, dtype=np.int32), length, images=images)
-        share = ScheduledRows(request, np.zeros(1, dtype=np.int32))
+        share = ScheduledRows(request, zero)
         runner.launch(build_plan([share], image_cache=ImageCache(tokens))).result()
 
 
