@@ -22,6 +22,7 @@ from penstock.inputs.offsets import require_texts
 from penstock.inputs.pair_options import Pair, are_pairs, make_pairs
 from penstock.inputs.processor import InputOptions, Inputs, num_inputs
 from penstock.inputs.vectors import comparison_from_arrays
+from penstock.offline.images import LocalImages, require_images
 from penstock.offline.keywords import (
     InputKeywords,
     PairKeywords,
@@ -78,6 +79,7 @@ class AsyncEngine:
         self._local = local
         self._ids = request_ids("local")
         self._runner = TaskRunner(local.text, local.engine, self._ids)
+        self._local_images = LocalImages(local.text.spec)
 
     async def __aenter__(self) -> AsyncEngine:
         if self._local is None:
@@ -92,6 +94,7 @@ class AsyncEngine:
         """Finish what was submitted, then release the model."""
         if self._local is not None:
             local, self._local = self._local, None
+            self._local_images.close()
             await asyncio.to_thread(local.close)
 
     @property
@@ -117,8 +120,9 @@ class AsyncEngine:
     @explicit_signature
     async def embed(
         self,
-        texts: Inputs,
+        texts: Inputs | None = None,
         *,
+        images: Sequence[Any] | None = None,
         dimensions: int | None = None,
         normalize: bool | None = None,
         dtype: str = "float32",
@@ -127,7 +131,8 @@ class AsyncEngine:
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> NDArray[Any]:
-        """One vector a text, as an array [texts, dimensions].
+        """One vector a text, as an array [texts, dimensions]; or one an image, of paths, bytes, Pillow images
+        or arrays, given as `images` or among the texts.
 
         A text beyond the model's limit is an error unless `truncate_prompt_tokens` is set (-1 cuts at the
         limit) or `chunking="mean"`, which splits it into parts that fit and averages their vectors, weighted
@@ -135,8 +140,15 @@ class AsyncEngine:
         """
         params = PoolingParams(Task.EMBED, dimensions, normalize, output_dtype(dtype))
         given = input_options(options)
+        if images is not None:
+            if texts is not None or chunking != "none":
+                raise BadValue("give texts or images, not both, and images without chunking", param="images")
+            return await self._embed_images(require_images(images), params, given, priority)
+        if texts is None:
+            raise BadValue("give texts or images", param="texts")
+        texts = await self._images.replace(texts)
         if chunking == "none":
-            task = Embed(inputs=texts, params=params, options=given)
+            task = Embed(inputs=cast(Inputs, texts), params=params, options=given)
             return await self._run(task, priority, progress)
         if chunking == "late":
             raise BadValue("late chunking gives several vectors a text; use embed_chunks", param="chunking")
@@ -144,6 +156,25 @@ class AsyncEngine:
         long = EmbedInChunks(inputs=texts, params=params, options=given, chunking=how)
         windows: list[ChunkedEmbeddings] = await self._run(long, priority, progress)
         return _concatenated([window.vectors for window in windows])
+
+    async def _embed_images(
+        self, images: Sequence[Any], params: PoolingParams, options: InputOptions, priority: int
+    ) -> NDArray[Any]:
+        """Images in windows: while one runs, the next is prepared."""
+        running: asyncio.Task[NDArray[Any]] | None = None
+        parts: list[NDArray[Any]] = []
+        try:
+            async for window in self._images.windows(images):
+                if running is not None:
+                    parts.append(await running)
+                task = Embed(inputs=window, params=params, options=options)
+                running = asyncio.ensure_future(self._run(task, priority, progress=False))
+            if running is not None:
+                parts.append(await running)
+        finally:
+            if running is not None:
+                running.cancel()
+        return np.concatenate(parts)
 
     @explicit_signature
     async def embed_chunks(
@@ -237,7 +268,8 @@ class AsyncEngine:
             truncate_prompt_tokens=truncate_prompt_tokens,
             cache_salt=cache_salt,
         )
-        return await self._run(zero_shot_task(self.local.text, texts, labels, options), priority, progress)
+        inputs = await self._images.replace(texts)
+        return await self._run(zero_shot_task(self.local.text, inputs, labels, options), priority, progress)
 
     @explicit_signature
     async def token_classify(
@@ -394,8 +426,8 @@ class AsyncEngine:
         scores; by default they are as the model's configuration says.
         """
         params = PoolingParams(Task.SCORE, normalize=use_activation)
-        pairs = make_pairs(queries, documents)
-        task = Score(pairs=pairs, params=params, options=pair_options(options))
+        given = (await self._images.replace(queries), await self._images.replace(documents))
+        task = Score(pairs=make_pairs(*given), params=params, options=pair_options(options))
         return await self._run(task, priority, progress)
 
     @explicit_signature
@@ -522,6 +554,11 @@ class AsyncEngine:
     async def _run(self, task: PoolingTask[R], priority: int, progress: bool | None) -> R:
         with progress_bar(task.num_rows, progress) as advance:
             return await self._open_runner().run(task, Scheduling(priority=priority), advance)
+
+    @property
+    def _images(self) -> LocalImages:
+        _ = self.local  # refuses an engine that is not open
+        return self._local_images
 
     def _open_runner(self) -> TaskRunner:
         _ = self.local  # refuses an engine that is not open

@@ -79,8 +79,9 @@ class Engine:
     @explicit_signature
     def embed(
         self,
-        texts: Inputs,
+        texts: Inputs | None = None,
         *,
+        images: Sequence[Any] | None = None,
         dimensions: int | None = None,
         normalize: bool | None = None,
         dtype: str = "float32",
@@ -89,7 +90,8 @@ class Engine:
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> NDArray[Any]:
-        """One vector a text, as an array [texts, dimensions].
+        """One vector a text, as an array [texts, dimensions]; or one an image, of paths, bytes, Pillow images
+        or arrays, given as `images` or among the texts.
 
         A text beyond the model's limit is an error unless `truncate_prompt_tokens` is set (-1 cuts at the
         limit) or `chunking="mean"`, which splits it into parts that fit and averages their vectors, weighted
@@ -98,6 +100,7 @@ class Engine:
         return self._loop.wait(
             self._async.embed(
                 texts,
+                images=images,
                 dimensions=dimensions,
                 normalize=normalize,
                 dtype=dtype,

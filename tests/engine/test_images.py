@@ -81,7 +81,7 @@ class FakeDevice:
         for part in plan.slices:
             for at, (row, step_row) in enumerate(zip(part.rows, part.step_rows, strict=True)):
                 if part.begins is not None and part.begins[at] > 0:
-                    rows[step_row] += self.sums[part.request.id, int(row)]
+                    rows[step_row] += self.sums.get((part.request.id, int(row)), GARBAGE)
                 self.sums[part.request.id, int(row)] = rows[step_row]
         outputs = [rows if variant.rows is None else rows[variant.rows] for variant in plan.variants]
         return PooledResult(tuple(each.astype(np.float32)[:, None] for each in outputs), device_s=0.1)

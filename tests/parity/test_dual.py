@@ -51,6 +51,16 @@ def test_a_row_has_the_same_vector_alone_and_among_texts_and_images(subject: Sub
     assert largest_difference(mixed[[1, 4, 6]], wanted) < TOLERANCE
 
 
+def test_images_may_be_files_bytes_arrays_or_pillow_images(subject: Subject, tmp_path: Path) -> None:
+    file = tmp_path / "picture.png"
+    IMAGES[0].save(file)
+    given = [file, file.read_bytes(), np.asarray(IMAGES[0]), IMAGES[0], subject.images[0]]
+    vectors = subject.engine.embed(images=given)
+    wanted = np.repeat(subject.engine.embed(subject.images[:1]), len(given), axis=0)
+    assert largest_difference(vectors, wanted) < TOLERANCE
+    assert largest_difference(subject.engine.embed([TEXTS[0], file])[1:], wanted[:1]) < TOLERANCE
+
+
 def test_scores_of_texts_and_images_are_cosines(subject: Subject) -> None:
     engine, reference = subject.engine, subject.reference
     got = engine.score(TEXTS[0], subject.images)
