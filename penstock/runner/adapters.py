@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import RLock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -117,11 +117,14 @@ class AdapterPool:
     def check(self, adapter_ids: Ints) -> None:
         check_adapters(adapter_ids, self._known, self.max_adapters)
 
-    def prefetch(self, adapter_ids: Ints) -> None:
+    def prefetch(self, adapter_ids: Ints) -> list[Future[Any]]:
+        reads: list[Future[Any]] = []
         with self._lock:
             for adapter_id in np.unique(adapter_ids).tolist():
                 if adapter_id in self._specs and adapter_id not in self._slots:
-                    self._begin_reading(adapter_id)
+                    reading = self._begin_reading(adapter_id)
+                    reads += [] if reading is None else [reading]
+        return reads
 
     def stats(self) -> AdapterStats:
         with self._lock:
