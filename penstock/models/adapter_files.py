@@ -53,8 +53,8 @@ class _Reader:
             if (place := self.places.get(module)) is not None:
                 before = found.get(place, TableWeights())
                 assert isinstance(before, TableWeights)
-                rows = self.tensors[f"{module}.token_adapter.trainable_tokens_delta"]
-                found[place] = self._with_rows(before, place, module, torch.tensor(indices), rows)
+                new = self.tensors[f"{module}.token_adapter.trainable_tokens_delta"]
+                found[place] = self._with_rows(before, place, module, torch.tensor(indices), new)
         return found
 
     def _places(self) -> dict[str, str]:
