@@ -21,11 +21,14 @@ from torch import Tensor
 from penstock.kernels.activation import ACTIVATION_CODES
 from penstock.kernels.language import use_kernel
 from penstock.kernels.lora import (
+    LARGE_TILE,
     MAX_PARTS,
+    SMALL_TILE,
     LineTiles,
     LowRank,
     apply_reference,
     expand_,
+    expand_gated,
     rank_bucket,
     replace_,
     shrink,
@@ -176,6 +179,17 @@ class AdapterSites:
             begin = number * size if len(names) < len(others) else 0
             self.aliases[other] = SiteRows(site, begin, begin + size)
 
+    def compile_kernels(self, weights: ModuleWeights, rank: int) -> None:
+        """Compile what steps with an adapter launch, before the first one does."""
+        layers: dict[int, tuple[AdaptedLinear, bool]] = {}
+        for name, each in weights.items():
+            if isinstance(each, PartWeights) and each.down is not None:
+                layer, _ = self.layers[name]
+                has_gain = each.gain is not None or layers.get(id(layer), (layer, False))[1]
+                layers[id(layer)] = layer, has_gain
+        for layer, has_gain in layers.values():
+            layer.compile_kernels(rank, has_gain=has_gain)
+
     def write(self, slot: int, weights: ModuleWeights) -> bool:
         """Put an adapter into a slot, in the order of the device's work. True: a layer took memory, so that
         graphs of steps with adapters no longer hold."""
@@ -252,6 +266,7 @@ class AdaptedLinear:
         self.is_transposed = is_transposed
         self.ends = tuple(sum(sizes[: i + 1]) for i in range(len(sizes)))
         self.dtype, self.device = like
+        self.gate: tuple[str, bool] | None = None  # of a gated block: its activation, and whether it is first
         self.rank_factor = 1  # how many adapted modules may be joined in one part
         self.ranks: list[int] = []  # of the slots, once one has an adapter that changes this layer
         self.replaces: list[bool] = []  # whether a slot has a whole weight of its own
@@ -283,6 +298,34 @@ class AdaptedLinear:
         else:
             y = self._with_torch(y, x, lines)
         return y if residual is None else y + residual
+
+    def gated(self, x: Activations, act: str, gate_first: bool, out: Tensor | None) -> Tensor | None:
+        """act(gate) · up, where this layer computes both halves and one kernel can do all that follows it; else
+        None. The layer is active; `out` is for both halves."""
+        lines, low = self.state.lines, self._low
+        if lines is None or low is None or self._whole is not None or not use_kernel(low.up):
+            return None
+        if not isinstance(x, Tensor):
+            x = dequantize(x, self.dtype)
+        both = self.plain(x, None, out)
+        shrunk = shrink(x, low, lines.tiled, self.state.rank)
+        return expand_gated(both, shrunk, low, lines.tiled, act, gate_first=gate_first)
+
+    def compile_kernels(self, rank: int, *, has_gain: bool) -> None:
+        """Compile what a step would launch for an adapter of this rank, so that none has to wait for it."""
+        width, parts = self.storage_rank, len(self.ends)
+        pair = self._zeros(1, parts * width, self.in_features), self._zeros(1, self.out_features, width)
+        scaled = torch.ones((1, self.out_features), device=self.device) if has_gain else None
+        ranks = torch.zeros(1, dtype=torch.int32, device=self.device)
+        low = LowRank(*pair, ranks, self.ends, scaled, scaled)
+        x, y = self._zeros(1, self.in_features), self._zeros(1, self.out_features)
+        lines = torch.zeros((1, 3), dtype=torch.int32, device=self.device)
+        for size in (SMALL_TILE, LARGE_TILE):
+            tiled = LineTiles(ranks, lines, size)
+            shrunk = shrink(x, low, tiled, rank)
+            expand_(y, shrunk, low, tiled, self.fused_act)
+            if self.gate is not None:
+                expand_gated(y, shrunk, low, tiled, self.gate[0], gate_first=self.gate[1])
 
     def _with_kernels(self, y: Tensor, x: Tensor, lines: AdapterLines) -> Tensor:
         if self._whole is not None:

@@ -24,6 +24,7 @@ from penstock.kernels.lora import rank_bucket
 from penstock.layers.lora import AdapterSites
 from penstock.models.adapter_files import read_adapter
 from penstock.runner.base import AdapterInfo, AdapterStats, check_adapters
+from penstock.runner.cuda_device import use_device
 from penstock.runner.inputs import AdapterPlan
 from penstock.types import Ints
 from penstock.weights.adapters import ModuleWeights
@@ -55,7 +56,9 @@ class AdapterPool:
         self._dtype = dtype
         self._device = device
         self._lock = RLock()
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="penstock-adapters")
+        self._reader = ThreadPoolExecutor(
+            1, thread_name_prefix="penstock-adapters", initializer=use_device, initargs=(device,)
+        )
         self._specs: dict[int, LoraSpec] = {}  # that were loaded and not yet dropped
         self._known: set[int] = set()  # that requests may choose
         self._used_ids: set[int] = set(range(len(sites.own)))
@@ -99,6 +102,9 @@ class AdapterPool:
         self._used_ids.add(adapter_id)
         spec = read_lora(Path(folder), name)
         adapter = self._read(spec)
+        if self._pins and self._sites is not None:
+            with torch.inference_mode():
+                self._sites.compile_kernels(adapter.weights, rank_bucket(adapter.rank))
         with self._lock:
             self._specs[adapter_id] = spec
             self._known.add(adapter_id)

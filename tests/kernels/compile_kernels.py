@@ -68,6 +68,7 @@ HELPERS |= {
     "quantize_group",
     "_difference",
     "_act",
+    "_change",
 }
 HELPERS |= {"_scaled_dot", "_write_order", "_write_tiles", "_corner", "_copy", "_multiply"}
 TYPES = {
@@ -198,6 +199,10 @@ def launch_adapter_kernels() -> None:
             pair = x(4, len(ends) * 64, 768), x(4, ends[-1], 64)
             adapters = lora.LowRank(*pair, i(4), ends, *scaled)
             lora.expand_(x(80, ends[-1]), lora.shrink(x(80, 768), adapters, lines, 16), adapters, lines, act)
+        pair = x(4, 128, 768), x(4, 1536, 64)
+        adapters = lora.LowRank(*pair, i(4), (768, 1536), x(4, 1536, dtype=F32), x(4, 1536, dtype=F32))
+        low = lora.shrink(x(80, 768), adapters, lines, 16)
+        lora.expand_gated(x(80, 1536), low, adapters, lines, "silu", gate_first=True)
         lora.replace_(x(80, 3), x(80, 768), x(4, 3, 768), x(4, 3), i(4), lines)
 
 
