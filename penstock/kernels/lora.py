@@ -452,8 +452,8 @@ def expand_(y: Tensor, shrunk: Tensor, adapters: LowRank, lines: LineTiles, act:
 def expand_gated(
     both: Tensor, shrunk: Tensor, adapters: LowRank, lines: LineTiles, act: str, *, gate_first: bool
 ) -> Tensor:
-    """act(gate) · up with adapters, [lines, width], from both halves side by side, [lines, 2 · width]. Lines in
-    no tile are left as they are."""
+    """act(gate) · up with adapters, [lines, width], from both halves side by side, [lines, 2 · width]. Lines
+    in no tile are left as they are."""
     parts, gain, shift = len(adapters.ends), adapters.gain, adapters.shift
     out = both.new_empty((len(both), both.shape[1] // 2))
     launch, across = _bound_expand_gated(

@@ -9,9 +9,9 @@ from penstock.kernels.gate_up import GateUp
 from penstock.kernels.language import use_kernel
 from penstock.kernels.quantize import Activations
 from penstock.layers.activation import activation
+from penstock.layers.adapted_linear import AdaptedLinear, current_form, unwrap
 from penstock.layers.fp8 import Fp8Linear
 from penstock.layers.linear import Linear, LinearLayer
-from penstock.layers.lora import AdaptedLinear, current_form, unwrap
 
 
 class MLP:

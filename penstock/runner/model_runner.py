@@ -19,9 +19,9 @@ from torch import Tensor
 
 from penstock.errors import DeviceOutOfMemory, EngineError
 from penstock.kvcache.store import KVCache
+from penstock.layers.adapter_state import adapting
 from penstock.layers.batch import Batch
 from penstock.layers.cpu_shapes import padded_size, pads_steps
-from penstock.layers.lora import adapting
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
 from penstock.pooling.heads import to_output
