@@ -86,6 +86,13 @@ class LayerBuilder:
         sites.layers.update((name, (found, number)) for number, name in enumerate(names))
         return found
 
+    def alias(self, prefix: str, names: Sequence[str], other_prefix: str, others: Sequence[str]) -> None:
+        """Let adapters name modules as another layout of the model's checkpoints does."""
+        if self.adapters is not None:
+            self.adapters.add_aliases(
+                [prefix + name for name in names], [other_prefix + name for name in others]
+            )
+
     def adapted_table(self, name: str, weight: Tensor) -> AdaptedTable | None:
         """What adapters may change about a table; None if the model takes none."""
         if (sites := self.adapters) is None:

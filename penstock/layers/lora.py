@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from penstock.types import Ints
 from penstock.weights.adapters import ModuleWeights, PartWeights, TableWeights
 
 LineKind = Literal["tokens", "outputs", "rows"]
+_ALL_ROWS = slice(None)
 _IDENTITY_ROWS = 1024  # of the identity matrix that a weight is read with at a time
 
 
@@ -123,6 +124,14 @@ def adapting(adapters: StepAdapters | None) -> Iterator[None]:
         adapters.stop()
 
 
+class SiteRows(NamedTuple):
+    """Outputs of a layer that another layout of the model's checkpoints has as a module of its own."""
+
+    site: str
+    begin: int
+    end: int
+
+
 class AdapterSites:
     """Every layer and table of a model that an adapter may change, by the names of its modules."""
 
@@ -132,14 +141,11 @@ class AdapterSites:
         self.state = AdapterState()
         self.layers: dict[str, tuple[AdaptedLinear, int]] = {}  # with the number of the part
         self.tables: dict[str, AdaptedTable] = {}
+        self.aliases: dict[str, SiteRows] = {}  # names of the same modules in other layouts
         self.own: list[ModuleWeights] = []  # adapters of the checkpoint itself
         self.tied: set[str] = set()  # tables whose weight a head shares
         self.fixed: set[str] = set()  # modules that are used, but cannot be adapted
         self.ignored: tuple[str, ...] = ()  # parts of names of modules that the model leaves out
-
-    @property
-    def storage_rank(self) -> int:
-        return rank_bucket(self.max_rank)
 
     def grow(self, num_slots: int, max_rank: int) -> None:
         """Have at least this room; before anything is written."""
@@ -152,6 +158,23 @@ class AdapterSites:
     def names(self) -> Iterable[str]:
         yield from self.layers
         yield from self.tables
+        yield from self.aliases
+
+    def add_aliases(self, names: Sequence[str], others: Sequence[str]) -> None:
+        """Know modules by other names too: one for each, or several for the parts of one."""
+        if any(name not in self.layers for name in names):
+            return
+        if len(names) > 1 and len(names) != len(others):
+            return
+        for number, other in enumerate(others):
+            site = names[number] if len(names) == len(others) else names[0]
+            layer, part = self.layers[site]
+            size = layer.part_size(part)
+            if len(names) < len(others):  # the parts of one are joined into a pair of higher rank
+                layer.rank_factor = len(others)
+                size //= len(others)
+            begin = number * size if len(names) < len(others) else 0
+            self.aliases[other] = SiteRows(site, begin, begin + size)
 
     def write(self, slot: int, weights: ModuleWeights) -> bool:
         """Put an adapter into a slot, in the order of the device's work. True: a layer took memory, so that
@@ -229,10 +252,19 @@ class AdaptedLinear:
         self.is_transposed = is_transposed
         self.ends = tuple(sum(sizes[: i + 1]) for i in range(len(sizes)))
         self.dtype, self.device = like
+        self.rank_factor = 1  # how many adapted modules may be joined in one part
         self.ranks: list[int] = []  # of the slots, once one has an adapter that changes this layer
         self.replaces: list[bool] = []  # whether a slot has a whole weight of its own
         self._low: LowRank | None = None
         self._whole: tuple[Tensor, Tensor, Tensor] | None = None  # weight, bias and flag of each slot
+
+    @property
+    def storage_rank(self) -> int:
+        return rank_bucket(self.rank_factor * self.sites.max_rank)
+
+    def part_size(self, number: int) -> int:
+        """The outputs of one of the fused layers."""
+        return self.ends[number] - (self.ends[number - 1] if number else 0)
 
     @property
     def is_active(self) -> bool:
@@ -296,7 +328,7 @@ class AdaptedLinear:
             self._whole[2][slot].fill_(0)
 
     def _reserve_low(self, has_gain: bool) -> bool:
-        slots, rank, low = self.sites.num_slots, self.sites.storage_rank, self._low
+        slots, rank, low = self.sites.num_slots, self.storage_rank, self._low
         if low is not None and (low.gain is not None or not has_gain):
             return False
         if low is None:
@@ -328,7 +360,7 @@ class AdaptedLinear:
 
     def _write_low(self, low: LowRank, slot: int, parts: dict[int, PartWeights]) -> None:
         rank = max((part.rank for part in parts.values()), default=0)
-        width = self.sites.storage_rank
+        width = self.storage_rank
         for number, end in enumerate(self.ends):
             begin = self.ends[number - 1] if number else 0
             part = parts.get(number, PartWeights())
@@ -351,15 +383,17 @@ class AdaptedLinear:
         begin = self.ends[number - 1] if number else 0
         return base_weight(self.base, self.dtype, self.device)[begin : self.ends[number]].cpu()
 
-    def with_lengths(self, number: int, part: PartWeights, lengths: Tensor) -> PartWeights:
+    def with_lengths(
+        self, number: int, part: PartWeights, lengths: Tensor, rows: slice = _ALL_ROWS
+    ) -> PartWeights:
         """DoRA gives every row of W + B A its own length. So W x is multiplied by length / |row|, B too, and
-        the bias, which is in the product already, is made up for."""
+        the bias, which is in the product already, is made up for. `rows` are those that the part changes."""
         assert part.down is not None and part.up is not None
         begin, end = self.ends[number - 1] if number else 0, self.ends[number]
-        weight = self.base_rows(number)
+        weight = self.base_rows(number)[rows]
         gain = lengths.float() / (weight + part.up.float() @ part.down.float()).norm(dim=1)
         bias = getattr(self.plain, "bias", None) if self.has_bias else None
-        shift = torch.zeros_like(gain) if bias is None else (1 - gain) * bias[begin:end].float().cpu()
+        shift = torch.zeros_like(gain) if bias is None else (1 - gain) * bias[begin:end][rows].float().cpu()
         return part._replace(up=part.up * gain[:, None], gain=gain, shift=shift)
 
     def _write_whole(
@@ -448,7 +482,7 @@ class AdaptedTable:
             self._index[slot].fill_(-1)
 
     def _write_low(self, slot: int, weights: TableWeights) -> bool:
-        slots, rank = self.sites.num_slots, self.sites.storage_rank
+        slots, rank = self.sites.num_slots, rank_bucket(self.sites.max_rank)
         grew = self._low is None
         if self._low is None or self._down is None:
             self.ranks = [0] * slots

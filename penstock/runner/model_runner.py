@@ -255,7 +255,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _replay(
-        self, graphs: Graphs, key: Key, plan: PoolPlan, adapters: AdapterPlan | None
+        self, graphs: Graphs, key: Key, plan: PoolPlan, adapters: AdapterPlan | None = None
     ) -> PooledResult | None:
         """Run a pooling step by a graph of the whole step or of the model alone. None: there is none yet."""
         graph = graphs.prepare(key, plan, adapters)

@@ -77,7 +77,7 @@ class GenerationScheduler:
     def __init__(self, pool: BlockPool, limits: GenerationLimits) -> None:
         self.pool = pool
         self.limits = limits
-        self.max_adapters = 0  # different ones in one step
+        self.max_adapters = 0  # different ones in one step; 0: no limit
         self.num_preemptions = 0
         self.queued_tokens = 0  # without those of background requests
         self.queued_background_tokens = 0
@@ -347,8 +347,6 @@ class GenerationScheduler:
 
     def _adapters_of(self, slots: Ints) -> Ints | None:
         """The adapter of each row; None if none has one."""
-        if not self.max_adapters:
-            return None
         adapters: Ints = self._slots.adapter[slots]
         return adapters if (adapters >= 0).any() else None
 
@@ -356,7 +354,7 @@ class GenerationScheduler:
         """Whether a sequence can run beside those that run: all of them may be in one step. Sequences behind
         one that cannot wait too, so its turn comes."""
         adapters, table = sequence.request.adapters, self._slots
-        if adapters is None or (own := int(adapters[sequence.row])) < 0:
+        if not self.max_adapters or adapters is None or (own := int(adapters[sequence.row])) < 0:
             return True
         is_background = sequence.request.is_background
         running = {
