@@ -114,6 +114,9 @@ class Call:
     def _chosen(self, body: Any, asked: str | None) -> ServedModel:
         """The model of a body whose name or `adapter` chooses more than the model."""
         found = self._resolve(body.model)
+        if not body.model and asked not in (None, *found.model.adapters):
+            holders = [each for each in self.state.models.values() if asked in each.adapters]
+            found = Found(holders[0]) if len(holders) == 1 else found
         model, own = found.model, found.own_adapter
         if asked is not None:
             named = own if model.adapter is None else model.adapter.name
@@ -125,7 +128,7 @@ class Call:
             if asked in model.spec.adapters:
                 own = asked
             elif model.adapter is None:
-                model = model.with_adapter(model.find_adapter(asked))
+                model = model.with_adapter(self._find_adapter(model, asked))
         if not self.may_use(model):
             raise self._not_allowed(model.full_name)
         if found.prompt is not None:
@@ -137,6 +140,15 @@ class Call:
         elif own is not None:
             choose_own_adapter(body, model, own)
         return model
+
+    def _find_adapter(self, model: ServedModel, name: str) -> ServedAdapter:
+        """An adapter of a model. Who may not use the model is not told which adapters it has."""
+        try:
+            return model.find_adapter(name)
+        except ModelNotFound:
+            if self.may_use(model):
+                raise
+            raise self._not_allowed(f"{model.spec.name}:{name}") from None
 
     def _hold(self, model: ServedModel, adapter: ServedAdapter) -> None:
         """Keep an adapter in the engines until this request is done."""

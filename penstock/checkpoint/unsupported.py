@@ -85,7 +85,8 @@ def why_no_config(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
         base = optional_json(folder / "adapter_config.json").get("base_model_name_or_path")
         return (
-            f"it holds an adapter for {shown(base)}, not a model; merge it into its base and give the result"
+            f"it holds an adapter for {shown(base)}, not a model; give that model, and the adapter with "
+            "--enable-lora --lora-modules NAME=FOLDER"
         )
     for pattern, reason in (
         ("*.gguf", "its weights are GGUF, which is not supported; give the safetensors version of the model"),

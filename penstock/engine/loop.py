@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.backlog import ADMITTED_SHARE, Backlog, check_wait
+from penstock.engine.adapter_waits import AdapterWaits
 from penstock.engine.comparisons import Comparisons
 from penstock.engine.dedup import Deduplicator
 from penstock.engine.fair_share import FairShare
@@ -133,12 +134,14 @@ class EngineCore:
         self._num_fast_tokens = UNBOUNDED  # behind as many waiting tokens, no request waits too long
         self._num_started_tokens = 0  # of prompts, when the last generation step was planned
         self._comparisons = Comparisons()
+        self._adapter_waits = AdapterWaits()
         self._in_flight: deque[InFlightStep] = deque()
 
     @property
     def busy(self) -> bool:
         generating = (self.generation is not None and self.generation.busy) or self.grammars
-        return bool(self.pending or self._in_flight or self._comparisons or generating)
+        waiting = self._comparisons or self._adapter_waits
+        return bool(self.pending or self._in_flight or waiting or generating)
 
     @property
     def device_failure(self) -> DeviceFailed | None:
@@ -181,7 +184,11 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Take on a request; `BadValue`, `NotPossible` or `QueueFull` if it cannot be."""
         self._check_id(request.id)
-        self._check_adapters(request)
+        if request.adapters is not None and self._waits_for_adapters(request):
+            return
+        self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
         if not request.is_background:
             self._lane.saw_interactive(self.clock())
         if request.sampling is not None:
@@ -209,6 +216,7 @@ class EngineCore:
             requests += self.generation.requests()
         if self.grammars is not None:
             requests += self.grammars.requests()
+        requests += self._adapter_waits.requests()
         arrays = [request.adapters for request in requests if request.adapters is not None]
         return {int(each) for array in arrays for each in np.unique(array)}
 
@@ -217,14 +225,27 @@ class EngineCore:
         if self.adapters is not None:
             self.adapters.unload(adapter_id)
 
-    def _check_adapters(self, request: Request) -> None:
-        """Refuse adapters that are not loaded, and begin to read those that are only on disk."""
-        if request.adapters is None:
-            return
-        if self.adapters is None:
+    def _waits_for_adapters(self, request: Request) -> bool:
+        """Refuse adapters that are not loaded, and begin to read those that are only on disk. Returns whether
+        the request waits for that."""
+        if self.adapters is None or request.adapters is None:
             raise NotPossible("this model has no adapters", param="adapter")
         self.adapters.check(request.adapters)
-        self.adapters.prefetch(request.adapters)
+        if reads := self.adapters.prefetch(request.adapters):
+            self._adapter_waits.hold(request, reads, lambda: self.wake())
+        return bool(reads)
+
+    def _admit_adapted(self) -> list[Outcome]:
+        """Requests whose adapters were read join the queues."""
+        outcomes: list[Outcome] = []
+        for request, error in self._adapter_waits.ready():
+            try:
+                if error is not None:
+                    raise error
+                self._enqueue(request)
+            except PenstockError as failure:
+                outcomes.append(Failure(request.id, failure))
+        return outcomes
 
     def _wait_s(self, request: Request) -> float:
         """Seconds until a pooling request that arrives now starts."""
@@ -278,7 +299,8 @@ class EngineCore:
         return []
 
     def _check_id(self, request_id: str) -> None:
-        if request_id in self.pending or request_id in self._comparisons.ids or self.generates(request_id):
+        is_known = request_id in self.pending or request_id in self._comparisons.ids
+        if is_known or self.generates(request_id):
             raise BadValue(f"request_id {request_id!r} is already in use", param="request_id")
 
     def _add_generation(self, request: Request, sampling: SamplerParams) -> None:
@@ -310,6 +332,8 @@ class EngineCore:
         """Drop a request. Its rows in flight finish and are ignored."""
         if self.pending.cancel(request_id) or self._comparisons.cancel(request_id):
             return
+        if self._adapter_waits.cancel(request_id):
+            return
         if self.grammars is not None:
             self.grammars.cancel(request_id)
         if self.generation is not None:
@@ -318,6 +342,8 @@ class EngineCore:
     def generates(self, request_id: str) -> bool:
         """Whether further tokens of this request may come."""
         compiling = self.grammars is not None and request_id in self.grammars
+        if request_id in self._adapter_waits:
+            return True
         return compiling or (self.generation is not None and request_id in self.generation)
 
     def next_deadline_s(self) -> float | None:
@@ -329,12 +355,14 @@ class EngineCore:
         background = None
         if self._has_background_work and not self._in_flight:
             background = self._lane.next_chance_s()
-        deadlines = (waiting, generating, compiling, comparing, background)
+        adapting = self._adapter_waits.next_deadline_s() if self._adapter_waits else None
+        deadlines = (waiting, generating, compiling, comparing, adapting, background)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def step(self) -> list[Outcome]:
         """One turn of the loop: expire, admit, collect, launch."""
         outcomes = self._expire()
+        outcomes += self._admit_adapted() if self._adapter_waits else []
         outcomes += self._admit_compiled()
         outcomes += self._collect()
         outcomes += self._comparisons.collect(self.clock())
@@ -382,6 +410,8 @@ class EngineCore:
         if self.generation is not None and self.max_queue_s:
             for request in self.generation.overdue(now):
                 outcomes.append(Failure(request.id, self._overdue_error()))
+        for request, error in self._adapter_waits.expire(now) if self._adapter_waits else ():
+            outcomes.append(Failure(request.id, error))
         for request, error in () if self.grammars is None else self.grammars.expire(now):
             outcomes.append(Failure(request.id, error))
         if self._comparisons:
@@ -491,6 +521,7 @@ class EngineCore:
             outcomes += [Failure(key, error) for key in self.generation.clear()]
         if self.grammars is not None:
             outcomes += [Failure(key, error) for key in self.grammars.clear()]
+        outcomes += [Failure(key, error) for key in self._adapter_waits.clear()]
         self._in_flight.clear()
         self._recovery.clear()
         return outcomes

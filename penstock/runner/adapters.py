@@ -12,14 +12,15 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import RLock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.adapter_files import file_marks
 from penstock.checkpoint.adapters import LoraSpec, read_lora
-from penstock.errors import BadValue, EngineError, NotPossible
+from penstock.errors import BadValue, EngineError, ModelLoadError, NotPossible
 from penstock.kernels.lora import rank_bucket
 from penstock.layers.lora import AdapterSites
 from penstock.models.adapter_files import read_adapter
@@ -60,6 +61,7 @@ class AdapterPool:
             1, thread_name_prefix="penstock-adapters", initializer=use_device, initargs=(device,)
         )
         self._specs: dict[int, LoraSpec] = {}  # that were loaded and not yet dropped
+        self._marks: dict[int, object] = {}  # of their files, as they were loaded
         self._known: set[int] = set()  # that requests may choose
         self._used_ids: set[int] = set(range(len(sites.own)))
         self._host: OrderedDict[int, HostAdapter] = OrderedDict()  # the least recently used first
@@ -100,13 +102,14 @@ class AdapterPool:
         if adapter_id in self._used_ids:
             raise BadValue(f"adapter id {adapter_id} was used before", param="adapter")
         self._used_ids.add(adapter_id)
+        marks = file_marks(folder)
         spec = read_lora(Path(folder), name)
         adapter = self._read(spec)
         if self._pins and self._sites is not None:
             with torch.inference_mode():
                 self._sites.compile_kernels(adapter.weights, rank_bucket(adapter.rank))
         with self._lock:
-            self._specs[adapter_id] = spec
+            self._specs[adapter_id], self._marks[adapter_id] = spec, marks
             self._known.add(adapter_id)
             self._keep(adapter_id, adapter)
         log.info("adapter %s: rank %d on %s", name, spec.rank, ", ".join(spec.kinds))
@@ -120,11 +123,14 @@ class AdapterPool:
     def check(self, adapter_ids: Ints) -> None:
         check_adapters(adapter_ids, self._known, self.max_adapters)
 
-    def prefetch(self, adapter_ids: Ints) -> None:
+    def prefetch(self, adapter_ids: Ints) -> list[Future[Any]]:
+        reads: list[Future[Any]] = []
         with self._lock:
             for adapter_id in np.unique(adapter_ids).tolist():
                 if adapter_id in self._specs and adapter_id not in self._slots:
-                    self._begin_reading(adapter_id)
+                    reading = self._begin_reading(adapter_id)
+                    reads += [] if reading is None else [reading]
+        return reads
 
     def stats(self) -> AdapterStats:
         with self._lock:
@@ -139,7 +145,7 @@ class AdapterPool:
         if not unloaded:
             return
         for adapter_id in set(unloaded).difference(self.in_use()):
-            del self._specs[adapter_id]
+            del self._specs[adapter_id], self._marks[adapter_id]
             self._host.pop(adapter_id, None)
             if (slot := self._slots.pop(adapter_id, None)) is not None:
                 self._free.append(slot)
@@ -173,6 +179,10 @@ class AdapterPool:
 
             def read() -> HostAdapter:
                 try:
+                    if file_marks(spec.folder) != self._marks.get(adapter_id):
+                        raise ModelLoadError(
+                            f"the files of adapter {spec.name!r} are not those that were loaded; load it again"
+                        )
                     adapter = self._read(spec)
                     with self._lock:
                         self._keep(adapter_id, adapter)

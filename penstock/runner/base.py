@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -75,8 +75,8 @@ class AdapterStore(Protocol):
         """`ModelNotFound` for an adapter that is not loaded, -1 excepted; `NotPossible` for too many."""
         ...
 
-    def prefetch(self, adapter_ids: Ints) -> None:
-        """Begin to read those that are only on disk."""
+    def prefetch(self, adapter_ids: Ints) -> list[Future[Any]]:
+        """Begin to read those that are only on disk. Empty if all are in memory."""
         ...
 
     def stats(self) -> AdapterStats: ...

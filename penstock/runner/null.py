@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -67,8 +68,8 @@ class NullAdapters:
     def check(self, adapter_ids: Ints) -> None:
         check_adapters(adapter_ids, self._known, self.max_adapters)
 
-    def prefetch(self, adapter_ids: Ints) -> None:
-        return None
+    def prefetch(self, adapter_ids: Ints) -> list[Future[Any]]:
+        return []
 
     def stats(self) -> AdapterStats:
         return AdapterStats(len(self._known), 0, 0, 0, 0)

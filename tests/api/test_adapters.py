@@ -276,6 +276,8 @@ def test_a_key_for_an_adapter_allows_it_alone(embedder: tuple[TestClient, Record
             assert call.model(allowed).name == "tenant"
         with pytest.raises(ModelNotAllowed):
             call.model(body(model="model"))
+        with pytest.raises(ModelNotAllowed, match=r"its models are: tenant$"):
+            call.model(body(model="model", adapter="other"))
         assert call.names == ["tenant"]
         call.release_adapters()
     call.key = ApiKey("k", models=frozenset({"model"}))

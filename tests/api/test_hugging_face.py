@@ -305,7 +305,6 @@ def test_sampling_needs_to_be_asked_for(writer: TestClient, engine: ScriptedEngi
         ({"watermark": True}, "watermark"),
         ({"typical_p": 0.5}, "typical_p"),
         ({"best_of": 2}, "best_of"),
-        ({"adapter_id": "a"}, "adapter"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"max_new_tokens": 10**6}, "max_new_tokens is 1000000"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ import numpy as np
 import pytest
 
 from penstock import Engine, SamplingParams
-from penstock.errors import AdapterNotFound, BadValue, ConfigError, NotPossible
+from penstock.errors import AdapterNotFound, BadValue, ConfigError, ModelLoadError, NotPossible
 from tests.lora_models import TEXTS, Adapted, adapted_embedder, adapted_llama, adapted_reranker
+from tests.waiting import PATIENCE_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +131,51 @@ def test_an_engine_without_lora_says_how_to_open_it(bert: Adapted) -> None:
             engine.load_adapter("a", str(bert.adapters["a"]))
     with pytest.raises(ConfigError, match="lora_modules needs enable_lora"):
         opened(bert.base, lora_modules=bert.modules("a"))
+
+
+@pytest.fixture
+def small(bert: Adapted) -> Iterator[Engine]:
+    """An engine that keeps one adapter in memory, and has two."""
+    modules = bert.modules("a", "b")
+    options: dict[str, Any] = {"max_loras": 1, "max_cpu_loras": 1, "lora_modules": modules}
+    with opened(bert.base, enable_lora=True, **options) as engine:
+        yield engine
+
+
+def test_a_request_whose_adapter_is_read_from_disk_holds_up_no_other(
+    small: Engine, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool: Any = small.local.engine.core.adapters
+    read, may_read, reads = pool._read, threading.Event(), []
+
+    def slow(spec: Any) -> Any:
+        reads.append(spec.name)
+        assert may_read.wait(PATIENCE_S)
+        return read(spec)
+
+    monkeypatch.setattr(pool, "_read", slow)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(small.embed, TEXTS, adapter="a")
+        wait_until(lambda: reads == ["a"])
+        small.embed(TEXTS)  # others run meanwhile
+        assert not waiting.done()
+        may_read.set()
+        found = waiting.result(PATIENCE_S)
+    np.testing.assert_allclose(found, engine.embed(TEXTS, adapter="a"), atol=1e-5)
+    small.embed(TEXTS, adapter="b")
+    np.testing.assert_allclose(small.embed(TEXTS, adapter="a"), found, atol=1e-5)
+
+
+def test_an_adapter_whose_files_changed_is_not_read_again(
+    small: Engine, bert: Adapted, tmp_path: Path
+) -> None:
+    folder = tmp_path / "changing"
+    shutil.copytree(bert.adapters["a"], folder)
+    small.load_adapter("changing", str(folder))
+    small.embed(TEXTS, adapter="changing")
+    small.embed(TEXTS, adapter="b")  # it leaves the device and host memory
+    shutil.rmtree(folder)
+    shutil.copytree(bert.adapters["b"], folder)
+    with pytest.raises(ModelLoadError, match="are not those that were loaded"):
+        small.embed(TEXTS, adapter="changing")
+    small.embed(TEXTS, adapter="b")

@@ -2,7 +2,7 @@
 
 import { ask, hasKey } from "./client.js";
 import { card, el, scrolling } from "./dom.js";
-import { allModels, badge, readModels, stateOf } from "./models.js";
+import { baseModels, badge, readModels, stateOf } from "./models.js";
 
 const ADMIN_ROUTE = "/is_sleeping";  // it needs the admin key and changes nothing
 const ORDERS = { awake: { label: "Sleep", action: "sleep" }, asleep: { label: "Wake", action: "wake" } };
@@ -75,14 +75,14 @@ export class ModelTable {
   }
 
   build() {
-    this.rows = allModels().map((model) => new Row(model, this.figures, (action, id) => this.order(action, id)));
+    this.rows = baseModels().map((model) => new Row(model, this.figures, (action, id) => this.order(action, id)));
     this.body.replaceChildren(...this.rows.map(({ node }) => node));
   }
 
   /** Reads the states again; shows the buttons if the key allows orders. One model alone needs no table without them. */
   async refresh() {
     const [allowed] = await Promise.all([canOrder(this.tell), readModels()]);
-    if (this.rows.map(({ id }) => id).join() !== allModels().map(({ id }) => id).join()) this.build();
+    if (this.rows.map(({ id }) => id).join() !== baseModels().map(({ id }) => id).join()) this.build();
     this.node.hidden = this.rows.length < 2 && !allowed;
     this.orders.hidden = !allowed;
     for (const row of this.rows) {

@@ -8,6 +8,8 @@ let states = new Map();  // model id → state
 let onChange = () => {};
 
 export const allModels = () => models;
+/** Those with engines of their own, so without LoRA adapters. */
+export const baseModels = () => models.filter(({ parent }) => !parent);
 export const stateOf = (id) => states.get(id);
 /** Whether a request has to wait until the model is awake. */
 export const hasToWake = (id) => ["falling asleep", "asleep", "waking"].includes(stateOf(id));
@@ -21,7 +23,8 @@ const describeAll = (found) => found.map(describe).join();
 /** Asks the server for its models and shows their states. */
 export async function readModels() {
   const { answer } = await ask("/v1/models");
-  const seen = new Set(), found = answer.data.filter(({ root }) => !seen.has(root) && seen.add(root));
+  // A LoRA adapter has a parent, and is shown like a model; its root is a path that others may share.
+  const seen = new Set(), found = answer.data.filter(({ root, parent }) => parent || (!seen.has(root) && seen.add(root)));
   states = new Map(found.map(({ id, state }) => [id, state]));
   if (describeAll(found) !== describeAll(models)) {
     models = found;
