@@ -24,7 +24,7 @@ def random_adapters(sites: AdapterSites, ranks: Sequence[int], dtype: torch.dtyp
         for place, (name, (layer, part)) in enumerate(sites.layers.items()):
             if number % 2 and place % 3 == 0:
                 continue
-            outputs = layer.ends[part] - (layer.ends[part - 1] if part else 0)
+            outputs = layer.part_size(part)
             weights = PartWeights(noise(rank, layer.in_features), noise(outputs, rank))
             if number == len(ranks) - 1:
                 weights = weights._replace(gain=1 + noise(outputs).float(), shift=noise(outputs).float())

@@ -161,7 +161,7 @@ def embed(
       penstock embed articles.jsonl -o vectors.jsonl --column body --keep title
       penstock embed 'articles/*.parquet' -o vectors/ --on-error skip
       penstock embed articles.jsonl --to lancedb:./db/articles --id-column url
-      penstock embed articles.parquet -o vectors.parquet --adapter tenant-a=adapters/tenant-a
+      penstock embed articles.parquet -o vectors.parquet --adapter a=./adapter
     """
     job = _job(options, vectors, adapter, engine)
     sink = _sink(options)

@@ -119,6 +119,27 @@ def _shrink(
     tl.store(at, total.to(out.dtype.element_ty), mask=here[:, None] & (col < PARTS * RANK)[None, :])
 
 
+@jit()
+def _change(
+    low: tl.tensor,  # where the lines' rows of A x begin, [TILE, 1]
+    here: tl.tensor,
+    weight: tl.tensor,  # B of the slot
+    col: tl.tensor,
+    own: tl.tensor,  # columns that are computed
+    rank: tl.tensor,
+    RANK: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """B (A x) of some lines and columns, fp32."""
+    r = tl.arange(0, RANK)
+    some = tl.load(low + r[None, :], mask=here[:, None] & (r < rank)[None, :], other=0.0)
+    w = tl.load(
+        weight + col[:, None] * MAX_RANK + r[None, :], mask=own[:, None] & (r < rank)[None, :], other=0.0
+    )
+    return tl.dot(some, tl.trans(w), input_precision=PRECISION)
+
+
 @jit(unspecialized=("order", "tiles"))
 def _expand(
     shrunk: tl.tensor,  # [lines in `order`, PARTS · RANK]
@@ -165,23 +186,72 @@ def _expand(
             scaled = slot.to(tl.int64) * N + col
             value *= tl.load(gain + scaled, mask=col < N, other=1.0)[None, :]
             value += tl.load(shift + scaled, mask=col < N, other=0.0)[None, :]
-        r = tl.arange(0, RANK)
-        weight = up + slot.to(tl.int64) * (N * MAX_RANK) + col[:, None] * MAX_RANK + r[None, :]
         for part in tl.static_range(PARTS):
             start = 0 if part == 0 else (END0 if part == 1 else END1)
             stop = END0 if part == 0 else (END1 if part == 1 else N)
             if (first < stop) & (first + BLOCK_N > start):  # almost always one part
+                low = shrunk + place[:, None].to(tl.int64) * (PARTS * RANK) + part * RANK
                 own = (col >= start) & (col < stop)
-                low = tl.load(
-                    shrunk + place[:, None].to(tl.int64) * (PARTS * RANK) + part * RANK + r[None, :],
-                    mask=here[:, None] & (r < rank)[None, :],
-                    other=0.0,
-                )
-                w = tl.load(weight, mask=own[:, None] & (r < rank)[None, :], other=0.0)
-                value = tl.dot(low, tl.trans(w), value, input_precision=PRECISION)
+                weight = up + slot.to(tl.int64) * (N * MAX_RANK)
+                value += _change(low, here, weight, col, own, rank, RANK, MAX_RANK, PRECISION)
     if KIND >= 0:
         value = activate(value, KIND)
     tl.store(at, value.to(out.dtype.element_ty), mask=stored)
+
+
+@jit(unspecialized=("order", "tiles"))
+def _expand_gated(
+    both: tl.tensor,  # [lines, 2 · N]
+    shrunk: tl.tensor,  # [lines in `order`, PARTS · RANK]
+    up: tl.tensor,  # [slots, 2 · N, MAX_RANK]
+    ranks: tl.tensor,
+    order: tl.tensor,
+    tiles: tl.tensor,
+    out: tl.tensor,  # [lines, N]
+    gain: tl.tensor,  # [slots, 2 · N]
+    shift: tl.tensor,
+    N: tl.constexpr,
+    STRIDE: tl.constexpr,  # of both
+    PARTS: tl.constexpr,  # 1: one pair for both halves
+    GATE: tl.constexpr,  # where the gate begins: 0 or N
+    RANK: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GAIN: tl.constexpr,
+    KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """act(gate) · up of both halves with their adapters, of one tile."""
+    across: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    tile = tiles + (program // across) * 3
+    begin, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    rank = tl.where(slot < 0, 0, tl.load(ranks + tl.maximum(slot, 0)))
+    if begin >= end:
+        return
+    place = begin + tl.arange(0, TILE)
+    here = place < end
+    line = tl.load(order + place, mask=here, other=0).to(tl.int64)
+    col = (program % across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = col < N
+    stored = here[:, None] & inside[None, :]
+    first = tl.load(both + line[:, None] * STRIDE + col[None, :], mask=stored, other=0.0).to(tl.float32)
+    second = tl.load(both + line[:, None] * STRIDE + N + col[None, :], mask=stored, other=0.0).to(tl.float32)
+    if rank > 0:
+        if GAIN:
+            scaled = slot.to(tl.int64) * (2 * N) + col
+            first *= tl.load(gain + scaled, mask=inside, other=1.0)[None, :]
+            first += tl.load(shift + scaled, mask=inside, other=0.0)[None, :]
+            second *= tl.load(gain + scaled + N, mask=inside, other=1.0)[None, :]
+            second += tl.load(shift + scaled + N, mask=inside, other=0.0)[None, :]
+        low = shrunk + place[:, None].to(tl.int64) * (PARTS * RANK)
+        weight = up + slot.to(tl.int64) * (2 * N * MAX_RANK)
+        first += _change(low, here, weight, col, inside, rank, RANK, MAX_RANK, PRECISION)
+        low += (PARTS - 1) * RANK
+        second += _change(low, here, weight, col + N, inside, rank, RANK, MAX_RANK, PRECISION)
+    value = activate(first, KIND) * second if GATE == 0 else activate(second, KIND) * first
+    tl.store(out + line[:, None] * N + col[None, :], value.to(out.dtype.element_ty), mask=stored)
 
 
 @jit(unspecialized=("order", "tiles"))
@@ -290,6 +360,39 @@ def _bound_expand(
 
 
 @lru_cache(maxsize=256)
+def _bound_expand_gated(
+    ends: tuple[int, ...],
+    stride: int,
+    rank: int,
+    max_rank: int,
+    tile: int,
+    gain: bool,
+    act: str,
+    gate_first: bool,
+    dtype: torch.dtype,
+) -> tuple[Callable[..., Any], int]:
+    width = ends[-1] // 2
+    block = min(max(16, next_power_of_2(width)), 64)
+    launch = bind(
+        _expand_gated,
+        (0, 1, 2, 3, 4, 5, 6, 7 if gain else 6, 8 if gain else 6),
+        N=width,
+        STRIDE=stride,
+        PARTS=len(ends),
+        GATE=0 if gate_first else width,
+        RANK=rank,
+        MAX_RANK=max_rank,
+        TILE=tile,
+        BLOCK_N=block,
+        GAIN=gain,
+        KIND=ACTIVATION_CODES[act],
+        PRECISION=_precision(dtype),
+        num_warps=4,
+    )
+    return launch, cdiv(width, block)
+
+
+@lru_cache(maxsize=256)
 def _bound_replace(
     inputs: int, outputs: int, x_stride: int, stride: int, tile: int, dtype: torch.dtype
 ) -> tuple[Callable[..., Any], int]:
@@ -344,6 +447,30 @@ def expand_(y: Tensor, shrunk: Tensor, adapters: LowRank, lines: LineTiles, act:
         *scaled,
     )
     return y
+
+
+def expand_gated(
+    both: Tensor, shrunk: Tensor, adapters: LowRank, lines: LineTiles, act: str, *, gate_first: bool
+) -> Tensor:
+    """act(gate) · up with adapters, [lines, width], from both halves side by side, [lines, 2 · width]. Lines
+    in no tile are left as they are."""
+    parts, gain, shift = len(adapters.ends), adapters.gain, adapters.shift
+    out = both.new_empty((len(both), both.shape[1] // 2))
+    launch, across = _bound_expand_gated(
+        adapters.ends,
+        both.stride(0),
+        shrunk.shape[1] // parts,
+        adapters.up.shape[-1],
+        lines.tile_lines,
+        gain is not None,
+        act,
+        gate_first,
+        both.dtype,
+    )
+    scaled = () if gain is None or shift is None else (gain, shift)
+    tensors = (both, shrunk, adapters.up, adapters.ranks, lines.order, lines.tiles, out, *scaled)
+    launch(len(lines.tiles) * across, *tensors)
+    return out
 
 
 def replace_(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor, flags: Tensor, lines: LineTiles) -> Tensor:

@@ -12,9 +12,9 @@ from penstock.kernels.attention import write_kv_cache
 from penstock.kernels.language import use_kernel
 from penstock.kernels.rotary import KVCacheWrite
 from penstock.kvcache.store import KVStore
+from penstock.layers.adapter_state import StepAdapters
 from penstock.layers.cpu_shapes import pad_rows
 from penstock.layers.images import ImageTokens
-from penstock.layers.lora import StepAdapters
 from penstock.layers.scratch import StepScratch
 from penstock.types import LengthGroup
 

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.blockwise import BlockQuantized, dequantize_blocks
+from penstock.layers.adapted_linear import AdaptedLinear
+from penstock.layers.adapted_table import AdaptedTable
 from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.fp8 import BlockLinear, Fp8Linear
 from penstock.layers.fp8_blocks import join_blocks, join_rows, read_blocks, supports_fp8_blocks
 from penstock.layers.int4 import Int4Linear, WeightScratch, join_int4, supports_int4
 from penstock.layers.linear import LinearLayer, make_linear
-from penstock.layers.lora import AdaptedLinear, AdaptedTable, AdapterSites
+from penstock.layers.lora import AdapterSites
 from penstock.layers.norm import LayerNorm, RMSNorm
 from penstock.layers.parallel import RowParallelLinear, Shard, Units
 from penstock.weights.quantized import IntGroups, QuantizedReader, ScaledFp8, StoredPart, dequantize_part
@@ -92,6 +94,13 @@ class LayerBuilder:
         plain = copy(self)
         plain.adapters = None
         return plain
+
+    def alias(self, prefix: str, names: Sequence[str], other_prefix: str, others: Sequence[str]) -> None:
+        """Let adapters name modules as another layout of the model's checkpoints does."""
+        if self.adapters is not None:
+            self.adapters.add_aliases(
+                [prefix + name for name in names], [other_prefix + name for name in others]
+            )
 
     def adapted_table(self, name: str, weight: Tensor) -> AdaptedTable | None:
         """What adapters may change about a table; None if the model takes none."""

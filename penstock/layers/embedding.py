@@ -7,8 +7,8 @@ from torch import Tensor
 
 from penstock.kernels.embedding import embed
 from penstock.kernels.language import use_kernel
+from penstock.layers.adapted_table import AdaptedTable
 from penstock.layers.batch import Batch
-from penstock.layers.lora import AdaptedTable
 from penstock.layers.norm import LayerNorm
 
 

@@ -9,9 +9,9 @@ from penstock.kernels.gate_up import GateUp
 from penstock.kernels.language import use_kernel
 from penstock.kernels.quantize import Activations
 from penstock.layers.activation import activation
+from penstock.layers.adapted_linear import AdaptedLinear, current_form, unwrap
 from penstock.layers.fp8 import Fp8Linear
 from penstock.layers.linear import Linear, LinearLayer
-from penstock.layers.lora import AdaptedLinear, current_form, unwrap
 
 
 class MLP:
@@ -53,6 +53,8 @@ class GatedMLP:
         self.act = activation(act)
         self.kernel = act if act in ACTIVATION_CODES else None
         self.gate_first = gate_first
+        if isinstance(gate_up, AdaptedLinear) and self.kernel is not None:
+            gate_up.gate = self.kernel, gate_first
         self.fused_gate_up: GateUp | None = None
         plain = unwrap(gate_up)
         if isinstance(plain, Linear) and plain.bias is None and not isinstance(unwrap(down), Fp8Linear):
@@ -73,9 +75,19 @@ class GatedMLP:
         """As `MLP`; `scratch` is as wide as gate and up together."""
         if self.fused_gate_up is not None and not _is_adapted(self.gate_up) and self.fused_gate_up.serves(x):
             return self.down(self.fused_gate_up(x), residual, out)
+        down_form = current_form(self.down)
+        if (
+            self.kernel is not None
+            and isinstance(self.gate_up, AdaptedLinear)
+            and self.gate_up.is_active
+            and not isinstance(down_form, Fp8Linear)
+        ):
+            gated = self.gate_up.gated(x, self.kernel, self.gate_first, scratch)
+            if gated is not None:
+                return self.down(gated, residual, out)
         both = self.gate_up(x, out=scratch)
         if self.kernel is not None and use_kernel(both):
-            if isinstance(current_form(self.down), Fp8Linear):
+            if isinstance(down_form, Fp8Linear):
                 return self.down(
                     gated_activation_quantized(both, self.kernel, self.gate_first), residual, out
                 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.checkpoint.adapters import LoraSpec, match_modules
 from penstock.checkpoint.files import first_names
 from penstock.errors import ModelLoadError
-from penstock.layers.lora import AdapterSites
+from penstock.layers.lora import AdapterSites, SiteRows
 from penstock.weights.adapters import (
     ModuleWeights,
     PartWeights,
@@ -37,19 +37,24 @@ class _Reader:
 
     def read(self) -> ModuleWeights:
         found: ModuleWeights = {}
+        parts: dict[str, list[tuple[SiteRows, PartWeights]]] = {}
         for module in self.spec.targets:
-            if (place := self.places.get(module)) is not None:
-                found[place] = (
-                    self._table(module, place) if place in self.sites.tables else self._part(module)
-                )
+            if (place := self.places.get(module)) is None:
+                continue
+            if place in self.sites.tables:
+                found[place] = self._table(module, place)
+            else:
+                rows = self._rows(place)
+                parts.setdefault(rows.site, []).append((rows, self._part(module, rows)))
+        found |= {site: self._joined(site, each) for site, each in parts.items()}
         for place, weights in self._saved():
             found[place] = weights
         for module, indices in self.spec.tokens.items():
             if (place := self.places.get(module)) is not None:
                 before = found.get(place, TableWeights())
                 assert isinstance(before, TableWeights)
-                rows = self.tensors[f"{module}.token_adapter.trainable_tokens_delta"]
-                found[place] = self._with_rows(before, place, module, torch.tensor(indices), rows)
+                new = self.tensors[f"{module}.token_adapter.trainable_tokens_delta"]
+                found[place] = self._with_rows(before, place, module, torch.tensor(indices), new)
         return found
 
     def _places(self) -> dict[str, str]:
@@ -77,23 +82,51 @@ class _Reader:
             raise _refused(f"the adapter {spec.name!r} names a module of the model twice")
         return places
 
-    def _part(self, module: str) -> PartWeights:
-        place = self.places[module]
-        target = self.spec.targets[module]
+    def _rows(self, place: str) -> SiteRows:
+        if (rows := self.sites.aliases.get(place)) is not None:
+            return rows
+        layer, number = self.sites.layers[place]
+        return SiteRows(place, 0, layer.part_size(number))
+
+    def _joined(self, site: str, parts: list[tuple[SiteRows, PartWeights]]) -> PartWeights:
+        """What an adapter does to a layer: one pair, or those of several parts of it side by side."""
+        layer, number = self.sites.layers[site]
+        outputs = layer.part_size(number)
+        rows, part = parts[0]
+        if len(parts) == 1 and rows.end - rows.begin == outputs:
+            return part
+        if sum(each.end - each.begin for each, _ in parts) > outputs:
+            raise _refused(f"the adapter {self.spec.name!r} changes {site} as a whole and in parts")
+        rank = sum(each.rank for _, each in parts)
+        up = torch.zeros((outputs, rank), dtype=self.dtype)
+        gain, shift, first = torch.ones(outputs), torch.zeros(outputs), 0
+        for rows, part in parts:
+            assert part.up is not None
+            up[rows.begin : rows.end, first : first + part.rank] = part.up
+            first += part.rank
+            if part.gain is not None and part.shift is not None:
+                gain[rows.begin : rows.end], shift[rows.begin : rows.end] = part.gain, part.shift
+        down = torch.cat([part.down for _, part in parts if part.down is not None])
+        if not any(part.gain is not None for _, part in parts):
+            return PartWeights(down, up)
+        return PartWeights(down, up, gain, shift)
+
+    def _part(self, module: str, rows: SiteRows) -> PartWeights:
+        place, target = rows.site, self.spec.targets[module]
         if target.is_table:
             raise self._mismatch(module, "an embedding", "a layer")
         layer, number = self.sites.layers[place]
-        begin = layer.ends[number - 1] if number else 0
-        outputs = layer.ends[number] - begin
+        outputs = rows.end - rows.begin
         if (target.outputs, target.inputs) != (outputs, layer.in_features):
             raise self._mismatch(
                 module, f"{target.outputs} × {target.inputs}", f"{outputs} × {layer.in_features}"
             )
         if target.has_base:
-            self._check_base(module, layer.base_rows(number))
+            self._check_base(module, layer.base_rows(number)[rows.begin : rows.end])
         part = PartWeights(*low_rank_pair(self.spec, module, self.tensors))
         if target.is_dora:
-            part = layer.with_lengths(number, part, self._magnitude(module))
+            changed = slice(rows.begin, rows.end)
+            part = layer.with_lengths(number, part, self._magnitude(module), changed)
         return part._replace(down=self._cast(part.down), up=self._cast(part.up))
 
     def _magnitude(self, module: str) -> Tensor:
@@ -149,20 +182,20 @@ class _Reader:
                 rows = self._with_rows(TableWeights(), place, module, torch.arange(len(weight)), weight)
                 found.append((place, rows))
             else:
-                found.append((place, self._whole(module, place, weight)))
+                rows_of_site = self._rows(place)
+                found.append((rows_of_site.site, self._whole(module, rows_of_site, weight)))
         return found
 
-    def _whole(self, module: str, place: str, weight: Tensor) -> PartWeights:
-        layer, number = self.sites.layers[place]
-        begin = layer.ends[number - 1] if number else 0
-        shape = (layer.ends[number] - begin, layer.in_features)
+    def _whole(self, module: str, rows: SiteRows, weight: Tensor) -> PartWeights:
+        layer, number = self.sites.layers[rows.site]
+        shape = (rows.end - rows.begin, layer.in_features)
         bias = self.tensors.get(f"{module}.bias")
         weight = weight.t() if layer.is_transposed else weight
         if weight.shape != shape or (bias is not None and bias.shape != shape[:1]):
             raise self._mismatch(module, " × ".join(map(str, weight.shape)), " × ".join(map(str, shape)))
         if layer.has_bias != (bias is not None):
             raise self._mismatch(module, "a bias" if bias is not None else "no bias", "the other")
-        if len(layer.ends) > 1:
+        if len(layer.ends) > 1 or shape[0] < layer.part_size(number):
             raise _refused(
                 f"the adapter {self.spec.name!r} replaces the whole weight of {module}, which the model "
                 "fuses with others; that is not supported"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.errors import ModelLoadError
 from penstock.kernels.quantize import Activations
+from penstock.layers.adapter_state import StepAdapters
 from penstock.layers.attention import AttentionKind, attend_fused
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -17,7 +18,6 @@ from penstock.layers.disentangled import Distances, DistanceTerms, attend_disent
 from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
 from penstock.layers.linear import LinearLayer
-from penstock.layers.lora import StepAdapters
 from penstock.layers.mlp import MLP
 from penstock.layers.ragged_conv import RaggedConv1d
 from penstock.layers.residual import connect_post_norms, post_norm_residual

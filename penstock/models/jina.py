@@ -81,8 +81,7 @@ def _read_own(sites: AdapterSites, source: MergedSource, own: AdapterSet) -> Non
     found: list[ModuleWeights] = [{} for _ in range(own.count)]
     for name, (layer, number) in sites.layers.items():
         if source.has_adapters(weight := f"{name}.weight"):
-            outputs = layer.ends[number] - (layer.ends[number - 1] if number else 0)
-            left, right = source.adapters(weight, (outputs, layer.in_features), own)
+            left, right = source.adapters(weight, (layer.part_size(number), layer.in_features), own)
             for i, each in enumerate(found):
                 up = (left[i].float() * own.scale).to(source.dtype)
                 each[name] = PartWeights(right[i].to(source.dtype), up)

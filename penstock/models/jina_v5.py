@@ -66,7 +66,8 @@ def _read(sites: AdapterSites, build: LayerBuilder, folder: Path, name: str) -> 
     found: ModuleWeights = {}
     for module, (layer, number) in sites.layers.items():
         if module.rpartition(".")[2] in targets:
-            outputs = layer.ends[number] - (layer.ends[number - 1] if number else 0)
             down = build.weights.read("lora_A", (rank, layer.in_features)).cpu()
-            found[module] = PartWeights(down, build.weights.read("lora_B", (outputs, rank)).cpu())
+            found[module] = PartWeights(
+                down, build.weights.read("lora_B", (layer.part_size(number), rank)).cpu()
+            )
     return found

@@ -169,6 +169,8 @@ class RotaryEncoder:
                 experts = shape.experts if i in shape.expert_layers else None
                 self.layers.append(RotaryEncoderLayer(build, prefix, names, shape, self.rotary, experts))
                 compiling.start(self.layers[-1].mlp)
+        for other in (layout for layout in layouts if layout is not names):
+            self._add_aliases(build, names, other, shape.layers)
         self.layers[-1].is_last = True
         connect_post_norms(self.layers)
         self.hidden_size = shape.hidden
@@ -184,6 +186,19 @@ class RotaryEncoder:
         for layer in self.layers:
             hidden, layer_input = layer(hidden, layer_input, batch, angles)
         return hidden
+
+    def _add_aliases(self, build: LayerBuilder, own: TensorNames, other: TensorNames, layers: int) -> None:
+        """Let adapters name modules as the other layout does: that of the original code, or of the port."""
+        pairs = [
+            (own.qkv, other.qkv),
+            ((own.out,), (other.out,)),
+            (own.up, other.up),
+            ((own.down,), (other.down,)),
+        ]
+        for i in range(layers):
+            prefixes = self.prefix + own.layer.format(i), other.layer.format(i)
+            for names, others in pairs:
+                build.alias(prefixes[0], names, prefixes[1], others)
 
     def _names(self, build: LayerBuilder, layouts: tuple[TensorNames, ...]) -> TensorNames:
         candidates = [f"{self.prefix}{names.layer.format(0)}{names.down}.weight" for names in layouts]

@@ -13,9 +13,9 @@ from torch import Tensor
 from penstock.checkpoint.sparse import SparseSpec
 from penstock.kernels.language import use_kernel
 from penstock.kernels.splade import log1p_relu, splade_pool
+from penstock.layers.adapter_state import StepAdapters
 from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
-from penstock.layers.lora import StepAdapters
 from penstock.types import MAX_TERMS, Ints, Variant
 
 # Logits that exist at the same time. On a CPU they should about fit the caches; a GPU needs large products.

@@ -25,6 +25,7 @@ from penstock.kernels.lora import rank_bucket
 from penstock.layers.lora import AdapterSites
 from penstock.models.adapter_files import read_adapter
 from penstock.runner.base import AdapterInfo, AdapterStats, check_adapters
+from penstock.runner.cuda_device import use_device
 from penstock.runner.inputs import AdapterPlan
 from penstock.types import Ints
 from penstock.weights.adapters import ModuleWeights
@@ -56,7 +57,9 @@ class AdapterPool:
         self._dtype = dtype
         self._device = device
         self._lock = RLock()
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="penstock-adapters")
+        self._reader = ThreadPoolExecutor(
+            1, thread_name_prefix="penstock-adapters", initializer=use_device, initargs=(device,)
+        )
         self._specs: dict[int, LoraSpec] = {}  # that were loaded and not yet dropped
         self._marks: dict[int, object] = {}  # of their files, as they were loaded
         self._known: set[int] = set()  # that requests may choose
@@ -102,6 +105,9 @@ class AdapterPool:
         marks = file_marks(folder)
         spec = read_lora(Path(folder), name)
         adapter = self._read(spec)
+        if self._pins and self._sites is not None:
+            with torch.inference_mode():
+                self._sites.compile_kernels(adapter.weights, rank_bucket(adapter.rank))
         with self._lock:
             self._specs[adapter_id], self._marks[adapter_id] = spec, marks
             self._known.add(adapter_id)

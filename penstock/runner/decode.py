@@ -19,8 +19,9 @@ from torch import Tensor
 from penstock.kernels.language import use_kernel
 from penstock.kernels.sampled_tokens import insert_sampled_tokens
 from penstock.kvcache.store import KVStore
+from penstock.layers.adapter_state import StepAdapters, adapting
 from penstock.layers.batch import Batch, KVAccess, PagedTensors
-from penstock.layers.lora import AdapterSites, StepAdapters, adapting
+from penstock.layers.lora import AdapterSites
 from penstock.models.registry import Model
 from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.buckets import BufferSpace, LineLayout, NoGroups

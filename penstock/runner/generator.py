@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.layers.adapter_state import StepAdapters
 from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
-from penstock.layers.lora import StepAdapters
 from penstock.sampling.logprobs import LogprobTensors
 from penstock.sampling.sampler import Sampler
 from penstock.types import Ints, PromptPlan, SamplePlan

@@ -21,8 +21,9 @@ from penstock.kernels.language import is_precompiling
 from penstock.kernels.lora import LineTiles
 from penstock.kvcache.store import KVCache
 from penstock.layers.adapter_lines import LinePlan
+from penstock.layers.adapter_state import AdapterLines, StepAdapters, adapting
 from penstock.layers.batch import Batch, KVAccess, OutputTokens, PagedTensors, reads_in_place
-from penstock.layers.lora import AdapterLines, AdapterSites, StepAdapters, adapting
+from penstock.layers.lora import AdapterSites
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler, VariantTensors
 from penstock.pooling.heads import to_output

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.kvcache.store import KVCache
 from penstock.layers.adapter_lines import LinePlan, plan_lines
+from penstock.layers.adapter_state import AdapterLines, AdapterState, StepAdapters
 from penstock.layers.batch import (
     Batch,
     CarryTensors,
@@ -25,7 +26,6 @@ from penstock.layers.batch import (
 )
 from penstock.layers.images import ImageBatch
 from penstock.layers.labels import LabelTensors
-from penstock.layers.lora import AdapterLines, AdapterState, StepAdapters
 from penstock.pooling.build import VariantTensors
 from penstock.runner.base import BLOCK_SIZE
 from penstock.scoring.pairs import PairTensors

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from penstock.errors import DeviceOutOfMemory, EngineError
 from penstock.kvcache.store import KVCache
+from penstock.layers.adapter_state import adapting
 from penstock.layers.batch import Batch
 from penstock.layers.cpu_shapes import padded_size, pads_steps
-from penstock.layers.lora import adapting
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
 from penstock.pooling.heads import to_output
@@ -297,7 +297,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _replay(
-        self, graphs: Graphs, key: Key, plan: PoolPlan, adapters: AdapterPlan | None
+        self, graphs: Graphs, key: Key, plan: PoolPlan, adapters: AdapterPlan | None = None
     ) -> PooledResult | None:
         """Run a pooling step by a graph of the whole step or of the model alone. None: there is none yet."""
         graph = graphs.prepare(key, plan, adapters)

@@ -82,7 +82,7 @@ class GenerationScheduler:
         """`image_cache` is for prompts with images."""
         self.pool = pool
         self.limits = limits
-        self.max_adapters = 0  # different ones in one step
+        self.max_adapters = 0  # different ones in one step; 0: no limit
         self.image_cache = image_cache
         self.num_preemptions = 0
         self.queued_tokens = 0  # without those of background requests
@@ -358,8 +358,6 @@ class GenerationScheduler:
 
     def _adapters_of(self, slots: Ints) -> Ints | None:
         """The adapter of each row; None if none has one."""
-        if not self.max_adapters:
-            return None
         adapters: Ints = self._slots.adapter[slots]
         return adapters if (adapters >= 0).any() else None
 
@@ -367,7 +365,7 @@ class GenerationScheduler:
         """Whether a sequence can run beside those that run: all of them may be in one step. Sequences behind
         one that cannot wait too, so its turn comes."""
         adapters, table = sequence.request.adapters, self._slots
-        if adapters is None or (own := int(adapters[sequence.row])) < 0:
+        if not self.max_adapters or adapters is None or (own := int(adapters[sequence.row])) < 0:
             return True
         is_background = sequence.request.is_background
         running = {

@@ -128,7 +128,7 @@ class Scheduler:
         self.queue = WaitingQueue(budget.max_tokens, budget.max_rows) if budget.is_shared else WaitingQueue()
         self.queue.set_head_start(STEPS_IN_HEAD_START * budget.max_tokens)
         self.background = WaitingQueue()  # requests that run only in what those of `queue` leave
-        self.max_adapters = 0  # different ones in one step
+        self.max_adapters = 0  # different ones in one step; 0: no limit
         self.max_shared_tokens = budget.max_tokens  # of a step of large requests that small ones wait for
         self._small_lead = 0.0  # tokens that small requests have run more than large ones while both waited
         self._num_flood_steps = 0  # steps of small requests that stay short, as a client waits beside a flood
@@ -475,7 +475,9 @@ class Scheduler:
         return num_visited
 
     def _has_adapter_room(self, adapters: frozenset[int], room: _StepRoom) -> bool:
-        return adapters <= room.adapters or len(adapters | room.adapters) <= self.max_adapters
+        if not self.max_adapters or adapters <= room.adapters:
+            return True
+        return len(adapters | room.adapters) <= self.max_adapters
 
     def _output_bytes_per_token(self, request: Request) -> int:
         if not request.extra_params:  # almost all requests, and this runs for each of them in every step

@@ -10,10 +10,12 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
+from penstock.api.adapters import ServedAdapter
 from penstock.api.app import ROUTES, build_app
 from penstock.api.routes import RouteSpec
 from penstock.api.schema import Kind, kinds_of, media_of
 from penstock.serving.control import Action, OrderAnswer
+from penstock.serving.launch import AdapterLaunch
 from tests.api.local_app import WholeClient, local_state
 from tests.fuzz.fleet import KINDS
 
@@ -38,7 +40,7 @@ class Obedient:
 
     async def order(self, action: Action, model: str, **options: Any) -> OrderAnswer:
         states = {"load": "awake", "unload": "unloaded", "sleep": "asleep", "wake": "awake"}
-        return OrderAnswer(0, model, states[action], 0.1)
+        return OrderAnswer(0, model, states.get(action, ""), 0.1)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,9 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
                 options = {"client": WholeClient, "server": SERVER, "kv_cache_gb": 0.05}
                 state, _ = stack.enter_context(local_state(folder, aliases=("small",), **options))
                 state.follower = Obedient()
+                adapter = ServedAdapter(AdapterLaunch(0, "tenant-a", "", ""))
+                for model in state.models.values():
+                    model.takes_adapters, model.adapters = True, {adapter.name: adapter}
                 headers = {"Authorization": "Bearer operator"}
                 made[kind] = stack.enter_context(TestClient(build_app(state), headers=headers))
             return made[kind]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ from penstock.errors import (
     RowFailed,
 )
 from penstock.scheduler.scheduler import Budget, Scheduler
-from penstock.types import GeneratedTokens, StepPlan
+from penstock.types import GeneratedTokens, StepPlan, StepResult
 from tests.generation import fakes
 from tests.generation.fakes import (
     LENGTH,
@@ -279,18 +280,40 @@ def test_sequences_with_different_adapters_share_no_prefix_block() -> None:
         request = generation_request(name, [list(range(20))], 3)
         request.adapters = None if adapters is None else ints(adapters)
         before = pool.hit_tokens
-        core.generation.add(request)  # the engine itself refuses adapters
+        core.generation.add(request)  # the engine itself refuses adapters that are not loaded
         run(core, answers)
         hits.append(pool.hit_tokens - before)
     assert hits == [0, 0, 0, 16]
     check_idle(core)
 
 
-def test_an_engine_refuses_to_generate_with_an_adapter() -> None:
-    """No generation plan carries adapters: running without one would be a plausible wrong answer."""
+def test_an_engine_without_adapters_refuses_to_generate_with_one() -> None:
     core = make_core(blocks=20)
     request = generation_request("a", [[1, 2, 3]], 4)
     request.adapters = ints([0])
-    with pytest.raises(NotPossible, match="generation does not apply adapters"):
+    with pytest.raises(NotPossible, match="this model has no adapters"):
         core.add(request)
     assert not core.busy
+
+
+def test_sequences_that_run_together_have_no_more_adapters_than_there_are_slots() -> None:
+    core, answers = make_core(blocks=60), Answers()
+    assert core.generation is not None
+    core.generation.max_adapters = 2
+    for number, adapter in enumerate((0, 1, 2, -1, 0, 3, 2, 1)):
+        request = generation_request(str(number), [[number + 1, 2, 3]], 3)
+        request.adapters = ints([adapter])
+        core.generation.add(request)
+    seen: list[set[int]] = []
+    launch = core.runner.launch
+
+    def watched(plan: StepPlan) -> Future[StepResult]:
+        ids = set() if plan.adapters is None else set(plan.adapters.tolist()) - {-1}
+        seen.append(ids)
+        return launch(plan)
+
+    core.runner.launch = watched  # type: ignore[method-assign]
+    run(core, answers)
+    assert max(map(len, seen)) == 2 and set.union(*seen) == {0, 1, 2, 3}
+    assert not answers.failed
+    check_idle(core)

@@ -29,6 +29,7 @@ from penstock.kernels import (  # noqa: E402
     int4,
     language,
     logit_thresholds,
+    lora,
     norm,
     output_quantize,
     paged,
@@ -44,7 +45,7 @@ from penstock.layers.distance_bias import DistanceBias  # noqa: E402
 TARGET = GPUTarget("cuda", 90, 32)
 ALL_VARIANTS = bool(os.environ.get("PENSTOCK_ALL_CASES"))
 MODULES = (activation, attention, blockwise, embedding, experts, gate_up, int4, logit_thresholds, norm)
-MODULES += (output_quantize, paged, pooling, quantize, rotary, sampled_tokens, sampling, splade)
+MODULES += (lora, output_quantize, paged, pooling, quantize, rotary, sampled_tokens, sampling, splade)
 # Functions that only other kernels call.
 HELPERS = {
     "activate",
@@ -67,6 +68,7 @@ HELPERS |= {
     "quantize_group",
     "_difference",
     "_act",
+    "_change",
 }
 HELPERS |= {"_scaled_dot", "_write_order", "_write_tiles", "_corner", "_copy", "_multiply"}
 TYPES = {
@@ -184,6 +186,26 @@ def launch_element_wise_kernels() -> None:
     rotary.rotate_qkv_(x(2, 9, 128), (3, 3), i(2), *tables, size=64, interleaved=True)
 
 
+def launch_adapter_kernels() -> None:
+    """Fused parts, an activation, gains, and both sizes of tiles."""
+    for tile in (lora.SMALL_TILE, lora.LARGE_TILE):
+        lines = lora.LineTiles(i(80), i(6).view(2, 3), tile)
+        for ends, act, gain in (
+            ((768, 1536, 2304), None, False),
+            ((3072,), "gelu", False),
+            ((768,), None, True),
+        ):
+            scaled = (x(4, ends[-1], dtype=F32), x(4, ends[-1], dtype=F32)) if gain else (None, None)
+            pair = x(4, len(ends) * 64, 768), x(4, ends[-1], 64)
+            adapters = lora.LowRank(*pair, i(4), ends, *scaled)
+            lora.expand_(x(80, ends[-1]), lora.shrink(x(80, 768), adapters, lines, 16), adapters, lines, act)
+        pair = x(4, 128, 768), x(4, 1536, 64)
+        adapters = lora.LowRank(*pair, i(4), (768, 1536), x(4, 1536, dtype=F32), x(4, 1536, dtype=F32))
+        low = lora.shrink(x(80, 768), adapters, lines, 16)
+        lora.expand_gated(x(80, 1536), low, adapters, lines, "silu", gate_first=True)
+        lora.replace_(x(80, 3), x(80, 768), x(4, 3, 768), x(4, 3), i(4), lines)
+
+
 def launch_pooling_kernels() -> None:
     for method in pooling.METHODS:
         pooling.pool(x(9, 768), i(2), method, max_length=9, skip=i(1), normalize=True)
@@ -288,6 +310,7 @@ def main() -> None:
     kernels = replace_kernels(MODULES)
     launch_element_wise_kernels()
     launch_pooling_kernels()
+    launch_adapter_kernels()
     launch_attention_kernels()
     launch_sampling_kernels()
     launch_matmul_kernels()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.checkpoint.pooling import PoolingSpec
 from penstock.kernels import language
-from penstock.kernels.activation import act_reference
+from penstock.kernels.activation import act_reference, gated_activation_reference
 from penstock.kernels.lora import (
     LARGE_TILE,
     SMALL_TILE,
@@ -21,6 +21,7 @@ from penstock.kernels.lora import (
     LowRank,
     apply_reference,
     expand_,
+    expand_gated,
     replace_,
     shrink,
 )
@@ -92,6 +93,18 @@ def test_lines_with_different_adapters_equal_the_reference(
     expected = apply_reference(y.clone(), x, adapters, groups, RANKS)
     expected = expected if act is None else act_reference(expected, act)
     found = expand_(y, shrink(x, adapters, tiled, 32), adapters, tiled, act)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("gate_first", [True, False])
+def test_gated_halves_with_adapters_equal_the_reference(device: torch.device, gate_first: bool) -> None:
+    tiled, groups, count = lines_of(device, SMALL_TILE)
+    adapters = low_rank(device, 72, (40, 40), torch.float32, gate_first)
+    x, both = torch.randn(count, 72, device=device), torch.randn(count, 80, device=device)
+    expected = apply_reference(both.clone(), x, adapters, groups, RANKS)
+    expected = gated_activation_reference(expected, "silu", gate_first)
+    low = shrink(x, adapters, tiled, 32)
+    found = expand_gated(both, low, adapters, tiled, "silu", gate_first=gate_first)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 

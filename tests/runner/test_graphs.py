@@ -503,9 +503,6 @@ def test_the_output_memory_of_graphs_is_limited(monkeypatch: pytest.MonkeyPatch)
 def test_a_step_that_cannot_be_replayed_has_no_key() -> None:
     _, graphs = make_runner()
     assert graphs.key_of(plan_of(4, 5, key_limits=[2, 5])) is None
-    adapted = make_request("a", [3])
-    adapted.adapters = ints([0])
-    assert graphs.key_of(build_plan([ScheduledRows(adapted, ints([0]))])) is None
     kept = ScheduledRows(make_request("k", [6]), ints([0]), ints([0]), ints([3]), ((0,),))
     assert graphs.key_of(build_plan([kept], block_size=16)) is None
     assert graphs.key_of(plan_of(TOKENS[-1] + 1)) is None

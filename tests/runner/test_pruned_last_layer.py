@@ -137,13 +137,12 @@ def test_variants_with_row_indices_select_the_same_rows_after_pruning(runner: Mo
 
 
 @pytest.mark.parametrize("runner", [("BertModel", "last", {})], indirect=True)
-def test_small_cached_adapted_or_dense_steps_are_not_pruned(
+def test_small_cached_or_dense_steps_are_not_pruned(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_of(skip=False)
     assert runner._output_plan(plan)
     assert not runner._output_plan(plan_of(skip=False, lengths=(1, 1, 1, 2)))  # most are read anyway
-    assert not runner._output_plan(replace(plan, adapters=np.zeros(plan.num_rows, dtype=np.int32)))
     assert not runner._output_plan(replace(plan, kv=SimpleNamespace()))  # type: ignore[arg-type]
     monkeypatch.setattr(runner, "device", torch.device("cuda"))
     assert not runner._output_plan(plan)  # too small for the launches

@@ -388,3 +388,25 @@ def test_rows_that_generate_share_no_prefix_block_with_rows_that_are_pooled() ->
     generation.add(request)
     assert generation.schedule(0.0) is not None
     assert pool.hit_tokens == 0
+
+
+def test_a_step_has_no_more_adapters_than_slots_and_no_request_starves() -> None:
+    scheduler = Scheduler(Budget(max_tokens=100, max_rows=16, max_queued_tokens=10_000))
+    scheduler.max_adapters = 2
+    waiting = {}
+    for number in range(40):
+        request = make_request(str(number), [5])
+        request.adapters = ints([number % 5 - 1])
+        waiting[request.id] = number % 5 - 1
+        scheduler.add(request)
+    first = iter(list(waiting))
+    while waiting:
+        oldest = next(name for name in first if name in waiting)
+        scheduled = scheduler.schedule()
+        names = [entry.request.id for entry in scheduled]
+        assert oldest in names, "the request that waits longest is in every step"
+        assert len({waiting[name] for name in names} - {-1}) <= 2
+        for name in names:
+            del waiting[name]
+        first = iter(list(waiting))
+    assert not len(scheduler.queue)

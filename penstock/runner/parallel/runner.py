@@ -15,9 +15,9 @@ from torch import Tensor
 
 from penstock.errors import DeviceFailed
 from penstock.kvcache.store import KVCache
+from penstock.layers.adapter_state import StepAdapters
 from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
-from penstock.layers.lora import StepAdapters
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
 from penstock.runner.generator import GeneratedTensors, Generator, SampleTensors

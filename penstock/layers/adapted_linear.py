@@ -1,0 +1,293 @@
+"""A linear layer with the adapters of all slots beside its weight.
+
+It keeps them from the first adapter on that changes it. While the step that runs now has none, it is its
+plain self, epilogues and all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.activation import ACTIVATION_CODES
+from penstock.kernels.language import use_kernel
+from penstock.kernels.lora import (
+    LARGE_TILE,
+    MAX_PARTS,
+    SMALL_TILE,
+    LineTiles,
+    LowRank,
+    apply_reference,
+    expand_,
+    expand_gated,
+    rank_bucket,
+    replace_,
+    shrink,
+)
+from penstock.kernels.quantize import Activations, dequantize
+from penstock.layers.activation import activation
+from penstock.layers.adapter_state import AdapterLines, AdapterSlots
+from penstock.layers.linear import LinearLayer
+from penstock.weights.adapters import PartWeights
+
+_ALL_ROWS = slice(None)
+_IDENTITY_ROWS = 1024  # of the identity matrix that a weight is read with at a time
+
+
+def plain_form(layer: LinearLayer) -> LinearLayer:
+    """The same layer without its activation; the two share their weight."""
+    plain: Any = copy(layer)
+    if hasattr(plain, "fuses_activation"):
+        plain.fuses_activation, plain.op, plain.algorithm = True, "none", ""
+    plain.act, plain.kernel, plain.gelu = None, None, False
+    return plain  # type: ignore[no-any-return]
+
+
+def base_weight(layer: LinearLayer, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A layer's weight, fp32 [outputs, inputs], in whatever form it is kept."""
+    plain: Any = plain_form(layer)
+    weight, bias = getattr(plain, "weight", None), getattr(plain, "bias", None)
+    if isinstance(weight, Tensor) and weight.layout is torch.strided and weight.dtype == dtype:
+        return weight.float()
+    parts = []
+    for first in range(0, layer.in_features, _IDENTITY_ROWS):
+        count = min(_IDENTITY_ROWS, layer.in_features - first)
+        rows = torch.zeros((count, layer.in_features), dtype=dtype, device=device)
+        rows[:, first : first + count].fill_diagonal_(1)
+        product = plain(rows).float()
+        parts.append(product if bias is None else product - bias.float())
+    return torch.cat(parts).t()
+
+
+class AdaptedLinear:
+    """A layer, or several fused along their outputs, with the adapters of the step that runs now."""
+
+    def __init__(
+        self,
+        base: LinearLayer,
+        act: str,
+        sizes: Sequence[int],
+        room: AdapterSlots,
+        like: tuple[torch.dtype, torch.device],
+        *,
+        has_bias: bool,
+        is_transposed: bool = False,
+    ) -> None:
+        """`base` applies the activation `act`; `sizes` are the outputs of the fused layers. `is_transposed`:
+        the checkpoint stores the weight as inputs × outputs."""
+        assert len(sizes) <= MAX_PARTS
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.base = base
+        self.plain = plain_form(base)
+        self.act = None if act == "identity" else activation(act)
+        self.fused_act = act if act in ACTIVATION_CODES else None
+        self.room = room
+        self.state = room.state
+        self.has_bias = has_bias
+        self.is_transposed = is_transposed
+        self.ends = tuple(sum(sizes[: i + 1]) for i in range(len(sizes)))
+        self.dtype, self.device = like
+        self.gate: tuple[str, bool] | None = None  # of a gated block: its activation, and whether it is first
+        self.rank_factor = 1  # how many adapted modules may be joined in one part
+        self.ranks: list[int] = []  # of the slots, once one has an adapter that changes this layer
+        self.replaces: list[bool] = []  # whether a slot has a whole weight of its own
+        self._low: LowRank | None = None
+        self._whole: tuple[Tensor, Tensor, Tensor] | None = None  # weight, bias and flag of each slot
+
+    @property
+    def storage_rank(self) -> int:
+        return rank_bucket(self.rank_factor * self.room.max_rank)
+
+    def part_size(self, number: int) -> int:
+        """The outputs of one of the fused layers."""
+        return self.ends[number] - (self.ends[number - 1] if number else 0)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the step that runs now has adapters, and one of those on the device changes this layer."""
+        return self.state.lines is not None and (self._low is not None or self._whole is not None)
+
+    def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        lines = self.state.lines
+        if lines is None or (self._low is None and self._whole is None):
+            return self.base(x, residual, out)
+        if not isinstance(x, Tensor):
+            x = dequantize(x, self.dtype)
+        y = self.plain(x, None, out)
+        if use_kernel(y):
+            y = self._with_kernels(y, x, lines)
+        else:
+            y = self._with_torch(y, x, lines)
+        return y if residual is None else y + residual
+
+    def gated(self, x: Activations, act: str, gate_first: bool, out: Tensor | None) -> Tensor | None:
+        """act(gate) · up, where this layer computes both halves and one kernel can do all that follows it;
+        else None. The layer is active; `out` is for both halves."""
+        lines, low = self.state.lines, self._low
+        if lines is None or low is None or self._whole is not None or not use_kernel(low.up):
+            return None
+        if not isinstance(x, Tensor):
+            x = dequantize(x, self.dtype)
+        both = self.plain(x, None, out)
+        shrunk = shrink(x, low, lines.tiled, self.state.rank)
+        return expand_gated(both, shrunk, low, lines.tiled, act, gate_first=gate_first)
+
+    def compile_kernels(self, rank: int, *, has_gain: bool) -> None:
+        """Compile what a step would launch for an adapter of this rank, so that none has to wait for it."""
+        width, parts = self.storage_rank, len(self.ends)
+        pair = self._zeros(1, parts * width, self.in_features), self._zeros(1, self.out_features, width)
+        scaled = torch.ones((1, self.out_features), device=self.device) if has_gain else None
+        ranks = torch.zeros(1, dtype=torch.int32, device=self.device)
+        low = LowRank(*pair, ranks, self.ends, scaled, scaled)
+        x, y = self._zeros(1, self.in_features), self._zeros(1, self.out_features)
+        lines = torch.zeros((1, 3), dtype=torch.int32, device=self.device)
+        for size in (SMALL_TILE, LARGE_TILE):
+            tiled = LineTiles(ranks, lines, size)
+            shrunk = shrink(x, low, tiled, rank)
+            expand_(y, shrunk, low, tiled, self.fused_act)
+            if self.gate is not None:
+                expand_gated(y, shrunk, low, tiled, self.gate[0], gate_first=self.gate[1])
+
+    def _with_kernels(self, y: Tensor, x: Tensor, lines: AdapterLines) -> Tensor:
+        if self._whole is not None:
+            replace_(y, x, *self._whole, lines.tiled)
+        if self._low is not None:
+            low = shrink(x, self._low, lines.tiled, self.state.rank)
+            expand_(y, low, self._low, lines.tiled, self.fused_act)
+            if self.fused_act is not None:
+                return y
+        return y if self.act is None else self.act(y)
+
+    def _with_torch(self, y: Tensor, x: Tensor, lines: AdapterLines) -> Tensor:
+        groups = lines.by_slot()
+        if self._whole is not None:
+            weight, bias, _ = self._whole
+            for slot, own in groups:
+                if slot >= 0 and self.replaces[slot]:
+                    y.index_copy_(0, own, F.linear(x.index_select(0, own), weight[slot], bias[slot]))
+        if self._low is not None:
+            apply_reference(y, x, self._low, groups, self.ranks)
+        return y if self.act is None else self.act(y)
+
+    def write(self, slot: int, parts: dict[int, PartWeights]) -> bool:
+        """Put an adapter into a slot; whether that took memory."""
+        grew = False
+        if any(part.down is not None for part in parts.values()):
+            grew |= self._reserve_low(any(part.gain is not None for part in parts.values()))
+        if any(part.weight is not None for part in parts.values()):
+            grew |= self._reserve_whole()
+        if self._low is not None:
+            self._write_low(self._low, slot, parts)
+        if self._whole is not None:
+            self._write_whole(self._whole, slot, parts)
+        return grew
+
+    def clear(self, slot: int) -> None:
+        """Leave a slot without an adapter on this layer."""
+        if self._low is not None and self.ranks[slot]:
+            self.ranks[slot] = 0
+            self._low.ranks[slot].fill_(0)
+        if self._whole is not None and self.replaces[slot]:
+            self.replaces[slot] = False
+            self._whole[2][slot].fill_(0)
+
+    def _reserve_low(self, has_gain: bool) -> bool:
+        slots, rank, low = self.room.num_slots, self.storage_rank, self._low
+        if low is not None and (low.gain is not None or not has_gain):
+            return False
+        if low is None:
+            self.ranks = [0] * slots
+            low = LowRank(
+                self._zeros(slots, len(self.ends) * rank, self.in_features),
+                self._zeros(slots, self.out_features, rank),
+                torch.zeros(slots, dtype=torch.int32, device=self.device),
+                self.ends,
+            )
+        if has_gain:
+            gain = torch.ones((slots, self.out_features), device=self.device)
+            low = low._replace(gain=gain, shift=torch.zeros_like(gain))
+        self._low = low
+        return True
+
+    def _reserve_whole(self) -> bool:
+        if self._whole is not None:
+            return False
+        slots = self.room.num_slots
+        self.replaces = [False] * slots
+        flags = torch.zeros(slots, dtype=torch.int32, device=self.device)
+        weight = self._zeros(slots, self.out_features, self.in_features)
+        self._whole = weight, self._zeros(slots, self.out_features), flags
+        return True
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def _write_low(self, low: LowRank, slot: int, parts: dict[int, PartWeights]) -> None:
+        rank = max((part.rank for part in parts.values()), default=0)
+        width = self.storage_rank
+        for number, end in enumerate(self.ends):
+            begin = self.ends[number - 1] if number else 0
+            part = parts.get(number, PartWeights())
+            down, up = low.down[slot, number * width :][:rank], low.up[slot, begin:end, :rank]
+            if part.rank < rank:
+                down.zero_()
+                up.zero_()
+            if low.gain is not None and low.shift is not None:
+                gain, shift = low.gain[slot, begin:end], low.shift[slot, begin:end]
+                gain.fill_(1) if part.gain is None else gain.copy_(part.gain, non_blocking=True)
+                shift.zero_() if part.shift is None else shift.copy_(part.shift, non_blocking=True)
+            if part.down is not None and part.up is not None:
+                down[: part.rank].copy_(part.down, non_blocking=True)
+                up[:, : part.rank].copy_(part.up, non_blocking=True)
+        self.ranks[slot] = rank
+        low.ranks[slot].fill_(rank)
+
+    def base_rows(self, number: int) -> Tensor:
+        """The weight of one of the fused layers, fp32 in host memory."""
+        begin = self.ends[number - 1] if number else 0
+        return base_weight(self.base, self.dtype, self.device)[begin : self.ends[number]].cpu()
+
+    def with_lengths(
+        self, number: int, part: PartWeights, lengths: Tensor, rows: slice = _ALL_ROWS
+    ) -> PartWeights:
+        """DoRA gives every row of W + B A its own length. So W x is multiplied by length / |row|, B too, and
+        the bias, which is in the product already, is made up for. `rows` are those that the part changes."""
+        assert part.down is not None and part.up is not None
+        begin, end = self.ends[number - 1] if number else 0, self.ends[number]
+        weight = self.base_rows(number)[rows]
+        gain = lengths.float() / (weight + part.up.float() @ part.down.float()).norm(dim=1)
+        bias = getattr(self.plain, "bias", None) if self.has_bias else None
+        shift = torch.zeros_like(gain) if bias is None else (1 - gain) * bias[begin:end][rows].float().cpu()
+        return part._replace(up=part.up * gain[:, None], gain=gain, shift=shift)
+
+    def _write_whole(
+        self, whole: tuple[Tensor, Tensor, Tensor], slot: int, parts: dict[int, PartWeights]
+    ) -> None:
+        weight, bias, flags = whole
+        replaced = [part for part in parts.values() if part.weight is not None]
+        if replaced and len(replaced) < len(self.ends):
+            raise ValueError("an adapter replaces some of the layers that are fused, not all")
+        begin = 0
+        for number, end in enumerate(self.ends):
+            if replaced and (own := parts[number].weight) is not None:
+                weight[slot, begin:end].copy_(own, non_blocking=True)
+                added = parts[number].bias
+                bias[slot, begin:end].zero_() if added is None else bias[slot, begin:end].copy_(added)
+            begin = end
+        self.replaces[slot] = bool(replaced)
+        flags[slot].fill_(int(bool(replaced)))
+
+
+def unwrap(layer: Any) -> Any:
+    """The layer without its adapters."""
+    return layer.base if isinstance(layer, AdaptedLinear) else layer
+
+
+def current_form(layer: LinearLayer) -> LinearLayer:
+    """The plain layer, unless the step that runs now has adapters that change it."""
+    return layer.base if isinstance(layer, AdaptedLinear) and not layer.is_active else layer

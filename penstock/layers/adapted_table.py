@@ -1,0 +1,113 @@
+"""The change that adapters make to rows of an embedding table: low-rank, or new rows for old ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.language import use_kernel
+from penstock.kernels.lora import LowRank, expand_, rank_bucket
+from penstock.layers.adapter_state import AdapterSlots
+from penstock.weights.adapters import TableWeights
+
+
+class AdaptedTable:
+    """The change that adapters make to rows of an embedding table."""
+
+    def __init__(self, weight: Tensor, room: AdapterSlots) -> None:
+        self.weight = weight  # [rows, width]
+        self.rows, self.width = weight.shape
+        self.room = room
+        self.state = room.state
+        self.dtype, self.device = weight.dtype, weight.device
+        self.ranks: list[int] = []
+        self._down: Tensor | None = None  # [slots, rows, max rank]
+        self._low: LowRank | None = None
+        # Where the new row of each row is in `_new`, of each slot; -1: it keeps the old one.
+        self._index: Tensor | None = None  # int32 [slots, rows]
+        self._new: Tensor | None = None  # [slots, replaced, width]
+
+    @property
+    def is_active(self) -> bool:
+        return self.state.lines is not None and (self._low is not None or self._new is not None)
+
+    def change_(self, embedded: Tensor, ids: Tensor | None) -> Tensor:
+        """Change rows [tokens, width] of the table in place, at `ids`; None: all are row 0."""
+        lines = self.state.lines
+        if lines is None or (self._low is None and self._new is None):
+            return embedded
+        count = len(lines.slots)  # padding tokens may follow
+        slots = lines.slots.long()
+        rows = torch.zeros_like(slots) if ids is None else ids[:count].long()
+        if self._new is not None and self._index is not None:
+            self._replace_rows(embedded[:count], slots, rows)
+        if self._low is None or self._down is None:
+            return embedded
+        if use_kernel(embedded):
+            order = lines.tiled.order.long()
+            at = slots.index_select(0, order).clamp_min_(0) * self.rows + rows.index_select(0, order)
+            rank = min(self.state.rank, self._down.shape[-1])
+            low = self._down.flatten(0, 1).index_select(0, at)[:, :rank].contiguous()
+            return expand_(embedded, low, self._low, lines.tiled)
+        for slot, own in lines.by_slot():
+            if slot >= 0 and (rank := self.ranks[slot]):
+                low = self._down[slot, :, :rank].index_select(0, rows.index_select(0, own))
+                embedded.index_add_(0, own, low @ self._low.up[slot, :, :rank].t())
+        return embedded
+
+    def _replace_rows(self, embedded: Tensor, slots: Tensor, rows: Tensor) -> None:
+        assert self._index is not None and self._new is not None
+        known = slots.clamp_min(0)
+        at = self._index.flatten().index_select(0, known * self.rows + rows)
+        at = torch.where(slots < 0, -1, at)
+        new = self._new.flatten(0, 1).index_select(0, known * self._new.shape[1] + at.clamp_min(0))
+        embedded.copy_(torch.where(at[:, None] >= 0, new, embedded))
+
+    def write(self, slot: int, weights: TableWeights) -> bool:
+        """Put an adapter into a slot; whether that took memory."""
+        grew = self._write_low(slot, weights) if weights.rank or self._low is not None else False
+        if weights.rows is not None or self._new is not None:
+            grew |= self._write_rows(slot, weights)
+        return grew
+
+    def clear(self, slot: int) -> None:
+        """Leave a slot without an adapter on this table."""
+        if self._low is not None and self.ranks[slot]:
+            self.ranks[slot] = 0
+            self._low.ranks[slot].fill_(0)
+        if self._index is not None:
+            self._index[slot].fill_(-1)
+
+    def _write_low(self, slot: int, weights: TableWeights) -> bool:
+        slots, rank = self.room.num_slots, rank_bucket(self.room.max_rank)
+        grew = self._low is None
+        if self._low is None or self._down is None:
+            self.ranks = [0] * slots
+            self._down = torch.zeros((slots, self.rows, rank), dtype=self.dtype, device=self.device)
+            up = torch.zeros((slots, self.width, rank), dtype=self.dtype, device=self.device)
+            ranks = torch.zeros(slots, dtype=torch.int32, device=self.device)
+            self._low = LowRank(up, up, ranks, (self.width,))  # nothing is shrunk: A x is a row of the table
+        if weights.down is not None and weights.up is not None:
+            self._down[slot, :, : weights.rank].copy_(weights.down, non_blocking=True)
+            self._low.up[slot, :, : weights.rank].copy_(weights.up, non_blocking=True)
+        self.ranks[slot] = weights.rank
+        self._low.ranks[slot].fill_(weights.rank)
+        return grew
+
+    def _write_rows(self, slot: int, weights: TableWeights) -> bool:
+        grew, count = False, 0 if weights.rows is None else len(weights.rows)
+        if self._index is None:
+            shape = (self.room.num_slots, self.rows)
+            self._index = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+        if self._new is None or self._new.shape[1] < count:
+            wide = (self.room.num_slots, count, self.width)
+            larger = torch.zeros(wide, dtype=self.dtype, device=self.device)
+            if self._new is not None:
+                larger[:, : self._new.shape[1]] = self._new
+            self._new, grew = larger, True
+        self._index[slot].fill_(-1)
+        if weights.rows is not None and weights.indices is not None:
+            self._new[slot, :count].copy_(weights.rows, non_blocking=True)
+            numbers = torch.arange(count, dtype=torch.int32, device=self.device)
+            self._index[slot].index_copy_(0, weights.indices.to(self.device), numbers)
+        return grew

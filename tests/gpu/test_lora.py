@@ -1,0 +1,197 @@
+"""Adapters on a device: kernels in half precision against torch, graphs against the eager step.
+
+pytest -m gpu tests/gpu/test_lora.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.checkpoint.pooling import PoolingSpec
+from penstock.kernels.activation import act_reference
+from penstock.kernels.lora import LineTiles, LowRank, apply_reference, expand_, shrink, tile_lines_for
+from penstock.kvcache.blocks import BlockPool
+from penstock.kvcache.store import KVCache, KVStore
+from penstock.layers.adapter_lines import plan_lines
+from penstock.layers.build import LayerBuilder
+from penstock.layers.lora import AdapterSites
+from penstock.models.registry import build_model
+from penstock.pooling.build import Pooler
+from penstock.runner.adapters import AdapterPool
+from penstock.runner.base import BLOCK_SIZE
+from penstock.runner.generator import Generator
+from penstock.runner.model_runner import ModelRunner
+from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
+from penstock.scheduler.plan import build_plan
+from penstock.scheduler.scheduler import ScheduledRows
+from penstock.types import GeneratedTokens, PoolingParams, Request, SamplerParams, Task
+from penstock.weights.stream import open_weights
+from tests.adapters import random_adapters
+from tests.generation.fakes import split_decoded
+from tests.helpers import ints, make_request, make_spec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+CUDA = torch.device("cuda")
+CONFIG: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+    "num_labels": 3,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("lines", [40, 3000])
+@pytest.mark.parametrize(("sizes", "act"), [((768,) * 3, None), ((3072,), "gelu"), ((1024, 128, 128), None)])
+def test_lines_with_different_adapters_equal_torch(
+    dtype: torch.dtype, lines: int, sizes: tuple[int, ...], act: str | None
+) -> None:
+    slots, rank, inputs, outputs = 8, 32, 768, sum(sizes)
+    ranks = [16, 8, 32, 0, 16, 1, 16, 20]
+    draw = np.random.default_rng(0)
+    of_run = draw.integers(-1, slots, 10).astype(np.int32)
+    plan = plan_lines(of_run, np.full(10, lines // 10, dtype=np.int32))
+    assert plan.tile_lines == tile_lines_for(lines)
+    order = torch.from_numpy(plan.order).cuda()
+    tiled = LineTiles(order, torch.from_numpy(plan.tiles).view(-1, 3).cuda(), plan.tile_lines)
+    groups = [(slot, order[begin:end].long()) for slot, begin, end in plan.groups]
+    adapters = LowRank(
+        (torch.randn(slots, len(sizes) * rank, inputs, device=CUDA) * 0.03).to(dtype),
+        (torch.randn(slots, outputs, rank, device=CUDA) * 0.1).to(dtype),
+        torch.tensor(ranks, dtype=torch.int32, device=CUDA),
+        tuple(np.cumsum(sizes).tolist()),
+    )
+    x, y = (torch.randn(lines, width, device=CUDA, dtype=dtype) for width in (inputs, outputs))
+    wide = adapters._replace(down=adapters.down.double(), up=adapters.up.double())
+    expected = apply_reference(y.double(), x.double(), wide, groups, ranks)
+    expected = expected if act is None else act_reference(expected, act)
+    found = expand_(y, shrink(x, adapters, tiled, rank), adapters, tiled, act)
+    tolerance = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}[dtype]
+    torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def make_runner(
+    architecture: str, dtype: torch.dtype, *, graphs: bool, device: torch.device = CUDA, method: str = "cls"
+) -> ModelRunner:
+    build = LayerBuilder(open_weights(Path("/nowhere"), "dummy", 0, dtype, device))
+    build.adapters = AdapterSites(3, 16)
+    generates = architecture.endswith("CausalLM")
+    with torch.inference_mode():
+        model: Any = build_model(architecture, CONFIG, build, generates=generates)
+    if generates:
+        build.adapters.tables.clear()
+    random_adapters(build.adapters, (4, 16, 1), dtype)
+    pooler = Pooler(make_spec(pooling=PoolingSpec((method,), normalize=True)), model.heads, [])
+    cache = generator = None
+    if generates:
+        layers, heads, dim = model.kv_shape
+        cache = KVCache(
+            KVStore(layers, 64 * BLOCK_SIZE, heads, dim, dtype, device), torch.zeros(0, 256, device=device)
+        )
+        generator = Generator(model.heads[Task.GENERATE], 8, device, seed=1)
+    runner = ModelRunner(model, pooler, device, 2, cache, generator, graphs=graphs)
+    runner.adapters = AdapterPool(build.adapters, 4, dtype, device)
+    runner.adapters.on_growth = runner.forget_adapter_graphs
+    return runner
+
+
+LENGTHS = (9, 3, 30, 64, 17, 5, 128, 40)
+CHOSEN = (0, -1, 2, 1, 0, -1, 1, 2)
+CASES = [
+    ("BertModel", Task.EMBED),
+    ("BertForSequenceClassification", Task.CLASSIFY),
+    ("Qwen3Model", Task.EMBED),
+]
+CASES += [("ModernBertModel", Task.TOKEN_EMBED)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("architecture", "task"), CASES)
+def test_a_replayed_step_with_adapters_gives_what_the_eager_one_gives(
+    architecture: str, task: Task, dtype: torch.dtype
+) -> None:
+    request = make_request("a", LENGTHS, params=PoolingParams(task))
+    request.adapters = ints(CHOSEN)
+    plan = build_plan([ScheduledRows(request, ints(range(len(LENGTHS))))])
+    plain = build_plan(
+        [ScheduledRows(make_request("b", LENGTHS, params=request.params), ints(range(len(LENGTHS))))]
+    )
+    method = "last" if architecture == "Qwen3Model" else "cls"
+    runner = make_runner(architecture, dtype, graphs=True, method=method)
+    (eager,) = (value.float().cpu().numpy() for value in runner.forward(plan))
+    assert runner.graphs is not None
+    with runner.graphs.capture_on_first_use():
+        for _ in range(3):
+            (replayed,) = runner.launch(plan).result().outputs
+        (without,) = runner.launch(plain).result().outputs
+    assert runner.graphs.replays >= 3
+    assert {key.adapter_rank for key in runner.graphs.captured} == {0, 16}
+    np.testing.assert_allclose(replayed, eager, atol=2e-2)
+    reference = make_runner(
+        architecture, torch.float32, graphs=False, device=torch.device("cpu"), method=method
+    )
+    (expected,) = (value.float().numpy() for value in reference.forward(plan))
+    cosines = (
+        (replayed * expected).sum(1) / np.linalg.norm(replayed, axis=1) / np.linalg.norm(expected, axis=1)
+    )
+    assert cosines.min() > 0.99
+    if task is not Task.TOKEN_EMBED:
+        assert np.abs(without - replayed)[[0, 2]].max() > 1e-3
+
+
+def test_decode_graphs_give_the_tokens_of_eager_steps() -> None:
+    assert generated(graphs=True) == generated(graphs=False)
+
+
+def generated(*, graphs: bool) -> dict[str, list[int]]:
+    runner = make_runner("Qwen3ForCausalLM", torch.float16, graphs=graphs)
+    limits = GenerationLimits(8, 64, 64, 128, 1000, prefix_caching=False, separate_prefill=graphs)
+    generation = GenerationScheduler(BlockPool(64, BLOCK_SIZE), limits)
+    generation.max_adapters = 3
+    sampling = SamplerParams(max_tokens=24, temperature=0, ignore_eos=True)
+    for adapter in (-1, 0, 1, 2):
+        request = Request(
+            str(adapter), ints([5, 6, 7]), ints([3]), PoolingParams(Task.GENERATE), sampling=sampling
+        )
+        request.adapters = ints([adapter])
+        generation.add(request)
+    found: dict[str, list[int]] = {}
+    while (plan := generation.schedule(0.0)) is not None:
+        for part in split_decoded(generation.collect(plan, runner.launch(plan).result())):
+            assert isinstance(part, GeneratedTokens)
+            found.setdefault(part.id, []).extend(part.token_ids.tolist())
+    if graphs:
+        assert runner.decode is not None and runner.decode.replays > 10
+    return found
+
+
+def test_an_adapter_in_a_slot_is_replaced_behind_the_steps_that_use_it() -> None:
+    """More adapters than slots, in steps that are launched without waiting."""
+    runner = make_runner("BertModel", torch.float16, graphs=True)
+    assert runner.adapters is not None
+    runner.adapters.max_adapters = 1
+    runner.adapters._free = runner.adapters._free[:1]
+    plans = []
+    for adapter in (0, 1, 2):
+        request = make_request(str(adapter), (12, 30), params=PoolingParams())
+        request.adapters = ints([adapter, adapter])
+        plans.append(build_plan([ScheduledRows(request, ints([0, 1]))]))
+    expected = [runner.launch(plan).result().outputs[0].copy() for plan in plans]
+    for _ in range(5):
+        running = [runner.launch(plan) for plan in plans[:2]]
+        for future, values in zip(running, expected, strict=False):
+            np.testing.assert_allclose(future.result().outputs[0], values, atol=1e-3)
+        np.testing.assert_allclose(runner.launch(plans[2]).result().outputs[0], expected[2], atol=1e-3)
