@@ -111,7 +111,12 @@ def _model(
 ) -> Published:
     files = _processor(patch_size) | more.pop("files", {})
     return Published(
-        id=id, config=config | {"architectures": [name]}, files=files, tokens=_SPECIAL, reads=reads, **more
+        id=id,
+        config=config | {"architectures": [name]},
+        files=files,
+        tokens=(*_SPECIAL, *map(str, reads.answers)),
+        reads=reads,
+        **more,
     )
 
 

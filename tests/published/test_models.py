@@ -103,7 +103,7 @@ def small(config: dict[str, Any]) -> dict[str, Any]:
     out.pop("quantization_config", None)  # dummy weights are not quantised
     if (latent := config.get("latent_attention_config")) is not None:
         out["latent_attention_config"] = latent | {"hidden_dim": 64, "latent_dim": 64, "cross_dim_head": 64}
-    if (vision := config.get("vision_config")) is not None:
+    if (vision := config.get("vision_config")) is not None and "mrope_section" in str(config):
         out["vision_config"] = _small_vision(vision)
         scaling = config["rope_scaling"]
         out["rope_scaling"] = scaling | {"mrope_section": [4, 2, 2]}
