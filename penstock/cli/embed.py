@@ -113,6 +113,15 @@ class EmbedOptions(msgspec.Struct, frozen=True, kw_only=True):
         int,
         typer.Option(min=1, help="Rows to read, compute and save together.", rich_help_panel=_RUN),
     ] = 2048
+    pdf_dpi: Annotated[
+        int,
+        typer.Option(
+            min=18,
+            max=1200,
+            help="Dots per inch at which pages of PDF files are read.",
+            rich_help_panel=_ROWS,
+        ),
+    ] = 150
 
 
 class RayOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,10 +159,10 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True):
 def embed(
     options: EmbedOptions, vectors: VectorFlags, adapter: AdapterFlag, ray: RayOptions, engine: EngineFields
 ) -> None:
-    """Embed every text of a file into a file of vectors.
+    """Embed every text of a file, or every image of a folder, into a file of vectors.
 
-    Reads JSONL, CSV, Parquet, Lance and plain text. Reads, computes and writes at the same time, a few
-    thousand rows at once, however long the input is.
+    Reads JSONL, CSV, Parquet, Lance and plain text; images, and PDF files page by page. Reads, computes and
+    writes at the same time, a few thousand rows at once, however long the input is.
 
     \b
     Examples:
@@ -162,6 +171,7 @@ def embed(
       penstock embed 'articles/*.parquet' -o vectors/ --on-error skip
       penstock embed articles.jsonl --to lancedb:./db/articles --id-column url
       penstock embed articles.parquet -o vectors.parquet --adapter a=./adapter
+      penstock embed photos/ report.pdf -o vectors.parquet --keep path
     """
     job = _job(options, vectors, adapter, engine)
     sink = _sink(options)
