@@ -71,6 +71,8 @@ def parity() -> dict[str, Figures]:
 
 def tasks(family: Family) -> str:
     """The tasks that its checkpoints can have; a checkpoint has those of its head."""
+    if family.page_dim is not None:  # every token has a vector, and there is no other
+        return f"{Task.TOKEN_EMBED.value}, {Task.SCORE.value}"
     own = set(family.heads)
     if own.isdisjoint((Task.ENTITIES, Task.ZERO_SHOT)):  # whose labels come with the request
         own |= {Task.EMBED, Task.SCORE} if family.is_dual else {Task.EMBED, Task.TOKEN_EMBED, Task.SCORE}

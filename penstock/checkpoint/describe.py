@@ -25,7 +25,7 @@ from penstock.checkpoint.files import (
     usable_values,
 )
 from penstock.checkpoint.find import find, served_name
-from penstock.checkpoint.frames import TextFrame, image_embedder_frame
+from penstock.checkpoint.frames import TextFrame, message_frame, published_frame
 from penstock.checkpoint.generation import eos_token_ids, why_not_generate
 from penstock.checkpoint.gliclass import encoder_config, read_zero_shot
 from penstock.checkpoint.gliner import is_gliner, read_entities, read_model_config
@@ -171,8 +171,8 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
         vocab_size=files.integer("vocab_size"),
         num_segments=_num_segments(config, family),
         pooling=parts.pooling,
-        prompts=frame.prompts | _prompts(files),
-        default_prompt_name=_text(files, "default_prompt_name") or frame.default_prompt_name,
+        prompts=_prompts(files) or (page_prompts(files) if family.page_dim is not None else {}),
+        default_prompt_name=_text(files, "default_prompt_name"),
         similarity=_text(files, "similarity_fn_name") or "cosine",
         lower_case=_lower_cases(files, family),
         tasks=read_tasks(checkpoint, parts),
@@ -190,13 +190,14 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
         late=late,
         adapters=adapters,
         requires_adapter=family.requires_adapter and bool(adapters),
-        instruction_template=family.instruction_template or frame.instruction_template,
-        text_end=eos_text(files.folder) if family.appends_eos else frame.text_end,
+        instruction_template=family.instruction_template,
+        frame=frame,
+        text_end=eos_text(files.folder) if family.appends_eos else frame.end,
         is_causal=checkpoint.is_causal,
         eos_token_ids=eos_token_ids(files),
         why_not_generate=why_not_generate(files.folder, architecture, config),
         generates_by_default=family.generates_by_default
-        or (not files.modules and parts.score is None and parts.sparse is None),
+        or (not files.modules and parts.score is None and parts.sparse is None and frame.prompted is None),
         query_route=checkpoint.query_route,
     )
 
@@ -255,11 +256,11 @@ def _image_processor(checkpoint: Checkpoint, name: str) -> ImageProcessorSpec | 
 def _text_frame(checkpoint: Checkpoint, name: str) -> TextFrame:
     """What stands around the texts of a model that reads images too."""
     files = checkpoint.files
-    if checkpoint.family.page_dim is not None:
-        return TextFrame(page_prompts(files))
-    if checkpoint.family.qwen_vision is None or files.modules:
+    if checkpoint.family.qwen_vision is None or checkpoint.family.page_dim is not None:
         return TextFrame()
-    return image_embedder_frame(read_identity(files.root, name, files.config), checkpoint.architecture.name)
+    if files.modules:
+        return message_frame(files) if files.has_module("Pooling") else TextFrame()
+    return published_frame(read_identity(files.root, name, files.config), checkpoint.architecture.name)
 
 
 def _max_positions(checkpoint: Checkpoint, options: _Options) -> int:

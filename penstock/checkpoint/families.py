@@ -23,8 +23,6 @@ CLASS_SUFFIXES: dict[str, Task | None] = {
     "ForMaskedLM": None,
     "ForPreTraining": None,
     "ForCausalLM": None,
-    "ForConditionalGeneration": None,
-    "ForRetrieval": None,
     "LMHeadModel": None,
     "ForSequenceClassification": Task.CLASSIFY,
     "ForTokenClassification": Task.TOKEN_CLASSIFY,
@@ -32,7 +30,7 @@ CLASS_SUFFIXES: dict[str, Task | None] = {
     "ForProcessRewardModel": Task.REWARD,
 }
 _ENCODER_HEADS = frozenset({Task.CLASSIFY, Task.TOKEN_CLASSIFY, Task.SPARSE})
-_IMAGE_SUFFIXES = ("ForConditionalGeneration", "ForRetrieval")  # of families that read images, no others
+IMAGE_SUFFIXES = ("ForConditionalGeneration", "ForRetrieval")  # of families on Qwen-VL besides
 _DECODER_HEADS = frozenset({Task.CLASSIFY, Task.TOKEN_CLASSIFY, Task.REWARD, Task.GENERATE, Task.SPARSE})
 
 
@@ -499,8 +497,10 @@ class Architecture:
 
     @property
     def has_language_head(self) -> bool:
-        if self.suffix in ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"):
+        if self.suffix in ("ForCausalLM", "LMHeadModel"):
             return True
+        if self.suffix == "ForConditionalGeneration":
+            return Task.GENERATE in self.family.heads
         return self.family.generates_by_default and self.name == self.family.class_prefix
 
     @property
@@ -563,11 +563,10 @@ def find_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
         return Architecture(name, FAMILIES[name])
     for family in FAMILIES.values():
         suffix = name.removeprefix(family.class_prefix)
-        if not name.startswith(family.class_prefix) or suffix not in CLASS_SUFFIXES:
+        is_known = suffix in CLASS_SUFFIXES or (family.qwen_vision is not None and suffix in IMAGE_SUFFIXES)
+        if not name.startswith(family.class_prefix) or not is_known:
             continue
-        if suffix in _IMAGE_SUFFIXES and family.qwen_vision is None:
-            continue
-        head = CLASS_SUFFIXES[suffix]
+        head = CLASS_SUFFIXES.get(suffix)
         if head is None or head in family.heads:
             return Architecture(name, family, suffix)
     raise _unsupported(repr(name), name, config)

@@ -1,45 +1,77 @@
-"""What stands around the texts and images of published embedders that are chat models.
+"""What stands around the texts and images of embedders that are chat models.
 
-Where a checkpoint has modules, these say everything, and nothing here applies. Free of torch.
+Published ones are known by name. A sentence-transformers layout says it by its chat template, which is
+rendered once with marks in the places of prompt and text. Free of torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
+from penstock.checkpoint.files import CheckpointFiles
 from penstock.checkpoint.identity import Identity
+from penstock.errors import ModelLoadError
 
-DEFAULT = "default"  # the name of the prompt of texts whose request names none
-_TURN = "<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n"
+_TURN = "<|im_start|>system\n{prompt}<|im_end|>\n<|im_start|>user\n"
 _ANSWER = "<|im_end|>\n<|im_start|>assistant\n"
+_TEXT, _PROMPT = "\ue000t\ue000", "\ue000p\ue000"
+_PROBE = "  Ab{c}\u0301 <D> \n"  # a template that changes it changes texts
 
 
-@dataclass(frozen=True, slots=True)
-class TextFrame:
-    prompts: dict[str, str] = field(default_factory=dict)
-    default_prompt_name: str | None = None
-    instruction_template: str | None = None  # with {instruction}
-    text_end: str = ""
+class TextFrame(msgspec.Struct, frozen=True, kw_only=True):
+    """A text is written between `begin` and `end`, or with a prompt between `prompted` and `end`."""
+
+    begin: str = ""
+    prompted: str | None = None  # with {prompt}; None: a prompt stands right before the text
+    end: str = ""
+    ends_sentences: bool = False  # a prompt that does not end with punctuation gets a full stop
 
 
 class _Embedder(NamedTuple):
     names: str  # a pattern that its published names match, lower case
-    instruction: str  # where the caller gives none
+    prompt: str  # where the caller gives none
     end: str
+    ends_sentences: bool = False
 
 
 _EMBEDDERS = (
     _Embedder(r"gme-?qwen2-?vl", "You are a helpful assistant.", _ANSWER + "<|endoftext|>"),
-    _Embedder(r"qwen3-vl-embedding", "Represent the user's input.", _ANSWER),
+    _Embedder(r"qwen3-vl-embedding", "Represent the user's input.", _ANSWER, ends_sentences=True),
 )
 
 
-def image_embedder_frame(identity: Identity, architecture: str) -> TextFrame:
+def published_frame(identity: Identity, architecture: str) -> TextFrame:
     """The frame of a checkpoint that goes by a published name; an empty one for any other."""
+    named = Identity((*identity.names, architecture.lower()), identity.origin)
     for embedder in _EMBEDDERS:
-        named = Identity((*identity.names, architecture.lower()), identity.origin)
         if named.is_named(embedder.names, with_origin=True):
-            prompt = _TURN.replace("{instruction}", embedder.instruction)
-            return TextFrame({DEFAULT: prompt}, DEFAULT, _TURN, embedder.end)
+            return TextFrame(
+                begin=_TURN.replace("{prompt}", embedder.prompt),
+                prompted=_TURN,
+                end=embedder.end,
+                ends_sentences=embedder.ends_sentences,
+            )
     return TextFrame()
+
+
+def message_frame(files: CheckpointFiles) -> TextFrame:
+    """The frame of a sentence-transformers layout that writes texts as messages; an empty one for others.
+    A prompt is the message of the system there."""
+    if "message" not in (files.transformer.get("modality_config") or {}):
+        return TextFrame()
+    from penstock.checkpoint.pair_template import find_template  # Jinja is not needed otherwise
+
+    template = find_template(files)
+    assert template is not None  # the layout has messages
+    texts = [template.render_messages([("user", text)]) for text in (_TEXT, _PROBE)]
+    prompted = template.render_messages([("user", _TEXT)], _PROMPT)
+    begin, text, end = texts[0].partition(_TEXT)
+    before, _, after = prompted.partition(_TEXT)
+    if not text or texts[1] != begin + _PROBE + end or after != end or before.count(_PROMPT) > 1:
+        raise ModelLoadError(
+            f"the chat template of {template.file} changes the texts that it is given; that is not supported",
+            param="model",
+        )
+    return TextFrame(begin=begin, prompted=before.replace(_PROMPT, "{prompt}"), end=end)

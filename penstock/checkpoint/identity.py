@@ -17,7 +17,7 @@ _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.DOTALL | re.MULTILINE
 _CARD_TAG = re.compile(r"^pipeline_tag:\s*[\"']?([\w-]+)", re.MULTILINE)
 _HUB_FOLDER = re.compile(r"models--(.+)")  # in the standard cache: models--org--name/snapshots/commit
 _RERANKER = re.compile(r"rerank|zerank|(?:^|[-_/])ranker")
-_EMBEDDER = re.compile(r"embed|retriev|gritlm|(?:^|[-_/])(?:e5|gte|bge|stella|sfr|linq|sbert)[-_]")
+_EMBEDDER = re.compile(r"embed|retriev|gritlm|(?:^|[-_/])(?:e5|gme|gte|bge|stella|sfr|linq|sbert)[-_]")
 _RERANKER_TAG, _EMBEDDER_TAGS = "text-ranking", ("sentence-similarity", "feature-extraction")
 
 

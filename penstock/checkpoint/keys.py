@@ -200,6 +200,9 @@ conv_dim conv_use_xavier_init num_heads use_pos_enc
 """
 # Keys that a family's own code does not read either, though others' code does.
 _UNUSED_BY_FAMILY = {
+    **dict.fromkeys(
+        ("ColQwen2", "ColQwen2_5", "ColQwen3"), "dim embed_dim embedding_dim"
+    ),  # `pages` reads it
     "clip": _CLIP,
     "albert": "down_scale_factor gap_size net_structure_type num_memory_blocks",
     "gpt_oss": "experts_per_token initial_context_length",  # given twice

@@ -29,7 +29,7 @@ _QUERY, _DOCUMENT, _INSTRUCTION = "\ue000q\ue000", "\ue000d\ue000", "\ue000i\ue0
 _PLACEHOLDERS = {_QUERY: "{query}", _DOCUMENT: "{document}", _INSTRUCTION: "{instruction}"}
 
 
-class _PairTemplate(NamedTuple):
+class MessageTemplate(NamedTuple):
     """A compiled chat template, and everything that it is rendered with besides the messages."""
 
     file: str
@@ -38,9 +38,12 @@ class _PairTemplate(NamedTuple):
     takes_parts: bool
 
     def render(self, query: str, document: str, system: str | None) -> str:
-        texts = [("query", query), ("document", document)]
+        return self.render_messages([("query", query), ("document", document)], system)
+
+    def render_messages(self, texts: Sequence[tuple[str, str]], system: str | None = None) -> str:
+        """The text of messages, each with a role; that of the system comes first."""
         if system is not None:
-            texts.insert(0, ("system", system))
+            texts = [("system", system), *texts]
         messages = [
             {"role": role, "content": [{"type": "text", "text": text}] if self.takes_parts else text}
             for role, text in texts
@@ -50,15 +53,15 @@ class _PairTemplate(NamedTuple):
                 return str(self.compiled.render(messages=messages, **self.values))
         except Exception as error:  # a template can raise any exception
             raise ModelLoadError(
-                f"the chat template of {self.file} fails on a query and a document: "
-                f"{type(error).__name__}: {error}; give score_template",
-                param="score_template",
+                f"the chat template of {self.file} fails on messages of the roles "
+                f"{', '.join(role for role, _ in texts)}: {type(error).__name__}: {error}",
+                param="model",
             ) from None
 
 
 def read_pair_prompt(files: CheckpointFiles, open_tokenizer: Callable[[], Tokenizer]) -> Prompt | None:
     """The prompt of a CrossEncoder; None where it joins the texts by the tokenizer's pair template."""
-    template = _find_template(files)
+    template = find_template(files)
     if template is None:
         return None
     default = _default_prompt(files)
@@ -82,7 +85,8 @@ def read_pair_prompt(files: CheckpointFiles, open_tokenizer: Callable[[], Tokeni
 _NAMES = tuple(_PLACEHOLDERS.values())
 
 
-def _find_template(files: CheckpointFiles) -> _PairTemplate | None:
+def find_template(files: CheckpointFiles) -> MessageTemplate | None:
+    """The chat template through which sentence-transformers writes texts; None where it does not."""
     options, file = files.transformer, files.folder / "sentence_bert_config.json"
     modalities = options.get("modality_config")
     if modalities is not None and "message" not in modalities:
@@ -116,7 +120,7 @@ def _find_template(files: CheckpointFiles) -> _PairTemplate | None:
             compiled = template_environment().limited_template(source)
     except (TemplateError, SyntaxError, RecursionError) as error:
         raise ModelLoadError(f"the chat template of {files.folder} cannot be compiled: {error}") from None
-    return _PairTemplate(str(files.folder), compiled, values, takes_parts)
+    return MessageTemplate(str(files.folder), compiled, values, takes_parts)
 
 
 def _refuse_unknown(options: Mapping[str, Any], file: str) -> None:
@@ -155,7 +159,7 @@ def _with_instruction(plain: str, instructed: str) -> tuple[str, str, str]:
     )
 
 
-def _strips(template: _PairTemplate, text: str, instruction: str, default: str | None) -> bool:
+def _strips(template: MessageTemplate, text: str, instruction: str, default: str | None) -> bool:
     """Whether the template removes white space around the texts. Any other change is refused."""
     query, document = "  Ab{c}\u0301 <D> \n", "\n\tE  f\\g "
     rendered = template.render(query, document, default)

@@ -206,7 +206,7 @@ def _qwen3(keys: _Keys) -> QwenVisionShape:
 _READERS = {"qwen2_vl": _qwen2, "qwen2_5_vl": _qwen2_5, "qwen3_vl": _qwen3}
 
 
-def _shared(keys: _Keys, *, depth: int, patch_size: int) -> dict[str, int]:
+def _shared(keys: _Keys, *, depth: int, patch_size: int) -> dict[str, Any]:
     return {
         "layers": keys.integer("depth", default=depth, high=1024),
         "heads": keys.integer("num_heads", "num_attention_heads", default=16, high=1024),

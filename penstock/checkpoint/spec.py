@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.checkpoint.dual import DualSpec
 from penstock.checkpoint.families import find_architecture
+from penstock.checkpoint.frames import TextFrame
 from penstock.checkpoint.gliclass import ZeroShotSpec
 from penstock.checkpoint.gliner import EntitySpec
 from penstock.checkpoint.image_processor import ImageProcessorSpec
@@ -54,6 +55,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()
     is_causal: bool = False  # no token sees a later one
     instruction_template: str | None = None  # with {instruction}; precedes a text
+    frame: TextFrame = TextFrame()  # what stands around texts and images of a chat model that embeds
     text_end: str = ""  # follows every text before it is tokenised
     sparse: SparseSpec | None = None
     reward: RewardSpec | None = None

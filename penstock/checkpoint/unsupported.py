@@ -15,8 +15,13 @@ class _Kind(NamedTuple):
     reason: str
 
 
-_IMAGES = "it reads images, and only text is read"
+_IMAGES = "it reads images through a vision tower that is not known"
 _KINDS = (
+    _Kind(
+        re.compile(r"^JinaEmbeddingsV4"),
+        "it reads images, and its adapters for tasks, are not read; the checkpoints that have "
+        "one of them merged, jina-embeddings-v4-vllm-*, are Qwen2.5-VL and are",
+    ),
     _Kind(
         re.compile(
             r"VL|Vision|Visual|Image|CLIP|Clip|Siglip|SigLIP|Col(Pali|Qwen|Gemma|Idefics|Smol|ModernVBert)|"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 
+from penstock.checkpoint.frames import TextFrame
 from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import BadValue, NotPossible, shown
 
@@ -43,8 +45,28 @@ def choose_prompt(
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
         raise BadValue(f"{' and '.join(named)} exclude each other; give one", param=named[1])
-    if prompt is not None:
+    if prompt is None:
+        prompt = _own_prompt(spec, prompt_name, instruction, input_type)
+    return framed(spec.frame, prompt)
+
+
+def framed(frame: TextFrame, prompt: str) -> str:
+    """The prompt as it is written before a text; where there is none, what begins a text without it."""
+    if frame.prompted is None:
         return prompt
+    if not prompt:
+        return frame.begin
+    if frame.ends_sentences:
+        prompt = prompt.strip()
+        if prompt and not unicodedata.category(prompt[-1]).startswith("P"):
+            prompt += "."
+    return frame.prompted.replace("{prompt}", prompt)
+
+
+def _own_prompt(
+    spec: ModelSpec, prompt_name: str | None, instruction: str | None, input_type: str | None
+) -> str:
+    """The prompt by the one of these that is given; by default that of the model, if it has one."""
     if prompt_name is not None:
         return _by_name(spec, prompt_name)
     if instruction is not None:
@@ -62,6 +84,8 @@ def _by_name(spec: ModelSpec, name: str) -> str:
 
 
 def _by_instruction(spec: ModelSpec, instruction: str) -> str:
+    if spec.frame.prompted is not None:
+        return instruction
     if spec.instruction_template is not None:
         return spec.instruction_template.replace("{instruction}", instruction)
     for template in spec.prompts.values():

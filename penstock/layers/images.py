@@ -43,7 +43,7 @@ class ImageTokens:
     def levels(self, width: int) -> tuple[Tensor, ...]:
         """The columns beyond the hidden size, [image tokens, width] each: what the first layers add to their
         output, one level each."""
-        return self.features.split(width, dim=1)[1:]
+        return tuple(self.features.split(width, dim=1)[1:])
 
 
 class VisionTower(Protocol):

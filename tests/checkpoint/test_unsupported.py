@@ -15,7 +15,8 @@ from tests.checkpoints import write_json
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": {}}, "it reads images"),
+        ({"architectures": ["Qwen3VLMoeForConditionalGeneration"], "text_config": {}}, "it reads images"),
+        ({"architectures": ["JinaEmbeddingsV4Model"], "text_config": {}}, "have one of them merged"),
         ({"architectures": ["CLIPModel"], "vision_config": {}}, "it reads images"),
         ({"architectures": ["ColPaliForRetrieval"]}, "it reads images"),
         ({"architectures": ["SomethingNew"], "vision_config": {}}, "it reads images"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.published.catalog import Json, Published, Reads, modules
-from tests.published.decoders import qwen2, qwen3
+from tests.published.decoders import qwen2
 from tests.published.encoders import bert, modernbert
 
 _TEXT_AND_IMAGES = {"vision_config": {"hidden_size": 1280, "depth": 32}}
@@ -54,11 +54,7 @@ def unknown(id: str, config: dict[str, Json], reason: str = "no family is known 
 
 
 OTHERS = (
-    images("Qwen/Qwen3-VL-Embedding-2B", "Qwen3VLForConditionalGeneration", text_config=qwen3(2048, 28)),
-    images("Qwen/Qwen3-VL-Reranker-2B", "Qwen3VLForConditionalGeneration", text_config=qwen3(2048, 28)),
-    images("Alibaba-NLP/gme-Qwen2-VL-2B-Instruct", "GmeQwen2VLForConditionalGeneration"),
     images("vidore/colpali-v1.3-hf", "ColPaliForRetrieval", vlm_config={}),
-    images("vidore/colqwen2-v1.0-hf", "ColQwen2ForRetrieval", vlm_config={}),
     images("ModernVBERT/colmodernvbert", "ColModernVBertForRetrieval"),
     images("nvidia/llama-nemoretriever-colembed-1b-v1", "llama_NemoRetrieverColEmbed"),
     images("jinaai/jina-embeddings-v4", "JinaEmbeddingsV4Model", text_config=qwen2(2048, 36, 16)),

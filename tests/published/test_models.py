@@ -103,6 +103,10 @@ def small(config: dict[str, Any]) -> dict[str, Any]:
     out.pop("quantization_config", None)  # dummy weights are not quantised
     if (latent := config.get("latent_attention_config")) is not None:
         out["latent_attention_config"] = latent | {"hidden_dim": 64, "latent_dim": 64, "cross_dim_head": 64}
+    if (vision := config.get("vision_config")) is not None and "mrope_section" in str(config):
+        out["vision_config"] = _small_vision(vision)
+        scaling = config["rope_scaling"]
+        out["rope_scaling"] = scaling | {"mrope_section": [4, 2, 2]}
     if "full_attn_idxs" in config:
         out["full_attn_idxs"] = [1]
     if "layer_types" in config:
@@ -110,6 +114,14 @@ def small(config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(config.get("pad_token_id"), int):
         out["pad_token_id"] = min(config["pad_token_id"], 1)
     return out
+
+
+def _small_vision(vision: dict[str, Any]) -> dict[str, Any]:
+    small = {"depth": 2, "num_heads": 2, "intermediate_size": 96, "num_position_embeddings": 16}
+    small |= {"fullatt_block_indexes": [1], "deepstack_visual_indexes": [0], "embed_dim": 32}
+    small["out_hidden_size"] = 64
+    small["hidden_size"] = 64 if "embed_dim" in vision else 32
+    return vision | {key: value for key, value in small.items() if key in vision}
 
 
 @pytest.mark.parametrize("model", REFUSED, ids=lambda model: model.id)

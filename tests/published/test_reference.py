@@ -50,7 +50,8 @@ MODULES = [model for model in SERVED if any(name.endswith("Pooling/config.json")
 def test_transformers_reads_the_same_sizes_and_labels(model: Published, tmp_path: Path) -> None:
     folder = write(model, tmp_path)
     spec, outer = read_spec(folder, model.id), AutoConfig.from_pretrained(folder)
-    config = outer.get_text_config() if spec.config.get("text_model_type") else outer
+    is_nested = spec.config.get("text_model_type") or spec.config.get("vision_config")
+    config = outer.get_text_config() if is_nested else outer
     assert (spec.hidden_size, spec.num_layers) == (config.hidden_size, config.num_hidden_layers)
     assert (spec.sizes.heads, spec.vocab_size) == (config.num_attention_heads, config.vocab_size)
     if (positions := getattr(config, "max_position_embeddings", None)) is not None and "n_positions" not in (

@@ -1,0 +1,153 @@
+"""Published embedders and rerankers on Qwen-VL: what stands around their texts, and their scores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock import Engine
+from penstock.checkpoint.describe import read_spec
+from penstock.errors import ModelLoadError
+from penstock.types import PoolingParams, Task
+from tests.parity.qwen_vl import (
+    CHAT_TEMPLATE,
+    VISION_END,
+    VISION_START,
+    Row,
+    as_published,
+    flat_config,
+    make_model,
+    make_row,
+    qwen_tokenizer,
+    reference_states,
+    request_of,
+    write_model,
+)
+from tests.parity.reference import Vectors
+
+TEXT = "the page of the book"
+SYSTEM = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n"
+ANSWER = "<|im_end|>\n<|im_start|>assistant\n"
+JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note "
+    'that the answer can only be "yes" or "no".'
+)
+DEFAULT_TASK = "Given a search query, retrieve relevant candidates that answer the query."
+
+
+def ids_of(text: str) -> list[int]:
+    ids: list[int] = qwen_tokenizer().encode(text).ids
+    return ids
+
+
+def vector_of(model: Any, text: str) -> Vectors:
+    """The normalised state of the last token of a text as it is."""
+    last = reference_states(model, Row(ids_of(text)))[-1]
+    return last / np.linalg.norm(last)
+
+
+def test_gme_in_the_layout_of_its_files_reads_texts_as_it_was_trained(tmp_path: Path) -> None:
+    model, folder = make_model("qwen2_vl"), tmp_path / "gme-Qwen2-VL-2B-Instruct"
+    write_model(folder, model)
+    renamed = {"model.language_model.": "model.", "model.visual.": "visual."}
+    as_published(folder, renamed, flat_config("qwen2_vl", folder))
+    with Engine(str(folder), dtype="float32", device="cpu", enable_generation=False) as engine:
+        for options, prompt in (
+            ({}, "You are a helpful assistant."),
+            ({"input_type": "document"}, "You are a helpful assistant."),
+            ({"instruction": "Find a page."}, "Find a page."),
+        ):
+            wanted = vector_of(model, SYSTEM.format(prompt) + TEXT + ANSWER + "<|endoftext|>")
+            assert np.abs(engine.embed([TEXT], **options)[0] - wanted).max() < 1e-5
+
+
+def test_qwen3_vl_embedding_ends_an_instruction_as_its_published_code_does(tmp_path: Path) -> None:
+    model, folder = make_model("qwen3_vl"), tmp_path / "Qwen3-VL-Embedding-2B"
+    write_model(folder, model)
+    with Engine(str(folder), dtype="float32", device="cpu", enable_generation=False) as engine:
+        for given, prompt in ((None, "Represent the user's input."), ("Find it", "Find it."), ("So?", "So?")):
+            wanted = vector_of(model, SYSTEM.format(prompt) + TEXT + ANSWER)
+            assert np.abs(engine.embed([TEXT], instruction=given)[0] - wanted).max() < 1e-5
+
+
+def test_a_layout_of_messages_writes_texts_by_its_chat_template(tmp_path: Path) -> None:
+    model = make_model("qwen2_5_vl", "Model")
+    write_model(tmp_path, model)
+    modules = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+    listed = [
+        {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for n, (kind, path) in enumerate(modules)
+    ]
+    pooling = {"word_embedding_dimension": 48, "pooling_mode_lasttoken": True}
+    transformer = {
+        "modality_config": {
+            "text": {"method": "forward"},
+            "message": {"method": "forward", "format": "structured"},
+        },
+        "processing_kwargs": {"chat_template": {"add_generation_prompt": True}},
+    }
+    for name, values in (
+        ("modules.json", listed),
+        ("1_Pooling/config.json", pooling),
+        ("2_Normalize/config.json", {}),
+        ("sentence_bert_config.json", transformer),
+        ("config_sentence_transformers.json", {"prompts": {"query": "Find a page."}}),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(values))
+    user = "<|im_start|>user\n" + TEXT + ANSWER
+    with Engine(str(tmp_path), dtype="float32", device="cpu") as engine:
+        plain, prompted = engine.embed([TEXT]), engine.embed([TEXT], prompt_name="query")
+        free = engine.embed([TEXT], prompt="Look.")
+    assert np.abs(plain[0] - vector_of(model, user)).max() < 1e-5
+    for got, prompt in ((prompted, "Find a page."), (free, "Look.")):
+        wanted = vector_of(model, f"<|im_start|>system\n{prompt}<|im_end|>\n" + user)
+        assert np.abs(got[0] - wanted).max() < 1e-5
+
+
+def test_a_chat_template_that_changes_texts_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, make_model("qwen2_vl", "Model"))
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    template = CHAT_TEMPLATE.replace("part.text", "part.text | trim")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    kinds = ["Transformer", "Pooling"]
+    listed = [
+        {"idx": n, "name": str(n), "path": "1_Pooling" if n else "", "type": k} for n, k in enumerate(kinds)
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"modality_config": {"message": {}}}))
+    with pytest.raises(ModelLoadError, match="changes the texts"):
+        read_spec(tmp_path, "changes")
+
+
+def test_the_reranker_scores_by_the_weights_of_its_two_answers(tmp_path: Path) -> None:
+    model, folder = make_model("qwen3_vl", tie_word_embeddings=False), tmp_path / "Qwen3-VL-Reranker-2B"
+    write_model(folder, model)
+    weights = model.lm_head.weight.detach()
+    direction = (weights[ids_of("yes")[0]] - weights[ids_of("no")[0]]).numpy()
+    assert len(ids_of("yes")) == len(ids_of("no")) == 1
+
+    def score(row: Row) -> float:
+        return float(torch.sigmoid(torch.tensor(reference_states(model, row)[-1] @ direction)))
+
+    def prompt(query: str, document: str, task: str = DEFAULT_TASK) -> str:
+        return SYSTEM.format(JUDGE) + f"<Instruct>: {task}<Query>:{query}\n<Document>:{document}" + ANSWER
+
+    with Engine(str(folder), dtype="float32", device="cpu") as engine:
+        assert engine.spec.tasks[0] is Task.SCORE and not engine.spec.generates
+        for options, text in (({}, prompt("a", TEXT)), ({"instruction": "Do."}, prompt("a", TEXT, "Do."))):
+            (got,) = engine.score("a", [TEXT], **options)
+            assert got == pytest.approx(score(Row(ids_of(text))), abs=1e-5)
+        before, after = (ids_of(part) for part in prompt("a", "\0").split("\0"))
+        page = make_row((6, 4))
+        assert (page.ids[0], page.ids[-1]) == (VISION_START, VISION_END)
+        row = Row([*before, *page.ids, *after], page.grids, page.seed)
+        output = engine.local.engine.submit(request_of("page", [row], PoolingParams(Task.SCORE))).result()
+        assert float(output.values.reshape(-1)[0]) == pytest.approx(score(row), abs=1e-5)

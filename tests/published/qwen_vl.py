@@ -1,0 +1,184 @@
+"""Published models on Qwen2-VL, Qwen2.5-VL and Qwen3-VL. Their files are recorded from their model cards and
+the code that comes with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.published.catalog import Json, Published, Reads
+
+_TOKENS = {"image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652}
+_TOKENS |= {"vision_end_token_id": 151653}
+_SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+)
+_MROPE = {"type": "mrope", "mrope_section": [16, 24, 24]}
+_VISION_2: Json = {
+    "depth": 32,
+    "embed_dim": 1280,
+    "mlp_ratio": 4,
+    "num_heads": 16,
+    "in_chans": 3,
+    "hidden_size": 1536,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "spatial_patch_size": 14,
+    "temporal_patch_size": 2,
+}
+_VISION_2_5: Json = {
+    "depth": 32,
+    "hidden_act": "silu",
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "in_chans": 3,
+    "out_hidden_size": 2048,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "spatial_patch_size": 14,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+    "tokens_per_second": 2,
+    "temporal_patch_size": 2,
+}
+_VISION_3: Json = {
+    "deepstack_visual_indexes": [5, 11, 17],
+    "depth": 24,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 1024,
+    "in_channels": 3,
+    "initializer_range": 0.02,
+    "intermediate_size": 4096,
+    "model_type": "qwen3_vl",
+    "num_heads": 16,
+    "num_position_embeddings": 2304,
+    "out_hidden_size": 2048,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+
+
+def _processor(patch_size: int) -> dict[str, Json]:
+    values = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": patch_size, "merge_size": 2}
+    values |= {"temporal_patch_size": 2, "min_pixels": 3136, "max_pixels": 12845056}
+    return {"preprocessor_config.json": values}
+
+
+def _text(hidden: int, layers: int, heads: int, kv_heads: int, inner: int) -> dict[str, Json]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": inner,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "max_window_layers": layers,
+        "use_sliding_window": False,
+        "sliding_window": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_scaling": _MROPE,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+    }
+
+
+_QWEN2 = _text(1536, 28, 12, 2, 8960) | _TOKENS | {"model_type": "qwen2_vl", "vision_config": _VISION_2}
+_QWEN2_5 = (
+    _text(2048, 36, 16, 2, 11008) | _TOKENS | {"model_type": "qwen2_5_vl", "vision_config": _VISION_2_5}
+)
+_QWEN3_TEXT: dict[str, Any] = _text(2048, 28, 16, 8, 6144) | {
+    "head_dim": 128,
+    "attention_bias": False,
+    "max_position_embeddings": 262144,
+    "model_type": "qwen3_vl_text",
+    "rope_theta": 5000000,
+    "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+}
+_QWEN3: dict[str, Any] = {"model_type": "qwen3_vl", "text_config": _QWEN3_TEXT, "vision_config": _VISION_3}
+_QWEN3 |= {"tie_word_embeddings": True} | _TOKENS
+
+
+def _model(
+    id: str, config: dict[str, Json], name: str, reads: Reads, patch_size: int = 14, **more: Any
+) -> Published:
+    files = _processor(patch_size) | more.pop("files", {})
+    return Published(
+        id=id,
+        config=config | {"architectures": [name]},
+        files=files,
+        tokens=(*_SPECIAL, *map(str, reads.answers)),
+        reads=reads,
+        **more,
+    )
+
+
+def _last(dimension: int, max_tokens: int, **more: Any) -> Reads:
+    return Reads(
+        task="embed",
+        dimension=dimension,
+        pooling=("last",),
+        normalize=True,
+        max_tokens=max_tokens,
+        causal=True,
+        **more,
+    )
+
+
+QWEN_VL = (
+    _model(
+        "Qwen/Qwen2.5-VL-3B-Instruct",
+        _QWEN2_5,
+        "Qwen2_5_VLForConditionalGeneration",
+        _last(2048, 32768, generates=True),
+    ),
+    _model(
+        "Alibaba-NLP/gme-Qwen2-VL-2B-Instruct",
+        _QWEN2,
+        "GmeQwen2VLForConditionalGeneration",
+        _last(1536, 32768, score="bi"),
+        unverified="the name of its class",
+    ),
+    _model(
+        "Qwen/Qwen3-VL-Embedding-2B",
+        _QWEN3,
+        "Qwen3VLForConditionalGeneration",
+        _last(2048, 262144, score="bi"),
+        patch_size=16,
+    ),
+    _model(
+        "Qwen/Qwen3-VL-Reranker-2B",
+        _QWEN3,
+        "Qwen3VLForConditionalGeneration",
+        Reads(task="score", score="cross", max_tokens=262144, causal=True, answers=("yes", "no")),
+        patch_size=16,
+    ),
+    _model(
+        "vidore/colqwen2-v1.0-hf",
+        {"model_type": "colqwen2", "embedding_dim": 128, "vlm_config": _QWEN2},
+        "ColQwen2ForRetrieval",
+        Reads(
+            task="token_embed",
+            score="late",
+            dimension=128,
+            max_tokens=32768,
+            causal=True,
+            prompts={"query": "Query: "},
+        ),
+    ),
+    _model(
+        "TomoroAI/tomoro-colqwen3-embed-4b",
+        _QWEN3 | {"model_type": "colqwen3", "embed_dim": 320},
+        "ColQwen3",
+        Reads(task="token_embed", score="late", dimension=320, max_tokens=262144, causal=True),
+        patch_size=16,
+        unverified="sizes and the names of keys",
+    ),
+)
