@@ -88,6 +88,26 @@ class ImageProcessorSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_tiles * (geometry.tile_size // self.patch_size) ** 2
 
     @property
+    def tile_patches(self) -> int:
+        """Patches down and across of a tile, or of an image of a middle size where sizes differ."""
+        geometry = self.geometry
+        if isinstance(geometry, FixedSize):
+            return geometry.size[0] // self.patch_size
+        if isinstance(geometry, Tiles):
+            return geometry.tile_size // self.patch_size
+        if isinstance(geometry, MaxPatches):
+            return int(geometry.max_num_patches**0.5)
+        return 24  # a multiple of every merge and pooling size
+
+    def tokens_of(self, num_patches: int) -> int:
+        """Tokens that stand for a tile of so many patches."""
+        if isinstance(self.geometry, PixelRange):
+            return num_patches // self.geometry.merge_size**2
+        if isinstance(self.geometry, SoftTokens):
+            return num_patches // self.geometry.pooling_kernel_size**2
+        return self.tokens_per_tile or 0
+
+    @property
     def max_tiles(self) -> int:
         if not isinstance(self.geometry, Tiles) or not self.geometry.is_split:
             return 1

@@ -13,11 +13,21 @@ import numpy as np
 from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import BLOCK_SIZE, Runner
 from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
+from penstock.scheduler.image_cache import ImageCache
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
-from penstock.types import PoolingParams, PoolPlan, Request, SampledResult, SamplerParams, Task
+from penstock.types import (
+    PoolingParams,
+    PoolPlan,
+    Request,
+    RequestImages,
+    SampledResult,
+    SamplerParams,
+    Task,
+)
 
 if TYPE_CHECKING:
+    from penstock.checkpoint.spec import ModelSpec
     from penstock.runner.decode import DecodeGraphs, Key
     from penstock.runner.graphs import Graphs
 
@@ -54,6 +64,30 @@ def warm_up_chunked_prefill(runner: Runner, block_size: int) -> None:
     row, first, stop = (np.array([number], dtype=np.int32) for number in (0, begin, end))
     share = ScheduledRows(request, row, first, stop, ([0, 1, 2],))
     runner.launch(build_plan([share], block_size)).result()
+
+
+def warm_up_images(runner: Runner, spec: ModelSpec, max_tokens: int) -> None:
+    """Run one image, of a middle size where sizes differ."""
+    if (processor := spec.images) is None:
+        return
+    side = processor.tile_patches
+    num_patches = side * side
+    are_rows = spec.dual is not None
+    tokens = num_patches if are_rows else processor.tokens_of(num_patches)
+    zero, length = np.zeros(1, dtype=np.int32), np.array([tokens], dtype=np.int32)
+    images = RequestImages(
+        np.zeros((num_patches, processor.values_per_patch), dtype=np.uint8),
+        np.array([[side, side]], dtype=np.int32),
+        rows=zero,
+        starts=zero,
+        num_tokens=np.ones_like(length) if are_rows else length,
+        digests=np.zeros((1, 16), dtype=np.uint8),
+        are_rows=are_rows,
+    )
+    if tokens <= max_tokens:
+        request = Request("warm-up", np.zeros(tokens, dtype=np.int32), length, images=images)
+        share = ScheduledRows(request, zero)
+        runner.launch(build_plan([share], image_cache=ImageCache(tokens))).result()
 
 
 def capture_graphs(

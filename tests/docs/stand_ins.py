@@ -19,6 +19,7 @@ from tests.checkpoints import (
     write_m3,
     write_splade,
 )
+from tests.parity.dual import CLIP
 from tests.text_models import write_text_model
 
 WIDTH = BERT_CONFIG["hidden_size"]
@@ -103,7 +104,13 @@ def _prefixed(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {f"bert.{name}": tensor for name, tensor in bert_tensors(config).items()}
 
 
+def clip(folder: Path) -> Path:
+    CLIP.write(folder)
+    return folder
+
+
 STAND_INS: dict[str, Callable[[Path], Path]] = {
+    "clip": clip,
     "nli": nli,
     "prompts": with_prompts,
     "cross-encoder": write_cross_encoder,
