@@ -120,13 +120,14 @@ async def content_pairs(
         for text in texts:
             check_query(text, "query", "query")
         return list(make_pairs(texts, document_texts(documents, "documents")))
-    sides = []
+    sides: list[list[Any]] = []
     for name, given in (("query", queries), ("documents", documents)):
         items = [
             document_content(each, name) if has_image(each) else document_texts([each], name)[0]
             for each in given
         ]
-        sides.append(await with_images(call, model, items, name))
+        has_images = any(map(has_image, given))
+        sides.append(await with_images(call, model, items, name) if has_images else items)
     first, second = sides
     if len(first) not in (1, len(second)):
         raise BadValue(

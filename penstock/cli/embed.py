@@ -167,7 +167,7 @@ def embed(options: EmbedOptions, vectors: VectorFlags, ray: RayOptions, engine: 
       penstock embed articles.jsonl -o vectors.jsonl --column body --keep title
       penstock embed 'articles/*.parquet' -o vectors/ --on-error skip
       penstock embed articles.jsonl --to lancedb:./db/articles --id-column url
-      penstock embed photos/ reports/*.pdf -o vectors.parquet --keep path --keep page
+      penstock embed photos/ report.pdf -o vectors.parquet --keep path
     """
     job = _job(options, vectors, engine)
     sink = _sink(options)

@@ -254,8 +254,8 @@ class Embedder:
             raise refuse_images(self.spec.name)
         prepared: list[PreparedImage] = []
         bad: list[tuple[int, BadRow]] = []
-        for at, ref in enumerate(chunk.texts):
-            assert isinstance(ref, ImageRef)
+        refs: list[Any] = chunk.texts
+        for at, ref in enumerate(refs):
             try:
                 image = ref.load(self._images.sources.limits.max_pixels)
                 prepared += self._images.prepare_now([image], self.spec.images)

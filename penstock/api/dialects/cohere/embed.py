@@ -120,6 +120,11 @@ class CohereEmbedRequest(RequestFields, kw_only=True):
                 param="input_type",
             )
         if given == "image":
+            if self.given == "texts":
+                raise BadValue(
+                    f"input_type 'image' goes with images or inputs; for texts use {', '.join(_KNOWN_TYPES)}",
+                    param="input_type",
+                )
             return options
         if given is not None and given in spec.prompts and given not in _KNOWN_TYPES:
             return replace(options, prompt_name=given)
