@@ -1,6 +1,6 @@
 """What LoRA adapters cost on one GPU: tokens per second with 1, 8 and 64 adapters mixed in each batch.
 
-    python benchmarks/gpu_lora.py FOLDER [FOLDER…] [--rank 16] [--targets all|attention] [--save]
+    python benchmarks/gpu_lora.py FOLDER [FOLDER…] [--rank 16] [--targets default|attention|all] [--save]
 
 Folders need only a configuration and a tokenizer; weights and adapters are random. Each shape of step runs in
 alternating rounds: on a model without adapters, on one that takes adapters but is given none, and with
@@ -33,6 +33,7 @@ from penstock.types import PoolPlan, Request
 
 SHAPES = ((64, 32), (64, 256), (128, 128))
 COUNTS = (1, 8, 64)
+DEFAULT = ("query", "value", "q_proj", "v_proj")  # what PEFT adapts in these models, unless it is told
 ATTENTION = ("query", "key", "value", "q_proj", "k_proj", "v_proj", "o_proj", "Wqkv", "qkv_proj")
 ROUNDS, STEPS = 7, 40
 
@@ -42,7 +43,8 @@ def write_adapter(folder: Path, sites: AdapterSites, rank: int, targets: str, se
     draw = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, (layer, part) in sites.layers.items():
-        if targets == "attention" and name.rpartition(".")[2] not in ATTENTION:
+        chosen = {"default": DEFAULT, "attention": ATTENTION}.get(targets)
+        if chosen is not None and name.rpartition(".")[2] not in chosen:
             continue
         pair = (rank, layer.in_features), (layer.part_size(part), rank)
         for letter, shape in zip("AB", pair, strict=True):
@@ -113,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folders", nargs="+")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--targets", choices=("all", "attention"), default="all")
+    parser.add_argument("--targets", choices=("default", "attention", "all"), default="default")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     lines = [

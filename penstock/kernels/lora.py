@@ -37,7 +37,7 @@ class LowRank(NamedTuple):
 
     down: Tensor  # A, [slots, parts · max rank, inputs]
     up: Tensor  # scale · B, [slots, outputs, max rank]
-    ranks: Tensor  # int32 [slots]; 0: the slot's adapter does not change this layer
+    ranks: Tensor  # int32 [slots, parts]; 0: the slot's adapter does not change this part
     ends: tuple[int, ...]  # where the outputs of each part end
     gain: Tensor | None = None  # fp32 [slots, outputs]: what the layer's own output is multiplied by
     shift: Tensor | None = None  # fp32 [slots, outputs]: what is added to it then
@@ -54,19 +54,24 @@ def rank_bucket(rank: int) -> int:
 
 
 def apply_reference(
-    y: Tensor, x: Tensor, adapters: LowRank, groups: Sequence[tuple[int, Tensor]], ranks: Sequence[int]
+    y: Tensor,
+    x: Tensor,
+    adapters: LowRank,
+    groups: Sequence[tuple[int, Tensor]],
+    ranks: Sequence[Sequence[int]],
 ) -> Tensor:
     """Change y [lines, outputs], the layer's output for x [lines, inputs], in place. `groups` are the lines
     of each slot, and `ranks` are those of `adapters`."""
     max_rank = adapters.up.shape[-1]
     for slot, lines in groups:
-        if slot < 0 or not ranks[slot]:
+        if slot < 0 or not any(ranks[slot]):
             continue
         own = y.index_select(0, lines).float()
         if adapters.gain is not None and adapters.shift is not None:
             own = own.mul_(adapters.gain[slot]).add_(adapters.shift[slot])
-        inputs, first, rank = x.index_select(0, lines), 0, ranks[slot]
+        inputs, first = x.index_select(0, lines), 0
         for part, end in enumerate(adapters.ends):
+            rank = ranks[slot][part]
             down = adapters.down[slot, part * max_rank : part * max_rank + rank]
             own[:, first:end] += (inputs @ down.t()) @ adapters.up[slot, first:end, :rank].t()
             first = end
@@ -96,14 +101,16 @@ def _shrink(
     program = tl.program_id(0)
     tile = tiles + (program // across) * 3
     begin, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    rank = tl.load(ranks + tl.maximum(slot, 0))
-    if (slot < 0) | (begin >= end) | (rank == 0):
+    col = (program % across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rank = tl.load(
+        ranks + tl.maximum(slot, 0) * PARTS + col // RANK, mask=col < PARTS * RANK, other=0
+    )  # of each column's part
+    if (slot < 0) | (begin >= end) | (tl.max(rank) == 0):
         return
     place = begin + tl.arange(0, TILE)
     here = place < end
     line = tl.load(order + place, mask=here, other=0).to(tl.int64)
-    col = (program % across) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (col < PARTS * RANK) & (col % RANK < rank)
+    inside = col % RANK < rank
     weight = down + slot.to(tl.int64) * (PARTS * MAX_RANK * K)
     weight += ((col // RANK) * MAX_RANK + col % RANK)[:, None] * K
     total = tl.zeros((TILE, BLOCK_N), tl.float32)
@@ -167,16 +174,22 @@ def _expand(
     program = tl.program_id(0)
     tile = tiles + (program // across) * 3
     begin, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    rank = tl.where(slot < 0, 0, tl.load(ranks + tl.maximum(slot, 0)))
     if begin >= end:
         return
+    first = (program % across) * BLOCK_N
+    own_ranks = ranks + tl.maximum(slot, 0) * PARTS
+    rank = 0  # the largest of the parts that have a column here, almost always one
+    for part in tl.static_range(PARTS):
+        start = 0 if part == 0 else (END0 if part == 1 else END1)
+        stop = END0 if part == 0 else (END1 if part == 1 else N)
+        if (slot >= 0) & (first < stop) & (first + BLOCK_N > start):
+            rank = tl.maximum(rank, tl.load(own_ranks + part))
     if KIND < 0:  # noqa: SIM102 - a constant and a number of the device
         if rank == 0:
             return
     place = begin + tl.arange(0, TILE)
     here = place < end
     line = tl.load(order + place, mask=here, other=0).to(tl.int64)
-    first = (program % across) * BLOCK_N
     col = first + tl.arange(0, BLOCK_N)
     at = out + line[:, None] * STRIDE + col[None, :]
     stored = here[:, None] & (col < N)[None, :]
@@ -189,11 +202,12 @@ def _expand(
         for part in tl.static_range(PARTS):
             start = 0 if part == 0 else (END0 if part == 1 else END1)
             stop = END0 if part == 0 else (END1 if part == 1 else N)
-            if (first < stop) & (first + BLOCK_N > start):  # almost always one part
+            if (first < stop) & (first + BLOCK_N > start):
                 low = shrunk + place[:, None].to(tl.int64) * (PARTS * RANK) + part * RANK
                 own = (col >= start) & (col < stop)
                 weight = up + slot.to(tl.int64) * (N * MAX_RANK)
-                value += _change(low, here, weight, col, own, rank, RANK, MAX_RANK, PRECISION)
+                part_rank = tl.load(own_ranks + part)
+                value += _change(low, here, weight, col, own, part_rank, RANK, MAX_RANK, PRECISION)
     if KIND >= 0:
         value = activate(value, KIND)
     tl.store(at, value.to(out.dtype.element_ty), mask=stored)
@@ -227,7 +241,7 @@ def _expand_gated(
     program = tl.program_id(0)
     tile = tiles + (program // across) * 3
     begin, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    rank = tl.where(slot < 0, 0, tl.load(ranks + tl.maximum(slot, 0)))
+    own_ranks = ranks + tl.maximum(slot, 0) * PARTS
     if begin >= end:
         return
     place = begin + tl.arange(0, TILE)
@@ -238,7 +252,8 @@ def _expand_gated(
     stored = here[:, None] & inside[None, :]
     first = tl.load(both + line[:, None] * STRIDE + col[None, :], mask=stored, other=0.0).to(tl.float32)
     second = tl.load(both + line[:, None] * STRIDE + N + col[None, :], mask=stored, other=0.0).to(tl.float32)
-    if rank > 0:
+    first_rank, second_rank = tl.load(own_ranks), tl.load(own_ranks + PARTS - 1)
+    if (slot >= 0) & (first_rank + second_rank > 0):
         if GAIN:
             scaled = slot.to(tl.int64) * (2 * N) + col
             first *= tl.load(gain + scaled, mask=inside, other=1.0)[None, :]
@@ -247,9 +262,9 @@ def _expand_gated(
             second += tl.load(shift + scaled + N, mask=inside, other=0.0)[None, :]
         low = shrunk + place[:, None].to(tl.int64) * (PARTS * RANK)
         weight = up + slot.to(tl.int64) * (2 * N * MAX_RANK)
-        first += _change(low, here, weight, col, inside, rank, RANK, MAX_RANK, PRECISION)
+        first += _change(low, here, weight, col, inside, first_rank, RANK, MAX_RANK, PRECISION)
         low += (PARTS - 1) * RANK
-        second += _change(low, here, weight, col + N, inside, rank, RANK, MAX_RANK, PRECISION)
+        second += _change(low, here, weight, col + N, inside, second_rank, RANK, MAX_RANK, PRECISION)
     value = activate(first, KIND) * second if GATE == 0 else activate(second, KIND) * first
     tl.store(out + line[:, None] * N + col[None, :], value.to(out.dtype.element_ty), mask=stored)
 

@@ -94,7 +94,8 @@ class AdaptedLinear:
         self.dtype, self.device = like
         self.gate: tuple[str, bool] | None = None  # of a gated block: its activation, and whether it is first
         self.rank_factor = 1  # how many adapted modules may be joined in one part
-        self.ranks: list[int] = []  # of the slots, once one has an adapter that changes this layer
+        # Of each slot's parts, once one has an adapter that changes this layer; (): the slot has none.
+        self.ranks: list[tuple[int, ...]] = []
         self.replaces: list[bool] = []  # whether a slot has a whole weight of its own
         self._low: LowRank | None = None
         self._whole: tuple[Tensor, Tensor, Tensor] | None = None  # weight, bias and flag of each slot
@@ -142,12 +143,12 @@ class AdaptedLinear:
         width, parts = self.storage_rank, len(self.ends)
         pair = self._zeros(1, parts * width, self.in_features), self._zeros(1, self.out_features, width)
         scaled = torch.ones((1, self.out_features), device=self.device) if has_gain else None
-        ranks = torch.zeros(1, dtype=torch.int32, device=self.device)
+        ranks = torch.zeros((1, parts), dtype=torch.int32, device=self.device)
         low = LowRank(*pair, ranks, self.ends, scaled, scaled)
         x, y = self._zeros(1, self.in_features), self._zeros(1, self.out_features)
         lines = torch.zeros((1, 3), dtype=torch.int32, device=self.device)
         for size in (SMALL_TILE, LARGE_TILE):
-            tiled = LineTiles(ranks, lines, size)
+            tiled = LineTiles(lines[0, :1], lines, size)
             shrunk = shrink(x, low, tiled, rank)
             expand_(y, shrunk, low, tiled, self.fused_act)
             if self.gate is not None:
@@ -190,7 +191,7 @@ class AdaptedLinear:
     def clear(self, slot: int) -> None:
         """Leave a slot without an adapter on this layer."""
         if self._low is not None and self.ranks[slot]:
-            self.ranks[slot] = 0
+            self.ranks[slot] = ()
             self._low.ranks[slot].fill_(0)
         if self._whole is not None and self.replaces[slot]:
             self.replaces[slot] = False
@@ -201,11 +202,11 @@ class AdaptedLinear:
         if low is not None and (low.gain is not None or not has_gain):
             return False
         if low is None:
-            self.ranks = [0] * slots
+            self.ranks = [()] * slots
             low = LowRank(
                 self._zeros(slots, len(self.ends) * rank, self.in_features),
                 self._zeros(slots, self.out_features, rank),
-                torch.zeros(slots, dtype=torch.int32, device=self.device),
+                torch.zeros((slots, len(self.ends)), dtype=torch.int32, device=self.device),
                 self.ends,
             )
         if has_gain:
@@ -228,24 +229,20 @@ class AdaptedLinear:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def _write_low(self, low: LowRank, slot: int, parts: dict[int, PartWeights]) -> None:
-        rank = max((part.rank for part in parts.values()), default=0)
         width = self.storage_rank
         for number, end in enumerate(self.ends):
             begin = self.ends[number - 1] if number else 0
             part = parts.get(number, PartWeights())
-            down, up = low.down[slot, number * width :][:rank], low.up[slot, begin:end, :rank]
-            if part.rank < rank:
-                down.zero_()
-                up.zero_()
             if low.gain is not None and low.shift is not None:
                 gain, shift = low.gain[slot, begin:end], low.shift[slot, begin:end]
                 gain.fill_(1) if part.gain is None else gain.copy_(part.gain, non_blocking=True)
                 shift.zero_() if part.shift is None else shift.copy_(part.shift, non_blocking=True)
             if part.down is not None and part.up is not None:
-                down[: part.rank].copy_(part.down, non_blocking=True)
-                up[:, : part.rank].copy_(part.up, non_blocking=True)
-        self.ranks[slot] = rank
-        low.ranks[slot].fill_(rank)
+                low.down[slot, number * width :][: part.rank].copy_(part.down, non_blocking=True)
+                low.up[slot, begin:end, : part.rank].copy_(part.up, non_blocking=True)
+            low.ranks[slot, number].fill_(part.rank)
+        ranks = tuple(parts[number].rank if number in parts else 0 for number in range(len(self.ends)))
+        self.ranks[slot] = ranks if any(ranks) else ()
 
     def base_rows(self, number: int) -> Tensor:
         """The weight of one of the fused layers, fp32 in host memory."""

@@ -50,7 +50,7 @@ from tests.generation.fakes import split_decoded
 from tests.helpers import ints, make_request, make_spec
 
 MAX_RANK = 32
-RANKS = [5, 0, 16, 32]
+RANKS = [(5, 5, 5), (0, 0, 0), (16, 0, 3), (32, 32, 32)]  # of the parts of each slot
 SLOTS = [2, -1, 0, 3, 0, 1, 2]
 LENGTHS = [3, 4, 17, 1, 2, 5, 20]
 
@@ -69,13 +69,14 @@ def low_rank(
     ends = tuple(sum(sizes[: i + 1]) for i in range(len(sizes)))
     down = torch.full((4, len(sizes) * MAX_RANK, inputs), float("nan"))
     up = torch.full((4, ends[-1], MAX_RANK), float("nan"))
-    for slot, rank in enumerate(RANKS):
-        for part in range(len(sizes)):
+    for slot, own in enumerate(RANKS):
+        for part, (end, size) in enumerate(zip(ends, sizes, strict=True)):
+            rank = own[part]
             down[slot, part * MAX_RANK : part * MAX_RANK + rank] = torch.randn(rank, inputs) * 0.1
-        up[slot, :, :rank] = torch.randn(ends[-1], rank) * 0.1
+            up[slot, end - size : end, :rank] = torch.randn(size, rank) * 0.1
     scaled = (1 + torch.rand(4, ends[-1]), torch.randn(4, ends[-1])) if gain else (None, None)
     moved = [None if each is None else each.to(device) for each in scaled]
-    ranks = torch.tensor(RANKS, dtype=torch.int32, device=device)
+    ranks = torch.tensor([own[: len(sizes)] for own in RANKS], dtype=torch.int32, device=device)
     return LowRank(down.to(device, dtype), up.to(device, dtype), ranks, ends, *moved)
 
 
