@@ -78,6 +78,10 @@ class AdapterPool:
         self._free = list(range(sites.num_slots - 1, -1, -1))
         self._own = [_host_adapter(weights, self._pins) for weights in sites.own]
         sites.own = []  # they are here now
+        if self._pins:
+            with torch.inference_mode():
+                for adapter in self._own:
+                    sites.compile_kernels(adapter.weights, rank_bucket(adapter.rank))
         self._known.update(range(len(self._own)))
 
     def detach(self) -> None:
@@ -181,7 +185,8 @@ class AdapterPool:
                 try:
                     if file_marks(spec.folder) != self._marks.get(adapter_id):
                         raise ModelLoadError(
-                            f"the files of adapter {spec.name!r} are not those that were loaded; load it again"
+                            f"the files of adapter {spec.name!r} are not those that were loaded; load it "
+                            "again"
                         )
                     adapter = self._read(spec)
                     with self._lock:
