@@ -431,6 +431,7 @@ def shrink(x: Tensor, adapters: LowRank, lines: LineTiles, rank: int) -> Tensor:
     """A x of each line, [lines in their order, parts · rank]. `rank` is a bucket that no slot exceeds."""
     parts, max_rank = len(adapters.ends), adapters.up.shape[-1]
     rank = min(rank, max_rank)
+    x = x if x.stride(-1) == 1 else x.contiguous()
     out = x.new_empty((len(lines.order), parts * rank))
     launch, across = _bound_shrink(x.shape[1], x.stride(0), parts, rank, max_rank, lines.tile_lines, x.dtype)
     launch(len(lines.tiles) * across, x, adapters.down, adapters.ranks, lines.order, lines.tiles, out)

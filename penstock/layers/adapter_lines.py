@@ -26,6 +26,9 @@ class LinePlan(NamedTuple):
 
 def plan_lines(slots: Ints, lengths: Ints, tile_lines: int | None = None) -> LinePlan:
     """Plan runs of lines, each with one slot. `tile_lines`: for a batch that is padded to another size."""
+    if not len(slots):
+        nothing = slots[:0]
+        return LinePlan(nothing, nothing, nothing, tile_lines or tile_lines_for(0), ())
     cu_lengths = cumulative(lengths)
     size = tile_lines or tile_lines_for(int(cu_lengths[-1]))
     by_slot = np.argsort(slots, kind="stable")

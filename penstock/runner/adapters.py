@@ -78,6 +78,10 @@ class AdapterPool:
         self._free = list(range(sites.num_slots - 1, -1, -1))
         self._own = [_host_adapter(weights, self._pins) for weights in sites.own]
         sites.own = []  # they are here now
+        if self._pins:
+            with torch.inference_mode():
+                for adapter in self._own:
+                    sites.compile_kernels(adapter.weights, rank_bucket(adapter.rank))
         self._known.update(range(len(self._own)))
 
     def detach(self) -> None:

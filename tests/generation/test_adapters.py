@@ -76,8 +76,9 @@ def generate(engine: Opened, count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("max_loras", [1, 4])
-def test_greedy_tokens_are_those_of_peft(name: str, max_loras: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("max_loras", "step_tokens"), [(1, 256), (4, 256), (4, 16)])
+def test_greedy_tokens_are_those_of_peft(name: str, max_loras: int, step_tokens: int, tmp_path: Path) -> None:
+    """With room for all adapters and for one at a time; with prompts in one step and in chunks."""
     base = write_base(tmp_path / "base", name)
     folders = [tmp_path / "0", tmp_path / "1"]
     adapted = [
@@ -90,6 +91,7 @@ def test_greedy_tokens_are_those_of_peft(name: str, max_loras: int, tmp_path: Pa
         for prompt, each in zip(PROMPTS, CHOSEN, strict=True)
     ]
     options = {"enable_generation": True, "max_loras": max_loras, "max_num_seqs": 8, "kv_cache_gb": 0.001}
+    options["max_num_batched_tokens"] = step_tokens
     with opened_with(tmp_path / "base", folders, **options) as engine:
         assert generate(engine, count) == expected
         # Prefixes of one adapter are never used for another: the same prompts again, from the cache.

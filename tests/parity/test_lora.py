@@ -219,3 +219,27 @@ def test_an_adapter_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
             opened_with(tmp_path / "base", [tmp_path / folder]),
         ):
             pass
+
+
+@pytest.mark.parametrize(
+    "options", [{"enable_chunked_prefill": True}, {"enable_prefix_caching": True}], ids=str
+)
+def test_chunked_rows_and_cached_prefixes_are_those_of_their_adapter(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    family = decoders.FAMILIES["qwen3"]
+    base = decoders.open_backbone(family, family.write(tmp_path / "base"))
+    adapted = [write_adapter(base, tmp_path / str(number), number, r=4 + number) for number in range(2)]
+    rows = [decoders.ROWS[9]] * 4 + [decoders.ROWS[6]]
+    chosen = (0, -1, 1, 0, 1)
+    states = reference(base, adapted, rows, chosen, reference_hidden)
+    ends = np.cumsum([len(row) for row in rows]) - 1
+    more = {
+        "enable_generation": False,
+        "max_num_batched_tokens": 48,
+        "pooler_config": PoolerConfig(pooling_type="LAST"),
+    }
+    with opened_with(tmp_path / "base", [tmp_path / "0", tmp_path / "1"], **more, **options) as engine:
+        for _ in range(2):  # the second time prefixes may come from the cache
+            found = ask(engine, rows, list(chosen), Task.EMBED, reuse_prefix=True)
+            assert np.abs(found - states[ends]).max() <= TOLERANCE
