@@ -181,7 +181,8 @@ class AdapterPool:
                 try:
                     if file_marks(spec.folder) != self._marks.get(adapter_id):
                         raise ModelLoadError(
-                            f"the files of adapter {spec.name!r} are not those that were loaded; load it again"
+                            f"the files of adapter {spec.name!r} are not those that were loaded; load it "
+                            "again"
                         )
                     adapter = self._read(spec)
                     with self._lock:
