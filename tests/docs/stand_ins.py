@@ -103,7 +103,16 @@ def _prefixed(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {f"bert.{name}": tensor for name, tensor in bert_tensors(config).items()}
 
 
+def clip(folder: Path) -> Path:
+    from tests.parity.dual import CLIP
+
+    folder.mkdir(parents=True, exist_ok=True)
+    CLIP.write(folder)
+    return folder
+
+
 STAND_INS: dict[str, Callable[[Path], Path]] = {
+    "clip": clip,
     "nli": nli,
     "prompts": with_prompts,
     "cross-encoder": write_cross_encoder,
