@@ -75,7 +75,9 @@ def tasks(family: Family) -> str:
         return f"{Task.TOKEN_EMBED.value}, {Task.SCORE.value}"
     own = set(family.heads)
     if own.isdisjoint((Task.ENTITIES, Task.ZERO_SHOT)):  # whose labels come with the request
-        own |= {Task.EMBED, Task.TOKEN_EMBED, Task.SCORE}
+        own |= {Task.EMBED, Task.SCORE} if family.is_dual else {Task.EMBED, Task.TOKEN_EMBED, Task.SCORE}
+    if family.is_dual:
+        own.add(Task.ZERO_SHOT)  # of images
     ordered = [task for task in _ORDER if task in own] + sorted(
         own - set(_ORDER), key=lambda task: task.value
     )

@@ -19,6 +19,7 @@ from tests.checkpoints import (
     write_m3,
     write_splade,
 )
+from tests.parity.dual import CLIP
 from tests.text_models import write_text_model
 
 WIDTH = BERT_CONFIG["hidden_size"]
@@ -104,9 +105,6 @@ def _prefixed(config: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def clip(folder: Path) -> Path:
-    from tests.parity.dual import CLIP
-
-    folder.mkdir(parents=True, exist_ok=True)
     CLIP.write(folder)
     return folder
 
