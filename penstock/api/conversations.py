@@ -10,9 +10,11 @@ import msgspec
 import orjson
 
 from penstock.api.call import Call
+from penstock.api.images import message_images, prepared_images
 from penstock.api.state import ServedModel
 from penstock.errors import BadValue
-from penstock.inputs.chat import ChatTemplate, part_texts
+from penstock.inputs.chat import ChatTemplate, has_image_parts, part_texts
+from penstock.inputs.images.content import Rendered
 from penstock.inputs.long_texts import RowLimit
 
 Message = dict[str, Any]
@@ -106,7 +108,7 @@ def _checked(message: Message, index: int) -> Message:
         content = given.get("refusal") if role == "assistant" else None
     if content is None and role != "assistant":
         raise BadValue(f"message {index} has no content", param="messages")
-    if content is not None:
+    if content is not None and not has_image_parts(content):
         part_texts(content, index)
     if not given.get("tool_calls"):
         given.pop("tool_calls", None)
@@ -150,12 +152,26 @@ async def conversation_rows(
     conversations: list[list[Message]],
     limit: RowLimit | None = None,
 ) -> list[Any]:
-    """The token ids of each conversation. They are not texts: no prompt of the model goes before them."""
+    """The token ids of each conversation. They are not texts: no prompt of the model goes before them. Where
+    one has images, all are rendered texts with their images."""
     check_template(call, body.chat_template)
     checked = [check_messages(each) for each in conversations]
-    size = sum(len(str(message["content"])) for each in checked for message in each)
+    images = [message_images(each) for each in conversations]
+    size = sum(_size(message["content"]) for each in checked for message in each)
     texts = await model.text.batcher.call(partial(_render, model, body, checked), size)
-    return await model.text.batcher.encode(texts, body.add_special_tokens, limit)
+    if not any(images):
+        return await model.text.batcher.encode(texts, body.add_special_tokens, limit)
+    prepared = await prepared_images(call, model, images, "messages")
+    return [Rendered(own, text) for own, text in zip(prepared, texts, strict=True)]
+
+
+def _size(content: Any) -> int:
+    """Characters to render; an image's bytes are not rendered."""
+    if has_image_parts(content):
+        return sum(
+            len(str(part.get("text", ""))) if isinstance(part, dict) else len(part) for part in content
+        )
+    return len(str(content))
 
 
 def _render(model: ServedModel, body: ConversationBody, conversations: list[list[Message]]) -> list[str]:

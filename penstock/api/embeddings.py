@@ -14,6 +14,7 @@ from penstock.api.replies import Items, vector_reply
 from penstock.api.run import Result, run
 from penstock.api.state import ServedModel
 from penstock.errors import BadValue
+from penstock.inputs.images.rows import has_images
 from penstock.outputs.encoders import encode_rows
 from penstock.tasks.embed import ChunkedEmbeddings, EmbedInChunks
 from penstock.tasks.embed_types import Columns
@@ -77,6 +78,8 @@ def is_chunked_by_default(inputs: str | list[Any], model: ServedModel) -> bool:
 
 
 def _may_be_chunked(inputs: str | list[Any], model: ServedModel) -> bool:
+    if has_images(inputs):
+        return False
     return not model.spec.text_end and _max_tokens(inputs) > model.spec.max_model_len
 
 
@@ -92,6 +95,8 @@ def _max_tokens(inputs: str | list[Any]) -> int:
 async def _in_chunks(
     call: Call, body: ChunkFields, model: ServedModel, params: PoolingParams, *, prefix: str, items: Items
 ) -> Reply:
+    if has_images(body.input):
+        raise BadValue("inputs with images are not chunked; leave chunking out", param="chunking")
     task = EmbedInChunks(
         inputs=body.input,
         params=params,

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from penstock.api.call import Call
 from penstock.api.fields import CacheSalt, User
+from penstock.api.images import document_content, has_image, with_images
 from penstock.api.run import Result, Scheduled, check_num_rows, run
 from penstock.api.state import ServedModel
 from penstock.errors import BadValue
 from penstock.inputs.long_texts import MAX_REQUEST_TOKENS
-from penstock.inputs.pair_options import Pair, PairOptions, make_pairs
+from penstock.inputs.pair_options import PairOptions, make_pairs
 from penstock.outputs.ranking import check_top_n, top_indices
 from penstock.tasks.score import Score
 from penstock.types import PoolingParams, Task
@@ -75,7 +76,7 @@ async def run_pairs(
     call: Call,
     body: Scheduled,
     model: ServedModel,
-    pairs: list[Pair],
+    pairs: list[Any],
     options: PairOptions,
     *,
     activate: bool | None,
@@ -98,17 +99,42 @@ async def score_documents(
     call: Call,
     body: Scheduled,
     model: ServedModel,
-    query: str,
+    query: Document,
     documents: Sequence[Document],
     options: PairOptions,
     *,
     activate: bool | None,
 ) -> Result[Scores]:
     """Score how well each document answers the query."""
-    check_query(query, "query", "query")
     check_num_rows(call, len(documents), "documents")
-    pairs = make_pairs(query, document_texts(documents, "documents"))
+    pairs = await content_pairs(call, model, [query], documents)
     return await run_pairs(call, body, model, pairs, options, activate=activate)
+
+
+async def content_pairs(
+    call: Call, model: ServedModel, queries: Sequence[Document], documents: Sequence[Document]
+) -> list[Any]:
+    """Pairs of texts, or of what the images among them make of them."""
+    if not any(map(has_image, [*queries, *documents])):
+        texts = document_texts(queries, "query")
+        for text in texts:
+            check_query(text, "query", "query")
+        return list(make_pairs(texts, document_texts(documents, "documents")))
+    sides: list[list[Any]] = []
+    for name, given in (("query", queries), ("documents", documents)):
+        items = [
+            document_content(each, name) if has_image(each) else document_texts([each], name)[0]
+            for each in given
+        ]
+        has_images = any(map(has_image, given))
+        sides.append(await with_images(call, model, items, name) if has_images else items)
+    first, second = sides
+    if len(first) not in (1, len(second)):
+        raise BadValue(
+            f"{len(first)} queries for {len(second)} documents; give one query, or one for each document",
+            param="queries",
+        )
+    return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
 
 
 def returned_documents(body: RerankRequest) -> list[Any] | None:
@@ -121,6 +147,8 @@ def returned_documents(body: RerankRequest) -> list[Any] | None:
 def _returned(document: Document, index: int) -> Any:
     if isinstance(document, str):
         return {"text": document}
+    if has_image(document):
+        return {}  # the caller has the image
     try:
         return orjson.Fragment(orjson.dumps(document))
     except TypeError as error:  # nested too deeply, or an integer of more than 64 bits

@@ -21,6 +21,7 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ServerConfig
 from penstock.errors import EngineUnavailable, ModelNotFound, ServerFull, TooManyRequests, shown
 from penstock.handle import EngineHandle
+from penstock.inputs.images.loader import ImageLoader, image_loader
 from penstock.serving.control import Action, OrderAnswer
 from penstock.serving.launch import EngineState
 from penstock.tasks.model import TextModel
@@ -122,6 +123,7 @@ class ServerState:
     batches: BatchService | None = None  # None: the server has no --batch-folder
     in_flight: int = 0
     held: dict[str, int] = field(default_factory=dict)  # of those in flight, requests of each client
+    images: ImageLoader = field(init=False)
     buffered: BufferedBytes = field(init=False)
     observer: RequestObserver | None = field(init=False)  # None: requests are neither traced nor logged
     keys: KeyRing = field(init=False)
@@ -133,6 +135,7 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.buffered = BufferedBytes(self.config.max_buffered_bytes)
+        self.images = image_loader(self.config)
         self.observer = observer_for(self.config)
         self.keys = KeyRing(self.config)
         self.watched = [self.keys.reload] if self.keys.has_files else []

@@ -112,6 +112,15 @@ class EmbedOptions(msgspec.Struct, frozen=True, kw_only=True):
         int,
         typer.Option(min=1, help="Rows to read, compute and save together.", rich_help_panel=_RUN),
     ] = 2048
+    pdf_dpi: Annotated[
+        int,
+        typer.Option(
+            min=18,
+            max=1200,
+            help="Dots per inch at which pages of PDF files are read.",
+            rich_help_panel=_ROWS,
+        ),
+    ] = 150
 
 
 class RayOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,10 +156,10 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 @with_options(EmbedOptions, VectorFlags, RayOptions, ENGINE)
 def embed(options: EmbedOptions, vectors: VectorFlags, ray: RayOptions, engine: EngineFields) -> None:
-    """Embed every text of a file into a file of vectors.
+    """Embed every text of a file, or every image of a folder, into a file of vectors.
 
-    Reads JSONL, CSV, Parquet, Lance and plain text. Reads, computes and writes at the same time, a few
-    thousand rows at once, however long the input is.
+    Reads JSONL, CSV, Parquet, Lance and plain text; images, and PDF files page by page. Reads, computes and
+    writes at the same time, a few thousand rows at once, however long the input is.
 
     \b
     Examples:
@@ -158,6 +167,7 @@ def embed(options: EmbedOptions, vectors: VectorFlags, ray: RayOptions, engine: 
       penstock embed articles.jsonl -o vectors.jsonl --column body --keep title
       penstock embed 'articles/*.parquet' -o vectors/ --on-error skip
       penstock embed articles.jsonl --to lancedb:./db/articles --id-column url
+      penstock embed photos/ report.pdf -o vectors.parquet --keep path
     """
     job = _job(options, vectors, engine)
     sink = _sink(options)

@@ -103,10 +103,35 @@ class ChatTemplate:
         content = message.get("content")
         if content is None:
             return {**message, "content": None if self._tests_for_none else ""}
+        if has_image_parts(content):
+            return {**message, "content": self._parts(content, index)}
         texts = part_texts(content, index)
         if self._takes_parts:
             return {**message, "content": [{"type": "text", "text": text} for text in texts]}
         return {**message, "content": "\n".join(texts)}
+
+    def _parts(self, content: list[Any], index: int) -> list[dict[str, Any]]:
+        """Texts and images in their order. The template writes an image's placeholder."""
+        if not self._takes_parts:
+            raise BadValue("the chat template has no place for images", param="messages")
+        parts: list[dict[str, Any]] = []
+        for part in content:
+            if is_image_part(part):
+                parts.append({"type": "image"})
+            else:
+                parts += [{"type": "text", "text": text} for text in part_texts([part], index)]
+        return parts
+
+
+IMAGE_PARTS = ("image_url", "image", "input_image", "image_base64")  # types of parts that are images
+
+
+def is_image_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in IMAGE_PARTS
+
+
+def has_image_parts(content: Any) -> bool:
+    return isinstance(content, list) and any(map(is_image_part, content))
 
 
 def part_texts(content: Any, index: int) -> list[str]:

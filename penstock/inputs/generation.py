@@ -19,6 +19,7 @@ from penstock.checkpoint.tokenizer_settings import special_tokens
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs import constraints
 from penstock.inputs.chat import ModelTemplate
+from penstock.inputs.images.prompts import ImagePrompts, ImageRow, RowImages
 from penstock.inputs.long_texts import RowLimit
 from penstock.inputs.processor import split_inputs
 from penstock.inputs.tokenizer import Tokenizer
@@ -32,6 +33,7 @@ from penstock.types import (
     Grammar,
     Ints,
     PoolingParams,
+    PreparedImage,
     Request,
     SamplerParams,
     Task,
@@ -157,6 +159,7 @@ class GenerationJob:
     client: str = ""
     weight: float = 1.0
     is_background: bool = False
+    images: JobImages | None = None
 
     @property
     def num_rows(self) -> int:
@@ -187,11 +190,15 @@ class GenerationJob:
         sampling, copy = self.sampling, rows[0] % self.n
         if sampling.seed is not None and copy:
             sampling = msgspec.structs.replace(sampling, seed=_wrap_int64(sampling.seed + copy))
+        lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
+        images = None if self.images is None else self.images.of([row // self.n for row in rows], lengths)
         return Request(
             request_id,
             prompts[0] if len(prompts) == 1 else np.concatenate(prompts),
-            np.array([len(prompt) for prompt in prompts], dtype=np.int32),
+            lengths,
             PoolingParams(Task.GENERATE),
+            images=None if images is None else images.images,
+            rope_positions=None if images is None else images.rope_positions,
             priority=self.priority,
             arrival_s=self.arrival_s,
             deadline_s=self.deadline_s,
@@ -208,6 +215,18 @@ def _wrap_int64(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class JobImages:
+    """The images of a job's prompts."""
+
+    prompts: ImagePrompts
+    rows: tuple[ImageRow | None, ...]  # one for each prompt
+
+    def of(self, prompts: Sequence[int], lengths: Ints) -> RowImages:
+        """What a request with these prompts carries."""
+        return self.prompts.request_images([self.rows[prompt] for prompt in prompts], lengths)
+
+
 class GenerationInputs:
     """Builds the generation jobs of one model from its tokenizer, chat template, end tokens and
     generation_config.json."""
@@ -221,6 +240,9 @@ class GenerationInputs:
         self.spec = spec
         self.tokenizer = tokenizer
         self.chat = ModelTemplate(spec.path, chat_template)
+        self.image_prompts: ImagePrompts | None = None
+        if spec.images is not None and spec.image_prompt is not None:
+            self.image_prompts = ImagePrompts(spec.image_prompt, spec.images, tokenizer)
         config = optional_json(spec.path / "generation_config.json")
         self.eos_token_ids = eos_token_ids(spec, tokenizer, config)
         self.defaults = _defaults(config)
@@ -241,6 +263,23 @@ class GenerationInputs:
             self._check_ids(np.concatenate(rows), "prompt")
         return self._truncate(rows, fields)
 
+    def image_rows(
+        self, text: str, images: Sequence[PreparedImage], add_special_tokens: bool
+    ) -> tuple[list[Ints], JobImages]:
+        """A rendered conversation with images as a row. It is never cut. Blocking."""
+        if self.image_prompts is None:
+            raise NotPossible(f"model {self.spec.name} reads texts, not images", param="messages")
+        filled = self.image_prompts.fill(text, images)
+        (ids,) = self.tokenizer.encode([filled], add_special_tokens)
+        row = self.image_prompts.row(ids, images)
+        if len(row.token_ids) >= self.spec.max_model_len:
+            raise BadValue(
+                f"the messages have {len(row.token_ids)} tokens with their images, but the model takes at "
+                f"most {self.spec.max_model_len}; send smaller images or fewer",
+                param="messages",
+            )
+        return [row.token_ids], JobImages(self.image_prompts, (row,))
+
     def _truncate(self, rows: list[Ints], fields: GenerationFields) -> list[Ints]:
         if fields.truncate_prompt_tokens is not None:
             room = self.spec.max_model_len - (fields.max_tokens or 1)
@@ -258,6 +297,7 @@ class GenerationInputs:
         rows: list[Ints],
         fields: GenerationFields,
         options: JobOptions = DEFAULT_JOB_OPTIONS,
+        images: JobImages | None = None,
     ) -> GenerationJob:
         """The job for these rows, with all fields checked."""
         if len(fields.cache_salt) > _MAX_SALT_CHARS:
@@ -280,6 +320,7 @@ class GenerationInputs:
             client=options.client,
             weight=options.weight,
             is_background=options.is_background,
+            images=images,
         )
 
     def sampling(

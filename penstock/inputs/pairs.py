@@ -18,6 +18,7 @@ import numpy as np
 from penstock.checkpoint.score import ScoreSpec
 from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import BadValue, NotPossible, shown
+from penstock.inputs.images.pairs import joint_request, joint_rows
 from penstock.inputs.images.rows import has_images, refuse_images
 from penstock.inputs.lists import list_scores, prepare_lists
 from penstock.inputs.long_texts import (
@@ -87,6 +88,8 @@ def prepare_pairs(
         check_expanded(len(options.instruction) * len(pairs), "instruction")
     if kind == "list":
         return prepare_lists(processor, request_id, pairs, params, options)
+    if kind == "cross" and any(has_images(pair) for pair in pairs):
+        return _joint_content_request(processor, request_id, pairs, params, options)
     texts = _pair_texts(processor, pairs, options)
     if kind != "cross":  # the model's vectors are compared as they are; no activation applies
         params = msgspec.structs.replace(params, normalize=None)
@@ -143,6 +146,40 @@ def _joint_request(
         cache_salt=options.cache_salt,
         num_truncated=rows.num_truncated,
     )
+
+
+def _joint_content_request(
+    processor: InputProcessor,
+    request_id: str,
+    pairs: Sequence[Pair],
+    params: PoolingParams,
+    options: PairOptions,
+) -> Request:
+    """Each pair as one row of texts and images, in the model's own prompt."""
+    score, content = processor.spec.score, processor.content
+    if score is None or not score.template or content is None:
+        raise refuse_images(processor.spec.name)
+    if options.max_tokens_per_query is not None or options.max_tokens_per_doc is not None:
+        raise BadValue(
+            "max_tokens_per_query and max_tokens_per_doc cut texts; leave them out where there are images",
+            param="max_tokens_per_doc",
+        )
+    template, values = score.template, {"instruction": _instruction(score, options.instruction)}
+
+    def fill(query: str, document: str) -> list[str]:
+        return [_fill(part, values | {"query": query, "document": document}) for part in template]
+
+    rows, images = joint_rows(processor.tokenizer, content, score, pairs, fill)
+    none = np.zeros(0, dtype=np.int32)
+    empty = Request(
+        request_id,
+        none,
+        none,
+        params,
+        reuse_prefix=processor.reads_last_token_only(params),
+        cache_salt=options.cache_salt,
+    )
+    return joint_request(empty, content, rows, images)
 
 
 def finish_pairs(

@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import BadValue, ModelLoadError, NotPossible, shown
-from penstock.inputs.images.content import ContentRows, Parts, content_parts, images_of
+from penstock.inputs.images.content import ContentRows, Rendered, content_items, images_of
 from penstock.inputs.images.prompts import ImagePrompts
 from penstock.inputs.images.rows import (
     DualRows,
@@ -40,6 +40,7 @@ from penstock.inputs.truncation import Side, num_longer, truncate_rows, truncati
 from penstock.types import (
     MAX_TERMS,
     MAX_TOP_K,
+    Content,
     Ints,
     OutputDtype,
     PoolingParams,
@@ -123,7 +124,7 @@ class InputProcessor:
     ) -> Request:
         """Texts and images as rows of their own, or in one prompt where the model reads both."""
         if self.content is not None:
-            return self._prepare_content(request_id, content_parts(items), params, options, self.content)
+            return self._prepare_content(request_id, content_items(items), params, options, self.content)
         if self.dual is None:
             raise refuse_images(self.spec.name)
         texts, images = self.dual.split(items)
@@ -133,15 +134,15 @@ class InputProcessor:
     def _prepare_content(
         self,
         request_id: str,
-        parts: list[Parts],
+        contents: list[Content],
         params: PoolingParams,
         options: InputOptions,
-        content: ContentRows,
+        rows_of: ContentRows,
     ) -> Request:
-        special = [options.add_special_tokens and content.adds_special_tokens(own) for own in parts]
-        texts = zip(self.content_texts(parts, options), special, strict=True)
+        special = [options.add_special_tokens and rows_of.adds_special_tokens(own) for own in contents]
+        texts = zip(self.content_texts(contents, options), special, strict=True)
         rows = [self.tokenizer.encode([text], adds)[0] for text, adds in texts]
-        return self.join_content(request_id, rows, parts, params, options)
+        return self.join_content(request_id, rows, contents, params, options)
 
     def check(self, params: PoolingParams) -> None:
         """Reject what the model cannot do before any text is tokenised."""
@@ -290,24 +291,24 @@ class InputProcessor:
         empty = Request(request_id, none, none, self.engine_params(params), cache_salt=options.cache_salt)
         return self.dual.insert(empty if texts is None else texts, images)
 
-    def content_texts(self, parts: Sequence[Parts], options: InputOptions) -> list[str]:
+    def content_texts(self, contents: Sequence[Content], options: InputOptions) -> list[str]:
         """What is tokenised for each input, of which some have images."""
         if self.content is None:
             raise refuse_images(self.spec.name)
         prompt = self.prompt(options)
         end = self._text_end(options) if options.add_special_tokens else ""
         return [
-            self.content.text(own, prompt, end)
-            if images_of(own)
-            else self.with_prompt(["".join(map(str, own))], options)[0]
-            for own in parts
+            self.content.text(content, prompt, end)
+            if images_of(content) or isinstance(content, Rendered)
+            else self.with_prompt(["".join(map(str, content.parts))], options)[0]
+            for content in contents
         ]
 
     def join_content(
         self,
         request_id: str,
         rows: Sequence[Ints],
-        parts: Sequence[Parts],
+        contents: Sequence[Content],
         params: PoolingParams,
         options: InputOptions,
     ) -> Request:
@@ -316,7 +317,7 @@ class InputProcessor:
             raise refuse_images(self.spec.name)
         limit = truncation_limit(options.truncate_prompt_tokens, self.spec.max_model_len)
         make = partial(self.join, request_id, params=params, options=options, from_text=True)
-        return self.content.join(rows, parts, limit, make)
+        return self.content.join(rows, contents, limit, make)
 
     def _late_request(
         self,

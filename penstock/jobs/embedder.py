@@ -9,15 +9,18 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from penstock.checkpoint.revision import content_revision
 from penstock.errors import BadValue
+from penstock.inputs.images.rows import refuse_images
 from penstock.inputs.processor import InputOptions
 from penstock.jobs.blocks import VectorColumns
 from penstock.jobs.formats import VectorKind
+from penstock.jobs.images import ImageRef
 from penstock.jobs.rows import BadRow, Chunk, Columns
 from penstock.jobs.stamp import Stamp
 from penstock.offline.loop_thread import LoopThread
@@ -29,7 +32,10 @@ from penstock.tasks.rows import TextTask
 from penstock.tasks.run import DEFAULT_SCHEDULING, Prepared, run_prepared
 from penstock.tasks.sparse import Sparse
 from penstock.tasks.token_embed import TokenEmbed
-from penstock.types import OutputDtype, PooledOutput, PoolingParams, Task
+from penstock.types import OutputDtype, PooledOutput, PoolingParams, PreparedImage, Task
+
+if TYPE_CHECKING:
+    from penstock.inputs.images.loader import ImageLoader
 
 MAX_CHUNKS_IN_FLIGHT = 2  # the engine computes the second while the first is saved
 _TASKS = {
@@ -227,7 +233,12 @@ class Embedder:
             num_truncated = self._check_lengths(lengths, chunk, columns)
 
         while chunk.texts:
-            task = self._task(chunk.texts)
+            inputs: list[Any] = chunk.texts
+            if isinstance(inputs[0], ImageRef):
+                chunk, inputs = self._prepare_images(chunk, columns)
+                if not inputs:
+                    break
+            task = self._task(inputs)
             task.check_lengths = check
             try:
                 prepared = self._loop.wait(task.prepare(self._text, f"rows-{chunk.first}"))
@@ -237,7 +248,36 @@ class Embedder:
             return PreparedChunk(chunk, prepared, num_truncated)
         return PreparedChunk(chunk, None)
 
-    def _task(self, texts: list[str]) -> TextTask[Any]:
+    def _prepare_images(self, chunk: Chunk, columns: Columns) -> tuple[Chunk, list[PreparedImage]]:
+        """The images of a chunk, decoded and prepared. Those that cannot be read are bad rows."""
+        if self.spec.images is None:
+            raise refuse_images(self.spec.name)
+        prepared: list[PreparedImage] = []
+        bad: list[tuple[int, BadRow]] = []
+        refs: list[Any] = chunk.texts
+        for at, ref in enumerate(refs):
+            try:
+                image = ref.load(self._images.sources.limits.max_pixels)
+                prepared += self._images.prepare_now([image], self.spec.images)
+            except BadValue as error:
+                bad.append((at, self._bad_image(at, ref, error.message, chunk, columns)))
+        return (chunk.without(bad) if bad else chunk), prepared
+
+    def _bad_image(self, at: int, ref: ImageRef, reason: str, chunk: Chunk, columns: Columns) -> BadRow:
+        row = chunk.numbers[at]
+        if self.skips_bad_rows:
+            return BadRow(row, chunk.id_of(at, columns), reason, columns.text)
+        raise BadValue(
+            f"row {row}, {ref.path}: {reason}; repair it, or skip it with --on-error skip", param="input"
+        )
+
+    @cached_property
+    def _images(self) -> ImageLoader:
+        from penstock.inputs.images.loader import ImageLoader, LoaderLimits
+
+        return ImageLoader(limits=LoaderLimits(cache_bytes=0))
+
+    def _task(self, texts: list[Any]) -> TextTask[Any]:
         first, *more = self._params
         if more:
             return MultiTask(inputs=texts, params=first, options=self._input_options, more=tuple(more))

@@ -11,6 +11,8 @@ class InputFormat(enum.StrEnum):
     PARQUET = "parquet"
     TEXT = "text"
     LANCE = "lance"
+    IMAGE = "image"  # one image a file
+    PDF = "pdf"  # a row a page
 
 
 class OutputFormat(enum.StrEnum):

@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.errors import BadValue
 from penstock.jobs.formats import InputFormat
+from penstock.jobs.images import DEFAULT_PDF_DPI, is_image_file, open_images
 from penstock.jobs.records import RecordSource
 from penstock.jobs.remote import is_remote, local_path, open_file_system, version_of
 from penstock.jobs.rows import Chunk, Columns, Source, check_columns
@@ -26,8 +27,9 @@ BY_EXTENSION = {
     ".txt": InputFormat.TEXT,
     ".text": InputFormat.TEXT,
     ".lance": InputFormat.LANCE,
+    **dict.fromkeys((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"), InputFormat.IMAGE),
+    ".pdf": InputFormat.PDF,
 }
-IMAGE_EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"})
 _BUFFER_BYTES = 1 << 20
 F = TypeVar("F")
 
@@ -41,6 +43,8 @@ class InputFile(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""  # changes when the file does
 
     def open(self) -> Source:
+        if is_image_file(self):
+            return open_images([self], DEFAULT_PDF_DPI)
         if self.form is InputFormat.LANCE:
             return LanceSource(self.location)
         if is_remote(self.location):
@@ -60,10 +64,14 @@ def open_source(path: str, wanted: InputFormat | None) -> Source:
     return open_inputs(find_files([path], wanted), wanted)
 
 
-def open_inputs(files: Sequence[InputFile], wanted: InputFormat | None) -> Source:
+def open_inputs(
+    files: Sequence[InputFile], wanted: InputFormat | None, *, pdf_dpi: int = DEFAULT_PDF_DPI
+) -> Source:
     """Files that `find_files` has found; none of them: stdin."""
     if not files:
         return _open_stdin(wanted)
+    if any(map(is_image_file, files)):
+        return open_images(files, pdf_dpi)
     return files[0].open() if len(files) == 1 else ChainedSource(files)
 
 
@@ -171,11 +179,6 @@ def _with_known_extension(files: Sequence[str], folder: str, wanted: InputFormat
     known = [file for file in files if wanted or PurePosixPath(file).suffix.lower() in BY_EXTENSION]
     if known:
         return known
-    if any(PurePosixPath(file).suffix.lower() in IMAGE_EXTENSIONS for file in files):
-        raise BadValue(
-            f"{folder} holds images; the models that Penstock runs read text only, so give texts",
-            param="input",
-        )
     raise BadValue(f"{folder} holds no file of a known format ({', '.join(BY_EXTENSION)})", param="input")
 
 

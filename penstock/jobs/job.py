@@ -21,6 +21,7 @@ from penstock.errors import BadValue, ClientError
 from penstock.jobs.blocks import Block, VectorColumns
 from penstock.jobs.embedder import Embedder, PreparedChunk, VectorOptions
 from penstock.jobs.formats import InputFormat, OnError, OutputFormat, VectorKind
+from penstock.jobs.images import DEFAULT_PDF_DPI
 from penstock.jobs.inputs import InputFile, describe_files, find_files, open_inputs
 from penstock.jobs.outputs import (
     BlockWriter,
@@ -66,6 +67,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     resume: bool = False
     overwrite: bool = False
     batch_rows: int = 2048
+    pdf_dpi: int = DEFAULT_PDF_DPI
 
     @property
     def reads_stdin(self) -> bool:
@@ -206,7 +208,7 @@ def open_job(job: Job, sink: Sink | None = None) -> Iterator[OpenedJob]:
     form = _check_output(job, sink)
     files = find_files(job.inputs, job.input_format)
     with ExitStack() as stack:
-        source = stack.enter_context(open_inputs(files, job.input_format))
+        source = stack.enter_context(open_inputs(files, job.input_format, pdf_dpi=job.pdf_dpi))
         source.skips_bad_rows = job.skips_bad_rows
         columns = choose_columns(source, job.column, job.id_column, job.keep)
         if sink is not None and columns.id is not None and "id" in columns.keep:
@@ -293,6 +295,7 @@ def _input_settings(job: Job, files: list[InputFile], columns: Columns) -> dict[
         "id_column": columns.id,
         "keep": columns.keep,
         "limit": job.limit,
+        **({"pdf_dpi": job.pdf_dpi} if any(file.form is InputFormat.PDF for file in files) else {}),
     }
 
 

@@ -18,13 +18,14 @@ from penstock.inputs.generation import (
     GenerationFields,
     GenerationInputs,
     GenerationJob,
+    JobImages,
     JobOptions,
     grammar_of,
 )
 from penstock.tasks.model import TextModel
 from penstock.tasks.run import DEFAULT_SCHEDULING, Scheduling
 from penstock.tasks.text_stream import TextDelta, stream_text
-from penstock.types import Ints, Timings, TokenLogprobs
+from penstock.types import Ints, PreparedImage, Timings, TokenLogprobs
 
 Message = Mapping[str, Any]
 
@@ -43,8 +44,8 @@ class TextPrompts:
             return len(self.prompts) if isinstance(self.prompts, str) else 1
         return len(self.prompts) + sum(len(row) for row in self.prompts if hasattr(row, "__len__"))
 
-    def rows(self, inputs: GenerationInputs, fields: GenerationFields) -> list[Ints]:
-        return inputs.rows(self.prompts, fields, self.add_special_tokens)
+    def rows(self, inputs: GenerationInputs, fields: GenerationFields) -> tuple[list[Ints], JobImages | None]:
+        return inputs.rows(self.prompts, fields, self.add_special_tokens), None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +58,17 @@ class ChatPrompt:
     add_special_tokens: bool = False  # chat templates write them out
     template_kwargs: Mapping[str, Any] | None = None
     template: str | None = None  # Jinja; None: the model's own
+    images: Sequence[PreparedImage] = ()  # of the messages' parts, in their order
 
     @property
     def size(self) -> int:
         """About how many characters it has."""
+        if self.images:  # their bytes are not rendered
+            return sum(len(image.patches) for image in self.images)
         contents = (message.get("content") for message in self.messages)
         return sum(len(str(content)) for content in contents if content is not None)
 
-    def rows(self, inputs: GenerationInputs, fields: GenerationFields) -> list[Ints]:
+    def rows(self, inputs: GenerationInputs, fields: GenerationFields) -> tuple[list[Ints], JobImages | None]:
         chat = inputs.chat
         template = chat.template if self.template is None else chat.given(self.template)
         text = template.render(
@@ -73,7 +77,9 @@ class ChatPrompt:
             continue_final_message=self.continue_final_message,
             template_kwargs=self.template_kwargs,
         )
-        return inputs.rows(text, fields, self.add_special_tokens)
+        if self.images:
+            return inputs.image_rows(text, self.images, self.add_special_tokens)
+        return inputs.rows(text, fields, self.add_special_tokens), None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +103,7 @@ class Generate:
         return await model.batcher.call(make, self.source.size)
 
     def _job(self, inputs: GenerationInputs, request_id: str, scheduling: Scheduling) -> GenerationJob:
-        rows = self.source.rows(inputs, self.fields)
+        rows, images = self.source.rows(inputs, self.fields)
         arrival_s = time.monotonic() if scheduling.arrival_s is None else scheduling.arrival_s
         options = JobOptions(
             logprobs=self.logprobs,
@@ -110,7 +116,7 @@ class Generate:
             weight=scheduling.weight,
             is_background=scheduling.is_background,
         )
-        return inputs.job(request_id, rows, self.fields, options)
+        return inputs.job(request_id, rows, self.fields, options, images)
 
     async def stream(
         self,

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.inputs.images.content import ContentRows, content_parts
+from penstock.inputs.images.content import ContentRows, content_items
 from penstock.inputs.images.rows import has_images, input_items, refuse_images
 from penstock.inputs.processor import (
     DEFAULT_OPTIONS,
@@ -77,9 +77,9 @@ class TextTask(ABC, Generic[R]):
     async def _content_request(self, model: TextModel, request_id: str, content: ContentRows) -> Request:
         """Inputs of texts and images, for a model that reads both in one prompt."""
         processor, options = model.processor, self.options
-        parts = content_parts(input_items(self.inputs))
-        texts = processor.content_texts(parts, options)
-        special = [options.add_special_tokens and content.adds_special_tokens(own) for own in parts]
+        contents = content_items(input_items(self.inputs))
+        texts = processor.content_texts(contents, options)
+        special = [options.add_special_tokens and content.adds_special_tokens(own) for own in contents]
         rows: list[Ints | None] = [None] * len(texts)
         for adds in sorted(set(special)):
             chosen = [index for index, each in enumerate(special) if each is adds]
@@ -87,7 +87,7 @@ class TextTask(ABC, Generic[R]):
             for index, ids in zip(chosen, encoded, strict=True):
                 rows[index] = ids
         found = [ids for ids in rows if ids is not None]
-        join = partial(processor.join_content, request_id, found, parts, self.params, options)
+        join = partial(processor.join_content, request_id, found, contents, self.params, options)
         return await model.batcher.call(join, sum(map(len, found)))
 
     async def _text_request(self, model: TextModel, request_id: str) -> Request:

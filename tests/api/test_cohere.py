@@ -126,7 +126,7 @@ class TestEmbed:
         by_name = floats(http, texts=["water"], model="model:title")
         np.testing.assert_allclose(by_name, floats(http, texts=["title: water"]), atol=1e-6)
         assert "search_query" in refused(http, "/v2/embed", texts=["a"], input_type="no_such")
-        assert "texts only" in refused(http, "/v2/embed", texts=["a"], input_type="image")
+        assert "goes with images" in refused(http, "/v2/embed", texts=["a"], input_type="image")
         assert "is empty" in refused(http, "/v2/embed", texts=["a"], input_type="")
 
     def test_long_texts_are_cut_where_the_request_says(self, http: TestClient) -> None:
@@ -161,7 +161,7 @@ class TestEmbed:
         found = np.array(answer["embeddings"]["float"])
         np.testing.assert_allclose(found, floats(http, texts=["water", "oil"]), atol=1e-6)
         image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
-        assert "texts only" in refused(http, "/v2/embed", inputs=[{"content": [image]}])
+        assert "reads texts, not images" in refused(http, "/v2/embed", 422, inputs=[{"content": [image]}])
         two = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         assert "exactly one" in refused(http, "/v2/embed", inputs=[{"content": two}])
         assert "exactly one" in refused(http, "/v2/embed", inputs=[{"content": [{"type": "text"}]}])
@@ -174,9 +174,12 @@ class TestEmbed:
         assert message.startswith("output_dimension is 10000")
 
     def test_what_is_not_embedded_is_refused(self, http: TestClient) -> None:
-        assert "images is not supported" in refused(http, "/v2/embed", images=["data:image/png;base64,AA"])
+        message = refused(http, "/v2/embed", 422, images=["data:image/png;base64,AA"])
+        assert "reads texts, not images" in message
         assert "either texts or inputs" in refused(http, "/v2/embed", model="model")
-        assert "either texts or inputs" in refused(http, "/v2/embed", texts=["a"], inputs=[])
+        assert "either texts, inputs or images" in refused(
+            http, "/v2/embed", texts=["a"], images=["data:image/png;base64,AA"]
+        )
         assert "texts is empty" in refused(http, "/v1/embed", texts=[])
         assert "float, int8" in refused(http, "/v1/embed", texts=["a"], embedding_types=["float16"])
         refused(http, "/v2/embed", status=404, texts=["a"], model="no-such")

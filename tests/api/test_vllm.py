@@ -209,8 +209,8 @@ def test_texts_of_pairs_may_be_content_parts(reranker: TestClient) -> None:
     row = post(reranker, "/rerank", query={"text": "find"}, documents=parts)["results"][0]
     assert row["relevance_score"] == expected[0]["score"] and row["document"] == {"text": "the oil"}
     image = {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-    assert refused(reranker, "/score", queries="find", documents=image)["param"] == "documents"
-    assert refused(reranker, "/rerank", query=image, documents=["a"])["param"] == "query"
+    assert refused(reranker, "/score", 422, queries="find", documents=image)["param"] == "documents"
+    assert refused(reranker, "/rerank", 422, query=image, documents=["a"])["param"] == "query"
 
 
 def test_an_instruction_may_be_a_variable_of_the_template(reranker: TestClient) -> None:
@@ -538,9 +538,10 @@ def test_a_history_with_tool_calls_is_rendered_by_the_template(
             {"role": "function", "name": "f", "content": "12"},
             {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": ""}},
             {"content": "a"},
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
         ):
             assert refused(http, "/v1/chat/completions", messages=[wrong])["param"] == "messages"
+        image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+        assert refused(http, "/v1/chat/completions", 422, messages=[image])["param"] == "messages"
 
 
 def test_templates_get_documents_and_the_effort_of_reasoning(

@@ -171,7 +171,7 @@ def test_mixed_inputs_are_their_texts(http: TestClient) -> None:
     np.testing.assert_array_equal(answer["data"][0]["embedding"], expected[0])
     assert answer["usage"]["image_pixels"] == 0 and answer["usage"]["text_tokens"] > 0
     image = [{"type": "image_url", "image_url": "https://example.org/cat.png"}]
-    assert "reads text only" in refused(http, "/v1/multimodalembeddings", inputs=[{"content": image}])
+    assert "reads texts, not images" in refused(http, "/v1/multimodalembeddings", inputs=[{"content": image}])
     wrongs: list[Any] = [[], [{"content": []}], [{"content": [{"type": "text"}]}]]
     for wrong in wrongs:
         refused(http, "/v1/multimodalembeddings", inputs=wrong)

@@ -80,8 +80,11 @@ def test_content_parts_are_joined_unless_the_template_loops_over_them() -> None:
     assert ChatTemplate(PARTS).render(talk) == "user:[one][two];assistant:[three];"
     assert "user\none\ntwo<|im_end|>" in ChatTemplate(TEMPLATE).render(talk)
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-    with pytest.raises(BadValue, match="'image_url'; only text parts are supported"):
+    with pytest.raises(BadValue, match="the chat template has no place for images"):
         ChatTemplate(TEMPLATE).render(image)
+    video = [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}]
+    with pytest.raises(BadValue, match="'video_url'; only text parts are supported"):
+        ChatTemplate(TEMPLATE).render(video)
 
 
 @pytest.mark.parametrize(

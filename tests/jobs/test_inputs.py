@@ -131,11 +131,6 @@ def test_an_unknown_scheme_is_refused() -> None:
     assert "cannot be opened: Protocol not known: nowhere" in refused("nowhere://x/a.jsonl")
 
 
-def test_a_folder_of_images_is_refused_in_words(tmp_path: Path) -> None:
-    (tmp_path / "cat.jpg").write_bytes(b"\xff\xd8")
-    assert "holds images; the models that Penstock runs read text only" in refused(tmp_path)
-
-
 def test_inputs_that_name_nothing_are_refused(tmp_path: Path) -> None:
     assert "no file matches" in refused(tmp_path / "*.jsonl")
     assert "stdin (-) cannot be combined with files" in refused("-", tmp_path / "a.jsonl")

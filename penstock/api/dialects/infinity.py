@@ -14,6 +14,7 @@ from penstock.api.classify import classifier_task
 from penstock.api.embeddings import vectors
 from penstock.api.error_styles import ErrorStyle, OpenAIError, openai_error_body, status_400
 from penstock.api.fields import ChunkFields, InputFields
+from penstock.api.images import image_source, with_images
 from penstock.api.ranking import RankFields, Scores, cut_by_default, score_documents
 from penstock.api.replies import json_reply, record_phases
 from penstock.api.routes import RouteSpec, Variant, VariantTable
@@ -70,10 +71,12 @@ class InfinityClassifyRequest(InputFields, kw_only=True):
 async def infinity_embeddings(call: Call, body: InfinityEmbeddingsRequest) -> Reply:
     """Embed texts, in the dialect of Infinity."""
     model = call.model(body)
-    if body.modality != "text":
-        raise NotPossible(
-            f"model {model.spec.name} embeds text only; modality is {body.modality!r}", param="modality"
-        )
+    if body.modality == "audio":
+        raise NotPossible(f"model {model.spec.name} embeds no audio", param="modality")
+    if body.modality == "image":
+        images = [body.input] if isinstance(body.input, str) else body.input
+        sources = [(image_source(each, "input"),) for each in images]
+        body.input = await with_images(call, model, sources, "input")
     body.dimensions = body.dimensions or None
     default_chunking = model.default_chunking
     if body.truncate_prompt_tokens is None and not body.wants_chunks and default_chunking != "mean":

@@ -15,6 +15,7 @@ from penstock.api.documents import embed_documents
 from penstock.api.embeddings import vectors
 from penstock.api.error_styles import detail_errors
 from penstock.api.fields import ChunkFields, Refused, agreed
+from penstock.api.images import RawContent, image_source, with_images
 from penstock.api.ranking import RerankRequest, ranked_rows, returned_documents, run_ranking
 from penstock.api.replies import json_reply, record_phases, vector_reply
 from penstock.api.routes import RouteSpec, Variant, VariantTable
@@ -40,7 +41,7 @@ class JinaInput(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One input as an object."""
 
     text: str | None = None
-    image: Any = None
+    image: str | None = None  # a data URI, base64, the id of an uploaded file, or an allowed URL
     pdf: Any = None
 
 
@@ -82,6 +83,7 @@ async def jina_embeddings(call: Call, body: JinaEmbeddingsRequest) -> Reply:
     """Embed texts, in the dialect of Jina."""
     model = call.model(body, may_truncate=body.truncate is None and not body.late_chunking)
     _settle(body, model)
+    body.input = await _prepared(call, model, body.input)
     if body.late_chunking:
         return await _late_chunking(call, body, model)
     if body.return_multivector:
@@ -144,12 +146,29 @@ def _one_type(given: EmbeddingType | list[EmbeddingType]) -> EmbeddingType:
 
 
 def _texts(given: Any, model: ServedModel) -> Any:
-    """The inputs without the objects around their texts."""
+    """The inputs without the objects around their texts. Those with images become contents."""
     if isinstance(given, JinaInput):
-        return input_text(given, "input", model)
+        given = [given]
     if isinstance(given, str):
         return given
-    return [input_text(each, "input", model) if isinstance(each, JinaInput) else each for each in given]
+    return [input_content(each, "input", model) if isinstance(each, JinaInput) else each for each in given]
+
+
+async def _prepared(call: Call, model: ServedModel, inputs: Any) -> Any:
+    """The inputs with their images prepared, if they have any."""
+    if isinstance(inputs, str) or not any(isinstance(each, tuple) for each in inputs):
+        return inputs
+    return await with_images(call, model, inputs, "input")
+
+
+def input_content(given: JinaInput, name: str, model: ServedModel) -> str | RawContent:
+    """The text of an object, or its image before its text."""
+    if given.image is None:
+        return input_text(given, name, model)
+    if given.pdf is not None:
+        raise NotPossible("pages of `pdf` are not read here; send images of them", param=name)
+    image = image_source(given.image, name)
+    return (image,) if given.text is None else (image, given.text)
 
 
 def input_text(given: JinaInput, name: str, model: ServedModel) -> str:
@@ -192,7 +211,9 @@ async def jina_rerank(call: Call, body: JinaRerankRequest) -> Reply:
     """Rank documents from best to worst, in the dialect of Jina."""
     model = call.model(body, may_truncate=False)
     if isinstance(body.query, JinaInput):
-        body.query = input_text(body.query, "query", model)
+        content = input_content(body.query, "query", model)
+        image = body.query.image
+        body.query = content if isinstance(content, str) else {"image": image, "text": body.query.text}  # type: ignore[assignment]
     documents = returned_documents(body)
     result = await run_ranking(call, body, model)
     began = time.monotonic()

@@ -15,6 +15,7 @@ from penstock.api.call import Call, Reply
 from penstock.api.documents import embed_documents, run_late
 from penstock.api.error_styles import detail_errors
 from penstock.api.fields import Refused
+from penstock.api.images import Part, RawContent, image_source, num_pixels, with_images
 from penstock.api.prompted import PromptedFields
 from penstock.api.ranking import RankFields, score_documents
 from penstock.api.replies import json_reply, record_phases
@@ -106,8 +107,7 @@ class MixedInput(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class MultimodalRequest(VoyageFields, kw_only=True):
-    """Body of `POST /v1/multimodalembeddings`. The texts of one input are joined; images and videos are
-    refused, because the models read text."""
+    """Body of `POST /v1/multimodalembeddings`: texts and images in their order. Videos are refused."""
 
     inputs: list[MixedInput]
     truncation: bool = True
@@ -127,31 +127,43 @@ async def multimodal_embeddings(call: Call, body: MultimodalRequest) -> Reply:
     body.encoding_format = body.encoding_format or body.output_encoding
     if not body.inputs:
         raise BadValue("inputs is empty; give at least one", param="inputs")
-    texts = [_joined_text(each, index, model) for index, each in enumerate(body.inputs)]
-    result = await _embed(call, body, model, texts, "inputs", truncates=body.truncation)
-    num_tokens = result.request.num_tokens
-    usage = {"text_tokens": num_tokens, "image_pixels": 0, "video_pixels": 0, "total_tokens": num_tokens}
+    inputs: list[Any] = [_content(each, index) for index, each in enumerate(body.inputs)]
+    if any(isinstance(each, tuple) for each in inputs):
+        inputs = await with_images(call, model, inputs, "inputs")
+    result = await _embed(call, body, model, inputs, "inputs", truncates=body.truncation)
+    num_tokens, images = result.request.num_tokens, result.request.images
+    num_image_tokens = 0 if images is None else int(images.num_tokens.sum())
+    usage = {
+        "text_tokens": num_tokens - num_image_tokens,
+        "image_pixels": num_pixels(inputs),
+        "video_pixels": 0,
+        "total_tokens": num_tokens,
+    }
     return _reply(call, body, result, usage)
 
 
-def _joined_text(given: MixedInput, index: int, model: ServedModel) -> str:
+def _content(given: MixedInput, index: int) -> str | RawContent:
+    """The texts of an input joined, or its texts and images in their order."""
     if not 1 <= len(given.content) <= MAX_SEGMENTS:
         raise BadValue(
             f"inputs {index} has {len(given.content)} parts; give 1 to {MAX_SEGMENTS}", param="inputs"
         )
+    parts: list[Part] = []
     for part in given.content:
-        if part.type != "text":
+        if part.type.startswith("video"):
             raise NotPossible(
-                f"inputs {index} has a part of type {part.type}; model {model.spec.name} reads text only",
-                param="inputs",
+                f"inputs {index} has a part of type {part.type}; videos are not read", param="inputs"
             )
-        if part.text is None:
+        if part.type == "text" and part.text is None:
             raise BadValue(f"inputs {index} has a part of type text without `text`", param="inputs")
-    return "".join(part.text or "" for part in given.content)
+        image = part.image_url if part.type == "image_url" else part.image_base64
+        parts.append(str(part.text) if part.type == "text" else image_source(image, "inputs"))
+    is_text = all(isinstance(part, str) for part in parts)
+    return "".join(map(str, parts)) if is_text else tuple(parts)
 
 
 async def _embed(
-    call: Call, body: VoyageFields, model: ServedModel, texts: str | list[str], name: str, *, truncates: bool
+    call: Call, body: VoyageFields, model: ServedModel, texts: Any, name: str, *, truncates: bool
 ) -> Result[Any]:
     task = Embed(inputs=texts, params=body.params(), options=body.options(truncates=truncates))
     return await run(call, body, model, task, rows_name=name)

@@ -1,39 +1,46 @@
 """Rows of texts and images for models that read both in one prompt.
 
-`texts` gives what is tokenised for each input, `join` makes the request of the tokens.
+`text` gives what is tokenised for each input, `join` makes the request of the tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from penstock.errors import BadValue
-from penstock.inputs.images.prompts import ImagePrompts, ImageRow, Part
+from penstock.inputs.images.prompts import ImagePrompts, ImageRow
 from penstock.types import Content, Ints, PreparedImage, Request
 
-Parts = tuple[Part, ...]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rendered(Content):
+    """A text in which placeholders of its images stand already, such as a chat template renders. Nothing is
+    put before or behind it. `parts` are its images."""
+
+    text: str = ""
 
 
-def content_parts(items: Sequence[Any]) -> list[Parts]:
+def content_items(items: Sequence[Any]) -> list[Content]:
     """The texts and images of each input. Token ids cannot stand beside images."""
-    found: list[Parts] = []
+    found: list[Content] = []
     for index, item in enumerate(items):
-        parts: Parts = item.parts if isinstance(item, Content) else (item,)
-        if not parts or not all(isinstance(part, str | PreparedImage) for part in parts):
+        content = item if isinstance(item, Content) else Content((item,))
+        is_empty = not content.parts and not isinstance(content, Rendered)
+        if is_empty or not all(isinstance(part, str | PreparedImage) for part in content.parts):
             raise BadValue(
                 f"input {index} is neither a text nor an image; requests with images have no token ids",
                 param="input",
             )
-        found.append(parts)
+        found.append(content)
     return found
 
 
-def images_of(parts: Parts) -> list[PreparedImage]:
-    return [part for part in parts if isinstance(part, PreparedImage)]
+def images_of(content: Content) -> list[PreparedImage]:
+    return [part for part in content.parts if isinstance(part, PreparedImage)]
 
 
 class ContentRows:
@@ -43,46 +50,44 @@ class ContentRows:
         self.prompts = prompts
         self.max_model_len = max_model_len
 
-    def text(self, parts: Parts, prompt: str, end: str) -> str:
+    def text(self, content: Content, prompt: str, end: str) -> str:
         """What is tokenised for an input with images."""
-        return self.prompts.text(parts, prompt, end)
+        if isinstance(content, Rendered):
+            return self.prompts.fill(content.text, images_of(content))
+        return self.prompts.text(content.parts, prompt, end)
 
-    def adds_special_tokens(self, parts: Parts) -> bool:
+    def adds_special_tokens(self, content: Content) -> bool:
         """Whether the tokenizer's own tokens stand around this input, if the request wants them."""
-        return not self.prompts.is_page(parts) or self.prompts.prompt.adds_special_tokens
+        is_page = not isinstance(content, Rendered) and self.prompts.is_page(content.parts)
+        return not is_page or self.prompts.prompt.adds_special_tokens
 
     def join(
         self,
         rows: Sequence[Ints],
-        parts: Sequence[Parts],
+        contents: Sequence[Content],
         limit: int | None,
         make: Callable[[list[Ints]], Request],
     ) -> Request:
         """The request of all rows. `make` lays out rows of tokens; rows with images are never cut."""
-        placed: list[ImageRow | None] = []
-        tokens: list[Ints] = []
-        for index, (row, own) in enumerate(zip(rows, parts, strict=True)):
-            images = images_of(own)
-            found = self.prompts.row(row, images, index) if images else None
-            placed.append(found)
-            tokens.append(row if found is None else found.token_ids)
-            if found is not None:
-                self._check_length(index, len(found.token_ids), limit)
+        placed = [
+            self.prompts.row(row, images, index) if (images := images_of(content)) else None
+            for index, (row, content) in enumerate(zip(rows, contents, strict=True))
+        ]
+        tokens = [row if found is None else found.token_ids for row, found in zip(rows, placed, strict=True)]
+        self._check_lengths(placed, limit)
         request = make(tokens)
-        lengths = np.array([len(row) for row in tokens], dtype=np.int32)
-        if any(
-            found is not None and size != whole
-            for found, size, whole in zip(placed, request.lengths, lengths, strict=True)
-        ):
-            raise BadValue("this model marks texts in a way that images do not allow", param="input")
-        made = self.prompts.request_images(placed, request.lengths)
+        for found, row, length in zip(placed, tokens, request.lengths.tolist(), strict=True):
+            if found is not None and length != len(row):
+                raise BadValue("this model marks texts in a way that images do not allow", param="input")
+        made = self.prompts.request_images(placed, np.asarray(request.lengths, dtype=np.int32))
         return replace(request, images=made.images, rope_positions=made.rope_positions)
 
-    def _check_length(self, index: int, length: int, limit: int | None) -> None:
+    def _check_lengths(self, rows: Sequence[ImageRow | None], limit: int | None) -> None:
         allowed = min(self.max_model_len, limit or self.max_model_len)
-        if length > allowed:
-            raise BadValue(
-                f"input {index} has {length} tokens with its images, but at most {allowed} are possible, and "
-                "an image cannot be cut; send a smaller image or fewer",
-                param="input",
-            )
+        for index, row in enumerate(rows):
+            if row is not None and len(row.token_ids) > allowed:
+                raise BadValue(
+                    f"input {index} has {len(row.token_ids)} tokens with its images, but at most {allowed} "
+                    "are possible, and an image cannot be cut; send a smaller image or fewer",
+                    param="input",
+                )

@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from penstock.checkpoint.image_processor import ImageProcessorSpec
+from penstock.config import ServerConfig
 from penstock.errors import BadValue, ServerFull, shown
 from penstock.inputs.images.decode import ImageLimits, from_array, from_pillow, load, open_image
+from penstock.inputs.images.fetch import MediaDomains
 from penstock.inputs.images.preprocess import prepare
 from penstock.inputs.images.sources import FileReader, ImageSources
 from penstock.types import PreparedImage
@@ -231,9 +233,12 @@ class _PreparedCache:
                 self._left += oldest.patches.nbytes
 
 
-def image_limits(max_image_mb: float, max_image_pixels: int) -> ImageLimits:
-    """The limits of one image, from the flags."""
-    return ImageLimits(max_bytes=int(max_image_mb * _MEGABYTE), max_pixels=max_image_pixels)
+def image_loader(config: ServerConfig) -> ImageLoader:
+    """The loader of a server's images, within the limits of its flags."""
+    folder = config.allowed_local_media_path
+    limits = ImageLimits(int(config.max_image_mb * _MEGABYTE), config.max_image_pixels)
+    domains = MediaDomains(config.allowed_media_domains)
+    return ImageLoader(ImageSources(limits, domains, None if folder is None else Path(folder)))
 
 
 def check_count(count: int, limit: int, param: str | None = None) -> None:

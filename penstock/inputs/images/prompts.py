@@ -55,10 +55,13 @@ class ImagePrompts:
         self.token_id = found
         self.merge_size = processor.geometry.merge_size if isinstance(processor.geometry, PixelRange) else 0
 
-    def text(self, parts: Sequence[Part], prompt: str = "", end: str = "") -> str:
-        """The text of a row: `prompt`, the parts in their order, `end`. An image alone may have its own."""
+    def text(
+        self, parts: Sequence[Part], prompt: str = "", end: str = "", *, inline_only: bool = False
+    ) -> str:
+        """The text of a row: `prompt`, the parts in their order, `end`. An image alone may have its own,
+        unless it stands among others (`inline_only`)."""
         images = [part for part in parts if isinstance(part, PreparedImage)]
-        if self.is_page(parts):
+        if self.is_page(parts) and not inline_only:
             assert self.prompt.page is not None
             return self._filled(self.prompt.page, images)
         words = [

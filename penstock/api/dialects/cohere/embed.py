@@ -23,6 +23,7 @@ from penstock.api.dialects.cohere.shared import (
 )
 from penstock.api.embeddings import EmbeddingType, embedding_dtypes, embeddings_by_type
 from penstock.api.fields import Refused, RequestFields
+from penstock.api.images import RawContent, content_part, image_source, with_images
 from penstock.api.ranking import (
     RerankRequest,
     cut_by_default,
@@ -42,14 +43,13 @@ from penstock.tasks.embed_types import Columns, EmbedInTypes
 from penstock.types import PoolingParams, Task
 
 _KNOWN_TYPES = ("search_document", "search_query", "classification", "clustering")
-_ONLY_TEXTS = "the models of this server read texts only"
 
 
 # --- embeddings ---------------------------------------------------------------------------------------------
 
 
 class EmbedPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A part of an input. Only `text` is supported."""
+    """A part of an input."""
 
     type: Literal["text", "image_url"]
     text: str | None = None
@@ -57,7 +57,7 @@ class EmbedPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class EmbedInput(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """An input of one part."""
+    """An input of one text, or of texts and images in their order."""
 
     content: list[EmbedPart]
 
@@ -67,7 +67,7 @@ class CohereEmbedRequest(RequestFields, kw_only=True):
 
     texts: list[str] | None = None
     inputs: list[EmbedInput] | None = None
-    images: Annotated[list[str] | None, Refused(_ONLY_TEXTS, accepts=(None, []))] = None
+    images: list[str] | None = None  # data URIs
     input_type: str | None = None
     embedding_types: list[EmbeddingType] | None = None
     truncate: Truncate = "END"
@@ -75,16 +75,27 @@ class CohereEmbedRequest(RequestFields, kw_only=True):
     output_dimension: int | None = None
     adapter: str | None = None
 
-    def all_texts(self) -> list[str]:
-        if (self.texts is None) == (self.inputs is None):
-            raise BadValue("give either texts or inputs", param="texts")
-        if self.texts is not None:
-            texts, name = self.texts, "texts"
-        else:
-            texts, name = [_input_text(each, at) for at, each in enumerate(self.inputs or ())], "inputs"
-        if not texts:
-            raise BadValue(f"{name} is empty; give at least one", param=name)
-        return texts
+    @property
+    def given(self) -> str:
+        """The field that has the inputs."""
+        given = [name for name in ("texts", "inputs", "images") if getattr(self, name)]
+        if len(given) > 1:
+            raise BadValue("give either texts, inputs or images", param=given[1])
+        if given:
+            return given[0]
+        empty = next((name for name in ("texts", "inputs", "images") if getattr(self, name) == []), None)
+        if empty is not None:
+            raise BadValue(f"{empty} is empty; give at least one", param=empty)
+        raise BadValue("give either texts or inputs", param="texts")
+
+    def contents(self) -> list[str | RawContent]:
+        """The inputs: texts, or texts and images in their order."""
+        name = self.given
+        if name == "texts":
+            return list(self.texts or ())
+        if name == "images":
+            return [(image_source(each, "images"),) for each in self.images or ()]
+        return [_input_content(each, at) for at, each in enumerate(self.inputs or ())]
 
     def kinds(self) -> list[EmbeddingType]:
         """The types of embeddings that are asked for, each once."""
@@ -103,20 +114,29 @@ class CohereEmbedRequest(RequestFields, kw_only=True):
     def options(self, spec: ModelSpec) -> InputOptions:
         options = replace(truncating(self.truncate, self.limit(spec)), adapter=self.adapter)
         given = self.input_type
-        if given in ("", "image"):
-            reason = "is empty" if not given else f"'image' is not supported: {_ONLY_TEXTS}"
+        if given == "":
             raise BadValue(
-                f"input_type {reason}; use {', '.join(_KNOWN_TYPES)}, or leave it out", param="input_type"
+                f"input_type is empty; use {', '.join(_KNOWN_TYPES)}, image, or leave it out",
+                param="input_type",
             )
+        if given == "image":
+            if self.given == "texts":
+                raise BadValue(
+                    f"input_type 'image' goes with images or inputs; for texts use {', '.join(_KNOWN_TYPES)}",
+                    param="input_type",
+                )
+            return options
         if given is not None and given in spec.prompts and given not in _KNOWN_TYPES:
             return replace(options, prompt_name=given)
         return replace(options, input_type=given)
 
 
-def _input_text(given: EmbedInput, index: int) -> str:
-    """The only text of an input. Several parts would have to be joined in a way that no model defines."""
+def _input_content(given: EmbedInput, index: int) -> str | RawContent:
+    """The only text of an input, or its texts and images. Several texts would have to be joined in a way that
+    no model defines."""
     if any(part.type != "text" for part in given.content):
-        raise BadValue(f"inputs {index} has an image: {_ONLY_TEXTS}", param="inputs")
+        parts = [msgspec.to_builtins(part) for part in given.content]
+        return tuple(content_part(part, "inputs") for part in parts)
     if len(given.content) != 1 or (text := given.content[0].text) is None:
         raise BadValue(
             f"inputs {index} must have exactly one part with a text; join several texts into one",
@@ -127,7 +147,7 @@ def _input_text(given: EmbedInput, index: int) -> str:
 
 async def embed_v1(call: Call, body: CohereEmbedRequest) -> Reply:
     """Embed texts, in the shape of Cohere's v1 API: plain vectors unless `embedding_types` is given."""
-    texts = body.all_texts()
+    texts = body.contents()
     kinds = body.kinds()
     result = await _embed(call, body, texts, kinds)
     began = time.monotonic()
@@ -136,7 +156,7 @@ async def embed_v1(call: Call, body: CohereEmbedRequest) -> Reply:
         "response_type": "embeddings_by_type" if body.embedding_types else "embeddings_floats",
         "id": result.head(body, "embd")["id"],
         "embeddings": by_type if body.embedding_types else by_type["float"],
-        "texts": texts,
+        "texts": texts if body.texts is not None else [],
         "meta": meta("1", input_tokens=result.request.num_tokens),
     }
     reply = json_reply(content)
@@ -146,7 +166,7 @@ async def embed_v1(call: Call, body: CohereEmbedRequest) -> Reply:
 
 async def embed_v2(call: Call, body: CohereEmbedRequest) -> Reply:
     """Embed texts, in the shape of Cohere's v2 API: a list of vectors for each of `embedding_types`."""
-    texts = body.all_texts()
+    texts = body.contents()
     kinds = body.kinds()
     result = await _embed(call, body, texts, kinds)
     began = time.monotonic()
@@ -154,7 +174,7 @@ async def embed_v2(call: Call, body: CohereEmbedRequest) -> Reply:
         "response_type": "embeddings_by_type",
         "id": result.head(body, "embd")["id"],
         "embeddings": embeddings_by_type(kinds, result.value),
-        "meta": meta("2", input_tokens=result.request.num_tokens, image_tokens=0),
+        "meta": meta("2", **_tokens(result)),
     }
     if body.texts is not None:
         content["texts"] = texts
@@ -163,12 +183,20 @@ async def embed_v2(call: Call, body: CohereEmbedRequest) -> Reply:
     return reply
 
 
+def _tokens(result: Result[Columns]) -> dict[str, int]:
+    """Tokens of texts and of images."""
+    request = result.request
+    num_image_tokens = 0 if request.images is None else int(request.images.num_tokens.sum())
+    return {"input_tokens": request.num_tokens - num_image_tokens, "image_tokens": num_image_tokens}
+
+
 async def _embed(
-    call: Call, body: CohereEmbedRequest, texts: list[str], kinds: Sequence[EmbeddingType]
+    call: Call, body: CohereEmbedRequest, texts: list[Any], kinds: Sequence[EmbeddingType]
 ) -> Result[Columns]:
     """The vectors in every number format that the types need, from one forward pass."""
-    model = call.model(body)
-    name = "inputs" if body.texts is None else "texts"
+    model, name = call.model(body), body.given
+    if any(isinstance(each, tuple) for each in texts):
+        texts = await with_images(call, model, texts, name)
     is_refused = body.truncate == "NONE"
     task = EmbedInTypes(
         inputs=texts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,13 +18,15 @@ from penstock.api.generation import (
     begin,
     events,
 )
+from penstock.api.images import message_images, prepared_images
 from penstock.api.replies import json_reply
 from penstock.api.routes import RouteSpec
 from penstock.errors import BadValue
-from penstock.inputs.chat import part_texts
+from penstock.inputs.chat import has_image_parts, part_texts
 from penstock.outputs.logprobs import chat_content, prompt_entries
 from penstock.tasks.generate import ChatPrompt, Generate
 from penstock.tasks.text_stream import TextDelta
+from penstock.types import PreparedImage
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _CACHE = "the server finds equal beginnings of prompts by itself; see cache_salt"
@@ -96,8 +99,12 @@ async def chat_completions(call: Call, body: ChatRequest) -> Reply | Streamed:
     messages = check_messages(body.messages)
     check_tools(body)
     check_template(call, body.chat_template)
+    images: Sequence[PreparedImage] = ()
+    if found := message_images(body.messages):
+        (images,) = await prepared_images(call, call.model(body, may_truncate=False), [found], "messages")
     source = ChatPrompt(
         messages=messages,
+        images=images,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         add_special_tokens=body.add_special_tokens,
@@ -151,6 +158,8 @@ def _top_logprobs(body: ChatRequest) -> int | None:
 
 def _echoed(message: dict[str, Any], role: str) -> str:
     content = message["content"]
+    if has_image_parts(content):
+        raise BadValue("echo cannot show a message with images; leave echo out", param="echo")
     return "\n".join(part_texts(content, -1)) if message["role"] == role and content is not None else ""
 
 

@@ -21,6 +21,7 @@ from penstock.api.conversations import (
 )
 from penstock.api.embeddings import EmbeddingsAnswer, embedding_items, vectors
 from penstock.api.fields import ChunkFields, InputFields, MediaOptions, agreed
+from penstock.api.images import message_images
 from penstock.api.replies import list_reply, sparse_terms
 from penstock.api.routes import RouteSpec, Variant, VariantTable
 from penstock.api.run import check_num_rows, run
@@ -30,7 +31,7 @@ from penstock.api.tokens import decode_ids
 from penstock.errors import BadValue
 from penstock.outputs.encoders import encode_rows
 from penstock.tasks.multi_task import MultiTask
-from penstock.types import Ints, PoolingParams, Task
+from penstock.types import Content, Ints, PoolingParams, Task
 
 _MAX_LOOP_IDS = 1 << 15  # fewer are encoded as JSON on the event loop
 
@@ -126,7 +127,8 @@ async def _take_conversations(call: Call, body: ChatBody) -> None:
     options = body.options()
     limit = None if may_be_long else model.text.processor.row_limit(PoolingParams(), options)
     rows = await conversation_rows(call, model, body, conversations, limit)
-    body.input = [row.tolist() for row in rows]
+    inputs: list[Any] = [row if isinstance(row, Content) else row.tolist() for row in rows]
+    body.input = inputs
 
 
 async def pooling(call: Call, body: PoolingBody) -> Reply:
@@ -269,6 +271,8 @@ async def tokenize_chat(call: Call, body: TokenizeChatRequest) -> Reply:
     model = call.model(body)
     if body.tools:
         body.chat_template_kwargs = {"tools": body.tools, **(body.chat_template_kwargs or {})}
+    if message_images(body.messages):
+        raise BadValue("messages with images are not tokenised here; send texts", param="messages")
     rows = await conversation_rows(call, model, body, [body.messages])
     return await _tokenized(model, rows, body.return_token_strs, one=True)
 

@@ -10,12 +10,14 @@ import msgspec
 from penstock.api.answers import ListAnswer, Usage
 from penstock.api.call import Call, Reply
 from penstock.api.fields import MediaOptions
+from penstock.api.images import has_image
 from penstock.api.ranking import (
     Document,
     RankFields,
     RerankRequest,
     Side,
     check_query,
+    content_pairs,
     document_texts,
     listed,
     ranked_rows,
@@ -57,7 +59,7 @@ def take_vllm_spellings(body: RankBody) -> None:
 
 def with_text(document: Document, name: str) -> Document:
     """A document whose content is a list of text parts, as one that has a text."""
-    if isinstance(document, str) or "content" not in document or "text" in document:
+    if isinstance(document, str) or "content" not in document or "text" in document or has_image(document):
         return document
     try:
         return {"text": "\n".join(part_texts(document["content"], 0))}
@@ -96,11 +98,16 @@ async def score(call: Call, body: ScoreRequest) -> Reply:
     """Score how well each document answers its query."""
     first, second = (listed(side) for side in body.sides())
     check_num_rows(call, max(len(first), len(second)), "documents")
-    queries = document_texts([with_text(each, "queries") for each in first], "queries")
-    documents = document_texts([with_text(each, "documents") for each in second], "documents")
-    for index, query in enumerate(queries):
-        check_query(query, f"query {index}", "queries")
-    model, pairs = call.model(body), make_pairs(queries, documents)
+    queries = [with_text(each, "queries") for each in first]
+    documents = [with_text(each, "documents") for each in second]
+    model = call.model(body)
+    if any(map(has_image, [*queries, *documents])):
+        pairs = await content_pairs(call, model, queries, documents)
+    else:
+        texts = document_texts(queries, "queries")
+        for index, query in enumerate(texts):
+            check_query(query, f"query {index}", "queries")
+        pairs = list(make_pairs(texts, document_texts(documents, "documents")))
     result = await run_pairs(call, body, model, pairs, body.options(), activate=body.use_activation)
 
     def data() -> list[dict[str, Any]]:
@@ -123,7 +130,8 @@ class RankRequest(RerankRequest, kw_only=True):
     def __post_init__(self) -> None:
         take_vllm_spellings(self)
         self.top_n = self.top_n or None
-        self.query = document_texts([with_text(self.query, "query")], "query")[0]
+        query = with_text(self.query, "query")
+        self.query = query if has_image(query) else document_texts([query], "query")[0]
         self.documents = listed(self.documents)
         if not all(isinstance(each, str) for each in self.documents):
             self.documents = [with_text(each, "documents") for each in self.documents]
@@ -137,7 +145,10 @@ def _shown_documents(body: RankRequest) -> list[Any] | None:
     try:
         return returned_documents(body)
     except BadValue:
-        return [{"text": text} for text in document_texts(listed(body.documents), "documents")]
+        documents = listed(body.documents)
+        return [
+            {} if has_image(each) else {"text": document_texts([each], "documents")[0]} for each in documents
+        ]
 
 
 async def rerank(call: Call, body: RankRequest) -> Reply:
