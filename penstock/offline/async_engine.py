@@ -216,11 +216,13 @@ class AsyncEngine:
     ) -> list[NDArray[Any]]:
         """One vector a token: for each text an array [tokens, dimensions], special tokens included.
 
+        A retriever of pages takes images among the texts, as paths, bytes, Pillow images or arrays.
         A late-interaction model reads texts as documents and leaves out the tokens of its skip list;
         `input_type="query"` makes them queries.
         """
         params = PoolingParams(Task.TOKEN_EMBED, dimensions, normalize, output_dtype(dtype))
-        task = TokenEmbed(inputs=texts, params=params, options=input_options(options))
+        inputs = await self._images.replace(texts)
+        task = TokenEmbed(inputs=inputs, params=params, options=input_options(options))
         return await self._run(task, priority, progress)
 
     @explicit_signature

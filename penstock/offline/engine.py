@@ -159,6 +159,7 @@ class Engine:
     ) -> list[NDArray[Any]]:
         """One vector a token: for each text an array [tokens, dimensions], special tokens included.
 
+        A retriever of pages takes images among the texts, as paths, bytes, Pillow images or arrays.
         A late-interaction model reads texts as documents and leaves out the tokens of its skip list;
         `input_type="query"` makes them queries.
         """

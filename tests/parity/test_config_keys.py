@@ -108,6 +108,7 @@ def flips(family: str, *settings: Json, kind: str = "Model") -> list[Flip]:
 
 COMPUTED = [
     *flips("bert", {"hidden_act": "relu"}, {"hidden_act": "gelu_new"}, {"layer_norm_eps": 0.1}),
+    *flips("bert", {"hidden_act": "quick_gelu"}),
     *flips("roberta", {"hidden_act": "silu"}, {"layer_norm_eps": 0.1}, {"pad_token_id": 3}),
     *flips("xlm-roberta", {"pad_token_id": 3}, {"type_vocab_size": REMOVED}),
     *flips("distilbert", {"activation": "relu"}),
@@ -199,7 +200,7 @@ REFUSED = {
     "is_causal": flips("modernbert", {"is_causal": True}) + flips("gte", {"is_causal": True}),
     "pruned_heads": flips("bert", {"pruned_heads": {"0": [1]}}),
     "position_embedding_type": flips("bert", {"position_embedding_type": "relative_key"}),
-    "quick_gelu": flips("bert", {"hidden_act": "quick_gelu"}) + flips("qwen3", {"hidden_act": "quick_gelu"}),
+    "mish": flips("bert", {"hidden_act": "mish"}) + flips("qwen3", {"hidden_act": "mish"}),
     "pad_token_id": flips("mpnet", {"pad_token_id": 3}),
     "relative_attention_num_buckets": flips("mpnet", {"relative_attention_num_buckets": 64}),
     "p2p": flips("deberta-v2", {"pos_att_type": ["c2p", "p2p"]}),

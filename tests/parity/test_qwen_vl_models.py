@@ -151,3 +151,65 @@ def test_the_reranker_scores_by_the_weights_of_its_two_answers(tmp_path: Path) -
         row = Row([*before, *page.ids, *after], page.grids, page.seed)
         output = engine.local.engine.submit(request_of("page", [row], PoolingParams(Task.SCORE))).result()
         assert float(output.values.reshape(-1)[0]) == pytest.approx(score(row), abs=1e-5)
+
+
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("qwen2_vl", {"rms_norm_eps": 0.1}),
+        ("qwen2_vl", {"hidden_act": "gelu"}),
+        ("qwen2_vl", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+        ("qwen2_vl", {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}}),
+        ("qwen2_5_vl", {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 3.0}}),
+        ("qwen3_vl", {"rope_parameters": ROPE | {"rope_theta": 100.0, "mrope_section": [6, 1, 1]}}),
+        ("qwen3_vl", {"attention_bias": True}),
+    ],
+    ids=str,
+)
+def test_a_key_changes_the_states_as_it_does_in_transformers(
+    kind: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    model, row = make_model(kind, "Model", **keys), make_row(4, (6, 4), 6)
+    folder = write_model(tmp_path, model)
+    with Engine(str(folder), dtype="float32", device="cpu") as engine:
+        params = PoolingParams(Task.TOKEN_EMBED, normalize=False)
+        got = engine.local.engine.submit(request_of("row", [row], params)).result().values
+    expected = reference_states(model, row)
+    assert np.abs(got - expected).max() < 1e-4 * np.abs(expected).max()
+    usual = reference_states(make_model(kind, "Model"), row)
+    assert "attention_bias" in keys or np.abs(got - usual).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "named"),
+    [
+        ("qwen2_vl", {"rope_parameters": ROPE | {"mrope_section": [4, 2, 1]}}, "mrope_section"),
+        ("qwen2_vl", {"rope_parameters": ROPE | {"mrope_interleaved": True}}, "mrope_interleaved"),
+        ("qwen3_vl", {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}}, "mrope_section"),
+        ("qwen3_vl", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen3_vl", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+        ("qwen2_5_vl", {"final_logit_softcapping": 3.0}, "final_logit_softcapping"),
+        ("qwen2_5_vl", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ],
+    ids=str,
+)
+def test_a_key_that_would_be_computed_otherwise_is_refused_by_name(
+    kind: str, keys: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path, make_model(kind, "Model"))
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= keys
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=named):
+        Engine(str(folder), dtype="float32", device="cpu").close()
+
+
+def test_an_image_processor_that_does_not_fit_the_tower_is_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, make_model("qwen2_vl", "Model"))
+    values = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps(values | {"merge_size": 4}))
+    with pytest.raises(ModelLoadError, match="merge_size"):
+        Engine(str(folder), dtype="float32", device="cpu").close()

@@ -1,0 +1,128 @@
+"""Pictures from pixels to vectors, scores and words, as transformers' processors and models make them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from penstock import Engine
+from tests.inputs.images.pictures import noise
+from tests.parity.qwen_vl import IMAGE, MEAN, PATCH, STD, make_model, qwen_tokenizer, write_model
+from tests.parity.reference import Vectors
+from tests.parity.test_page_retrievers import Retriever, native_layout
+
+PICTURES = [noise(50, 38), noise(33, 90, seed=3)]
+IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
+PAGE = f"<|im_start|>user\n{IMAGE_TEXT}Describe the image.<|im_end|><|endoftext|>"
+ANSWER = "<|im_end|>\n<|im_start|>assistant\n"
+JUDGE = "Judge whether the Document meets the requirements based on the Query and the Instruct provided."
+
+
+class Reference:
+    """A Qwen-VL model of transformers with the image processor of its files."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.model if hasattr(model, "lm_head") else model
+        self.processor = transformers.Qwen2VLImageProcessorPil(
+            patch_size=PATCH,
+            merge_size=2,
+            temporal_patch_size=2,
+            min_pixels=64,
+            max_pixels=1 << 14,
+            image_mean=MEAN,
+            image_std=STD,
+        )
+
+    @torch.inference_mode()
+    def states(self, text: str, pictures: list[Any]) -> Vectors:
+        """The states of a text in which each picture has a placeholder."""
+        inputs: dict[str, Any] = {}
+        if pictures:
+            inputs = dict(self.processor(pictures, return_tensors="pt"))
+        ids: list[int] = []
+        grids = iter(inputs.get("image_grid_thw", torch.zeros(0)))
+        for token in qwen_tokenizer().encode(text).ids:
+            ids += [token] * (int(next(grids).prod()) // 4 if token == IMAGE else 1)
+        tokens = torch.tensor([ids])
+        if pictures:
+            inputs["mm_token_type_ids"] = (tokens == IMAGE).int()
+        self.model.rope_deltas = None
+        states: Vectors = self.model(tokens, **inputs).last_hidden_state[0].numpy()
+        return states
+
+    def vector(self, text: str, pictures: list[Any]) -> Vectors:
+        last = self.states(text, pictures)[-1]
+        return last / np.linalg.norm(last)
+
+
+def test_gme_embeds_pictures_in_its_own_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, folder = make_model("qwen2_vl"), tmp_path / "gme-Qwen2-VL-2B-Instruct"
+    write_model(folder, model)
+    # Its published code sets limits of its own, which are far above these pictures.
+    monkeypatch.setattr("penstock.checkpoint.image_prompts._LIMITS", ())
+    reference = Reference(model)
+    begin = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+    with Engine(str(folder), dtype="float32", device="cpu", enable_generation=False) as engine:
+        got = engine.embed(images=PICTURES)
+    for vector, picture in zip(got, PICTURES, strict=True):
+        wanted = reference.vector(begin + IMAGE_TEXT + ANSWER + "<|endoftext|>", [picture])
+        assert float(vector @ wanted) > 0.9999 and np.abs(vector - wanted).max() < 1e-3
+
+
+def test_pages_are_scored_by_maxsim_against_queries(tmp_path: Path) -> None:
+    retriever = native_layout(tmp_path / "model")
+    with Engine(str(tmp_path / "model"), dtype="float32", device="cpu") as engine:
+        scores = engine.score("the page", PICTURES)
+    wanted = [_maxsim(retriever, picture) for picture in PICTURES]
+    assert np.abs(np.array(scores) - wanted).max() < 1e-2  # of about twenty
+
+
+@torch.inference_mode()
+def _maxsim(retriever: Retriever, picture: Any) -> float:
+    reference = Reference(retriever.model)
+    query = "Query: the page" + "<|endoftext|>" * 10 + "\n"
+    sides = [reference.states(query, []), reference.states(PAGE, [picture])]
+    projected = [retriever.projection(torch.from_numpy(side)) for side in sides]
+    left, right = (torch.nn.functional.normalize(side, dim=-1) for side in projected)
+    return float((left @ right.T).max(dim=1).values.sum())
+
+
+def test_the_reranker_reads_pictures_as_queries_and_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, folder = make_model("qwen3_vl"), tmp_path / "Qwen3-VL-Reranker-2B"
+    write_model(folder, model)
+    monkeypatch.setattr("penstock.checkpoint.image_prompts._LIMITS", ())
+    reference, weights = Reference(model), model.lm_head.weight.detach().numpy()
+    yes, no = (qwen_tokenizer().encode(word).ids[0] for word in ("yes", "no"))
+    task = "Given a search query, retrieve relevant candidates that answer the query."
+
+    def wanted(query: str, document: str, pictures: list[Any]) -> float:
+        judge = f'<|im_start|>system\n{JUDGE} Note that the answer can only be "yes" or "no".<|im_end|>\n'
+        text = f"<|im_start|>user\n<Instruct>: {task}<Query>:{query}\n<Document>:{document}"
+        last = reference.states(judge + text + ANSWER, pictures)[-1]
+        return float(1 / (1 + np.exp(-(last @ (weights[yes] - weights[no])))))
+
+    with Engine(str(folder), dtype="float32", device="cpu") as engine:
+        first, second = engine.score("a page", [PICTURES[0], "a text"])
+        (both,) = engine.score(PICTURES[0], [PICTURES[1]])
+    assert first == pytest.approx(wanted("a page", IMAGE_TEXT, PICTURES[:1]), abs=1e-3)
+    assert second == pytest.approx(wanted("a page", "a text", []), abs=1e-5)
+    assert both == pytest.approx(wanted(IMAGE_TEXT, IMAGE_TEXT, PICTURES), abs=1e-3)
+
+
+def test_token_vectors_of_a_page_are_those_of_all_its_tokens(tmp_path: Path) -> None:
+    retriever = native_layout(tmp_path / "model")
+    with Engine(str(tmp_path / "model"), dtype="float32", device="cpu") as engine:
+        page, text = engine.token_embed([PICTURES[0], "a text"])
+    states = torch.from_numpy(Reference(retriever.model).states(PAGE, PICTURES[:1]))
+    with torch.inference_mode():
+        wanted = torch.nn.functional.normalize(retriever.projection(states), dim=-1).numpy()
+    assert page.shape == wanted.shape
+    assert (page * wanted).sum(axis=1).min() > 0.9999
+    assert len(text) == len(qwen_tokenizer().encode("a text").ids)
