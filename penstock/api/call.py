@@ -51,6 +51,7 @@ class Call:
     """One HTTP request in a handler, and where its time went. Defaults are the class's: few are ever set."""
 
     body_bytes: int = 0
+    num_patches: int = 0  # of the images of the request
     request_id: str | None = None
     tokenize_s: float = 0.0
     queue_s: float = 0.0
@@ -91,6 +92,11 @@ class Call:
     def light_weight(self) -> float:
         """The weight of a client that has no other request in flight; 0 for one that has."""
         return self.weight if self.state.held.get(self.client, 0) <= 1 else 0.0
+
+    def work_size(self, kind: str) -> tuple[str, int]:
+        """A name for requests of similar bodies, and the bytes from which their tokens are estimated. An
+        image's bytes tell nothing: its patches do."""
+        return (f"{kind} with images", 4 * self.num_patches) if self.num_patches else (kind, self.body_bytes)
 
     def model(self, body: Any, *, may_truncate: bool = True) -> ServedModel:
         """The model that a body names. A prompt in the name, and the server's default for long texts, are

@@ -203,8 +203,9 @@ async def _prepare(call: Call, model: ServedModel, task: Generate, scheduling: S
     """Tokenise the prompts, unless the queue has no room for them."""
     if call.is_background:
         return await task.prepare(model.text, call.state.next_id(), scheduling)
-    admission, kind, num_tokens = model.admission, type(task).__name__, None
-    admitted = admission.admit(kind, call.body_bytes, generates=True, light_weight=call.light_weight)
+    admission, num_tokens = model.admission, None
+    kind, num_bytes = call.work_size(type(task).__name__)
+    admitted = admission.admit(kind, num_bytes, generates=True, light_weight=call.light_weight)
     try:
         job = await task.prepare(model.text, call.state.next_id(), scheduling)
         num_tokens = sum(map(len, job.prompts))

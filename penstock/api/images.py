@@ -65,7 +65,9 @@ async def with_images(call: Call, model: ServedModel, items: Sequence[Any], name
             own = [part.source for part in item if isinstance(part, ImageSource)]
             check_count(len(own), call.state.config.max_images, name)
             sources += own
-    prepared = iter(await call.state.images.prepare(sources, spec, _uploaded(call), param=name))
+    images = await call.state.images.prepare(sources, spec, uploaded_files(call), param=name)
+    call.num_patches += sum(len(image.patches) for image in images)
+    prepared = iter(images)
     return [_content(item, prepared) if isinstance(item, tuple) else item for item in items]
 
 
@@ -121,7 +123,7 @@ def num_pixels(inputs: Sequence[Any]) -> int:
     return sum(part.num_pixels for parts in contents for part in parts if isinstance(part, PreparedImage))
 
 
-def _uploaded(call: Call) -> FileReader | None:
+def uploaded_files(call: Call) -> FileReader | None:
     """Finds the uploaded files of the client that asks; None if the server keeps none."""
     batches = call.state.batches
     if batches is None:

@@ -82,8 +82,9 @@ async def run(
 
 async def _prepare(call: Call, model: ServedModel, task: PoolingTask[R]) -> Prepared[R]:
     """Tokenise the inputs, unless the queue has no room for them."""
-    admission, kind, num_tokens = model.admission, type(task).__name__, None
-    admitted = admission.admit(kind, call.body_bytes, task.num_rows, light_weight=call.light_weight)
+    admission, num_tokens = model.admission, None
+    kind, num_bytes = call.work_size(type(task).__name__)
+    admitted = admission.admit(kind, num_bytes, task.num_rows, light_weight=call.light_weight)
     try:
         prepared = await task.prepare(model.text, call.state.next_id())
         num_tokens = prepared.request.num_tokens

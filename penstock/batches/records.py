@@ -10,7 +10,8 @@ import msgspec
 
 from penstock.errors import BadValue, shown
 
-Purpose = Literal["batch", "batch_output"]
+UploadPurpose = Literal["batch", "vision", "user_data"]  # lines of a batch, or an image for requests to name
+Purpose = Literal["batch", "batch_output", "vision", "user_data"]
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]

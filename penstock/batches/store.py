@@ -174,7 +174,7 @@ class BatchStore:
                 raise BadValue(f"no file {record.input_file_id[:80]!r} was uploaded", param="input_file_id")
             if _decode_file(found[0]).purpose != "batch":
                 raise BadValue(
-                    f"file {record.input_file_id} is the output of a batch; upload one with purpose batch",
+                    f"file {record.input_file_id} has no lines of a batch; upload one with purpose batch",
                     param="input_file_id",
                 )
             db.execute(

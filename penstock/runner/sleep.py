@@ -272,7 +272,7 @@ class ModelSleeper:
     def _roots(self) -> list[object]:
         """What holds the tensors that live longer than a step."""
         runner = self.runner
-        roots: list[object] = [runner.model, runner.pooler, runner.cache, runner.generator]
+        roots: list[object] = [runner.model, runner.pooler, runner.cache, runner.generator, runner.images]
         if runner.graphs is not None:
             roots += (runner.graphs.integers, runner.graphs.row_numbers)
         if runner.decode is not None:
@@ -282,7 +282,12 @@ class ModelSleeper:
     def _caches(self) -> list[object]:
         """Those whose contents are not kept."""
         scorer = self.runner.pooler.scorer
-        return [self.runner.cache, None if scorer is None else scorer.store]
+        images = self.runner.images
+        return [
+            self.runner.cache,
+            None if scorer is None else scorer.store,
+            None if images is None else images.store,
+        ]
 
     def _count_bytes(self) -> int:
         if self.device.type == "cuda":

@@ -23,7 +23,7 @@ from penstock.inputs.processor import (
 )
 from penstock.inputs.token_rows import Rows, num_tokens, row_lengths
 from penstock.tasks.model import TextModel
-from penstock.tasks.run import Prepared
+from penstock.tasks.run import WINDOW_ROWS, Prepared
 from penstock.types import Ints, PooledOutput, PoolingParams, Request
 
 R = TypeVar("R")
@@ -45,6 +45,11 @@ class TextTask(ABC, Generic[R]):
     @property
     def num_rows(self) -> int:
         return num_inputs(self.inputs)
+
+    @property
+    def max_window_rows(self) -> int:
+        """The most inputs that are submitted together; images take memory."""
+        return IMAGE_WINDOW_ROWS if has_images(self.inputs) else WINDOW_ROWS
 
     def check(self, model: TextModel) -> None:
         model.processor.check(self.params)
@@ -173,7 +178,6 @@ def concatenate(parts: Sequence[list[R]]) -> list[R]:
 def split_windows(inputs: Inputs, size: int) -> Iterator[Any]:
     if has_images(inputs):
         items = input_items(inputs)
-        size = min(size, IMAGE_WINDOW_ROWS)
         return (items[first : first + size] for first in range(0, len(items), size))
     texts, ids = split_inputs(inputs)
     rows: list[Any] = ids if texts is None else texts

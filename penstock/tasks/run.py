@@ -116,7 +116,8 @@ class TaskRunner:
     ) -> R:
         """The task's result. `on_progress` is called with the number of inputs that each window completes."""
         task.check(self.model)
-        if task.num_rows <= WINDOW_ROWS:
+        window_rows = min(WINDOW_ROWS, getattr(task, "max_window_rows", WINDOW_ROWS))
+        if task.num_rows <= window_rows:
             result = await self._run_window(task, scheduling)
             if on_progress is not None:
                 on_progress(task.num_rows)
@@ -132,7 +133,7 @@ class TaskRunner:
                 on_progress(num_rows)
 
         try:
-            for window in task.windows(WINDOW_ROWS):
+            for window in task.windows(window_rows):
                 if len(running) == MAX_WINDOWS_IN_FLIGHT:
                     await complete_oldest()
                 prepared = await window.prepare(self.model, next(self.request_ids))

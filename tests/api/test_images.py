@@ -5,17 +5,25 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from starlette.testclient import TestClient
 
-from tests.api.local_app import WholeClient, local_app
+from penstock.api.images import uploaded_files
+from penstock.batches.records import FileRecord
+from penstock.batches.store import BatchStore
+from penstock.errors import NotFound
+from penstock.inputs.images.sources import ImageSources
+from tests.api.local_app import CountingClient, WholeClient, local_app
 from tests.checkpoints import write_bert
 from tests.inputs.images.pictures import encoded, noise
 from tests.parity.dual import CLIP, DualReference
-from tests.parity.qwen_vl import make_model, write_model
+from tests.parity.qwen_vl import config_of, make_model, write_files, write_model
+from tests.parity.reference import randomise
 
 PICTURES = [noise(40, 30), noise(21, 50, seed=3)]
 FILES = [encoded(picture) for picture in PICTURES]
@@ -183,3 +191,60 @@ def test_a_model_of_texts_refuses_images(tmp_path: Path) -> None:
             answer = client.post(path, json=body)
             assert answer.status_code in (400, 422)  # as the dialect's errors are
             assert "reads texts, not images" in answer.text
+
+
+def test_an_uploaded_file_is_read_by_its_owner_alone(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path)
+    store.upload_path("file-1").write_bytes(FILES[0])
+    store.add_upload(
+        FileRecord(
+            id="file-1", owner="anna", bytes=len(FILES[0]), created_at=0, filename="a.png", purpose="vision"
+        )
+    )
+    for owner in ("anna", "ben"):
+        state = SimpleNamespace(batches=SimpleNamespace(store=store))
+        find = uploaded_files(SimpleNamespace(state=state, key=SimpleNamespace(name=owner)))  # type: ignore[arg-type]
+        assert find is not None
+        if owner == "anna":
+            assert ImageSources().read("file-1", find) == FILES[0]
+        else:
+            with pytest.raises(NotFound):
+                ImageSources().read("file-1", find)
+    store.close()
+    assert uploaded_files(SimpleNamespace(state=SimpleNamespace(batches=None), key=None)) is None  # type: ignore[arg-type]
+
+
+def test_cached_results_tell_images_apart(clip: tuple[Path, DualReference]) -> None:
+    class Client(CountingClient):
+        revision = "first"
+
+    with local_app(clip[0], dtype="float32", client=Client, server={"result_cache_mb": 8}) as (http, engine):
+        first = vectors(http, "/v1/embeddings", input=[{"image": URIS[0]}, {"image": URIS[1]}])
+        again = vectors(http, "/v1/embeddings", input=[{"image": URIS[1]}, {"image": URIS[0]}])
+        assert len(engine.requests) == 1
+    assert np.array_equal(first, again[::-1]) and not np.array_equal(first[0], first[1])
+
+
+def test_pages_are_ranked_by_maxsim(tmp_path: Path) -> None:
+    config = transformers.ColQwen2Config(vlm_config=config_of("qwen2_vl").to_dict(), embedding_dim=16)
+    model = transformers.ColQwen2ForRetrieval(config).eval()
+    randomise(model, 4)
+    model.save_pretrained(tmp_path)
+    write_files(tmp_path)
+    with local_app(tmp_path, dtype="float32") as (http, _):
+
+        def token_vectors(given: Any, input_type: str) -> np.ndarray:
+            body = {"input": [given], "return_multivector": True, "input_type": input_type}
+            answer = http.post("/v1/embeddings", json=body)
+            assert answer.status_code == 200, answer.text
+            return np.array(answer.json()["data"][0]["embeddings"])
+
+        query = token_vectors({"text": "what is it?"}, "query")
+        pages = [token_vectors({"image": uri}, "document") for uri in URIS]
+        expected = [(query @ page.T).max(axis=1).sum() for page in pages]
+        answer = http.post(
+            "/rerank", json={"query": "what is it?", "documents": [{"image": uri} for uri in URIS]}
+        )
+        assert answer.status_code == 200, answer.text
+        got = {row["index"]: row["relevance_score"] for row in answer.json()["results"]}
+        assert np.abs(np.array([got[0], got[1]]) - expected).max() < 1e-3

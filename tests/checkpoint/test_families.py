@@ -58,10 +58,12 @@ def test_a_decoder_is_pooled_by_how_it_attends(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_an_encoder_is_never_causal_and_is_mean_pooled(name: str) -> None:
+def test_an_encoder_is_never_causal_and_is_mean_pooled_unless_it_has_two_towers(name: str) -> None:
     architecture = find_architecture(name, {})
     assert not architecture.family.is_causal({"is_causal": True})
-    assert default_pooling(architecture, {}) == PoolingSpec(methods=("mean",), normalize=False)
+    dual = architecture.family.is_dual  # its text tower reads the last token, and its vectors are compared
+    wanted = PoolingSpec(methods=("last" if dual else "mean",), normalize=dual)
+    assert default_pooling(architecture, {}) == wanted
 
 
 def test_the_base_of_jina_embeddings_v5_decides_how_it_attends() -> None:
@@ -81,7 +83,7 @@ def test_use_bidirectional_attention_turns_causal_attention_off() -> None:
 UNSUPPORTED: dict[str, dict[str, Any]] = {
     "T5ForConditionalGeneration": {"architectures": ["T5ForConditionalGeneration"], "d_model": 64},
     "WhisperForConditionalGeneration": {"architectures": ["WhisperForConditionalGeneration"]},
-    "CLIPModel": {"architectures": ["CLIPModel"], "text_config": {}, "vision_config": {}},
+    "BlipModel": {"architectures": ["BlipModel"], "text_config": {}, "vision_config": {}},
     "BertForQuestionAnswering": BERT_CONFIG | {"architectures": ["BertForQuestionAnswering"]},
     "MambaModel": {"architectures": ["MambaModel"], "is_causal": "perhaps"},
     "GPT2ForRewardModel": {"architectures": ["GPT2ForRewardModel"], "model_type": "gpt2"},

@@ -205,7 +205,7 @@ def test_a_key_that_no_module_has_is_refused_by_name(folder: Path, kind: str, pa
 
 
 @pytest.mark.parametrize(
-    "kind", ["CNN", "LSTM", "BoW", "WordEmbeddings", "WordWeights", "WeightedLayerPooling", "CLIPModel"]
+    "kind", ["CNN", "LSTM", "BoW", "WordEmbeddings", "WordWeights", "WeightedLayerPooling"]
 )
 def test_a_module_that_is_not_supported_is_refused_by_name(folder: Path, kind: str) -> None:
     write_modules(folder, [TRANSFORMER, (kind, "1_Other"), POOLING])

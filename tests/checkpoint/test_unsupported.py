@@ -17,7 +17,7 @@ from tests.checkpoints import write_json
     [
         ({"architectures": ["Qwen3VLMoeForConditionalGeneration"], "text_config": {}}, "it reads images"),
         ({"architectures": ["JinaEmbeddingsV4Model"], "text_config": {}}, "have one of them merged"),
-        ({"architectures": ["CLIPModel"], "vision_config": {}}, "it reads images"),
+        ({"architectures": ["BlipModel"], "vision_config": {}}, "it reads images"),
         ({"architectures": ["ColPaliForRetrieval"]}, "it reads images"),
         ({"architectures": ["SomethingNew"], "vision_config": {}}, "it reads images"),
         ({"architectures": ["WhisperForConditionalGeneration"]}, "it reads audio"),

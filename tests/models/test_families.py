@@ -75,6 +75,29 @@ OWN |= {
     for name, family in FAMILIES.items()
     if family.qwen_vision is not None
 }
+DUAL_PROCESSORS: dict[str, dict[str, Any]] = {
+    "clip": {"image_processor_type": "CLIPImageProcessor", "crop_size": {"height": 8, "width": 8}},
+    "siglip": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 8, "width": 8}},
+    "siglip2": {"image_processor_type": "Siglip2ImageProcessor", "patch_size": 4},
+}
+OWN |= {
+    name: {
+        **FAMILIES[name].nested_defaults,
+        **CONFIG,
+        "model_type": name,
+        "projection_dim": 24,
+        "projection_size": 24,
+        "vision_config": {
+            "hidden_size": 24,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+            "patch_size": 4,
+            "image_size": 8,
+            "num_patches": 4,
+        },
+    }
+    for name in DUAL_PROCESSORS
+}
 # Families whose configuration is their own; labelled ones read it from that of their encoder.
 OWN_CONFIG = [name for name, family in FAMILIES.items() if not family.heads & {Task.ENTITIES, Task.ZERO_SHOT}]
 # Values of is_causal that a family refuses.
@@ -93,6 +116,8 @@ def build(family: Family, suffix: str = "", *, config: dict[str, Any] | None = N
     with torch.inference_mode():
         layers = LayerBuilder(weights)
         layers.folder = folder_with_adapter()
+        if family.name in DUAL_PROCESSORS:
+            layers.folder = folder_with_processor(family.name)
         return build_model(name, CONFIG | OWN.get(family.name, {}) | (config or {}), layers, **asked)
 
 
@@ -102,6 +127,14 @@ def folder_with_adapter() -> Path:
     (folder / "adapters/retrieval").mkdir(parents=True)
     (folder / "adapters/retrieval/adapter_config.json").write_text(json.dumps(ADAPTER))
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | {"merge_size": 2}))
+    return folder
+
+
+@cache
+def folder_with_processor(name: str) -> Path:
+    folder = Path(_kept.name) / name
+    folder.mkdir()
+    (folder / "preprocessor_config.json").write_text(json.dumps(DUAL_PROCESSORS[name]))
     return folder
 
 

@@ -12,6 +12,7 @@ from penstock.checkpoint.spec import ModelSpec
 from tests.checkpoints import wordpiece_tokenizer, write_json
 from tests.published.catalog import Published
 from tests.published.decoders import DECODERS
+from tests.published.dual import DUAL
 from tests.published.embedders import EMBEDDERS
 from tests.published.encoders import ENCODERS
 from tests.published.more_decoders import MORE_DECODERS
@@ -20,7 +21,7 @@ from tests.published.newer import NEWER
 from tests.published.others import OTHERS
 from tests.published.qwen_vl import QWEN_VL
 
-MODELS = (*ENCODERS, *MORE_ENCODERS, *DECODERS, *EMBEDDERS, *MORE_DECODERS, *NEWER, *OTHERS, *QWEN_VL)
+MODELS = (*ENCODERS, *MORE_ENCODERS, *DECODERS, *EMBEDDERS, *MORE_DECODERS, *NEWER, *OTHERS, *QWEN_VL, *DUAL)
 SERVED = [model for model in MODELS if model.reads is not None]
 REFUSED = [model for model in MODELS if model.reads is None]
 

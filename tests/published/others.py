@@ -59,14 +59,6 @@ OTHERS = (
     images("nvidia/llama-nemoretriever-colembed-1b-v1", "llama_NemoRetrieverColEmbed"),
     images("jinaai/jina-embeddings-v4", "JinaEmbeddingsV4Model", text_config=qwen2(2048, 36, 16)),
     images("jinaai/jina-clip-v2", "JinaCLIPModel"),
-    images("openai/clip-vit-base-patch32", "CLIPModel", text_config={"hidden_size": 512}),
-    images("google/siglip2-base-patch16-224", "SiglipModel", text_config={}),
-    without_config(
-        "sentence-transformers/clip-ViT-B-32",
-        "CLIPModel",
-        **{"modules.json": modules("CLIPModel", CLIPModel="0_CLIPModel")},
-        **{"0_CLIPModel/config.json": {"architectures": ["CLIPModel"], "vision_config": {}}},
-    ),
     without_config(
         "vidore/colqwen2.5-v0.2",
         "an adapter for 'vidore/colqwen2.5-base'",

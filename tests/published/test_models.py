@@ -18,6 +18,7 @@ from penstock.weights.stream import DummySource
 from tests.published.catalog import Published
 from tests.published.models import MODELS, REFUSED, SERVED, read
 
+CLIPS = ("openai/clip-vit-base-patch32", "sentence-transformers/clip-ViT-B-32")
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "dim", "d_model", "pooler_hidden_size"), 64),
     **dict.fromkeys(("intermediate_size", "n_inner", "hidden_dim", "d_ff", "moe_intermediate_size"), 96),
@@ -31,7 +32,8 @@ SMALL: dict[str, Any] = {
     "vocab_size": 128,
 }
 # Their weights are read by builders of their own, or not by a model at all.
-_PROJECTED = ("voyageai/voyage-4-nano", "google/embeddinggemma-2")  # to as many numbers as it has "labels"
+# To as many numbers as it has "labels", or as its two towers share.
+_PROJECTED = ("voyageai/voyage-4-nano", "google/embeddinggemma-2", *CLIPS)
 _NOT_BUILT = (Task.ENTITIES, Task.ZERO_SHOT)
 
 
@@ -107,6 +109,9 @@ def small(config: dict[str, Any]) -> dict[str, Any]:
         out["vision_config"] = _small_vision(vision)
         scaling = config["rope_scaling"]
         out["rope_scaling"] = scaling | {"mrope_section": [4, 2, 2]}
+    elif vision is not None and config.get("model_type") in ("clip", "siglip", "siglip2"):
+        tower = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
+        out["vision_config"] = vision | tower
     if "full_attn_idxs" in config:
         out["full_attn_idxs"] = [1]
     if "layer_types" in config:

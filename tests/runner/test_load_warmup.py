@@ -18,7 +18,7 @@ from penstock.types import PooledResult, PoolPlan, StepPlan, StepResult, Task
 class Runner:
     """Notes whether each step came while kernels were being compiled."""
 
-    generator = graphs = decode = None
+    generator = graphs = decode = images = None
 
     def __init__(self, device: str) -> None:
         self.device = SimpleNamespace(type=device)

@@ -73,3 +73,40 @@ def test_an_input_with_an_image_is_never_cut(folder: Path) -> None:
     with pytest.raises(BadValue, match="at most 20 are possible, and an image cannot be cut"):
         asyncio.run(prepare(image))
     text.close()
+
+
+def test_a_reranker_reads_query_and_document_with_images_in_its_own_prompt(tmp_path: Path) -> None:
+    from penstock.checkpoint.describe import read_spec
+    from penstock.inputs.pairs import prepare_pairs
+    from penstock.tasks.model import TextModel
+    from tests.parity.qwen_vl import qwen_tokenizer
+
+    folder = write_model(tmp_path / "Qwen3-VL-Reranker-2B", make_model("qwen3_vl", tie_word_embeddings=False))
+    spec = read_spec(folder, "Qwen3-VL-Reranker-2B")
+    assert spec.images is not None and spec.score_kind == "cross"
+    text = TextModel(spec)
+    images = ImageLoader().prepare_now(PICTURES, spec.images)
+    pairs = [("what is it?", images[0]), (Content((images[1], "this")), "words")]
+    request = prepare_pairs(text.processor, "r", pairs, PoolingParams(Task.SCORE))
+    text.close()
+
+    def shown(image: PreparedImage) -> str:
+        return f"<|vision_start|>{'<|image_pad|>' * image.num_tokens}<|vision_end|>"
+
+    task = "Given a search query, retrieve relevant candidates that answer the query."
+    judge = (
+        "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+        'Note that the answer can only be "yes" or "no".'
+    )
+    for row, (query, document) in enumerate(
+        [("what is it?", shown(images[0])), (f"{shown(images[1])}this", "words")]
+    ):
+        expected = (
+            f"<|im_start|>system\n{judge}<|im_end|>\n<|im_start|>user\n<Instruct>: {task}<Query>:{query}\n"
+            f"<Document>:{document}<|im_end|>\n<|im_start|>assistant\n"
+        )
+        start, length = int(request.starts[row]), int(request.lengths[row])
+        ids = request.token_ids[start : start + length].tolist()
+        assert ids == qwen_tokenizer().encode(expected).ids
+    assert request.images is not None and request.images.rows.tolist() == [0, 1]
+    assert request.rope_positions is not None

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, cast, get_args
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -17,7 +17,7 @@ from penstock.api.call import Call, Reply, Streamed, streamed
 from penstock.api.routes import RouteSpec
 from penstock.api.uploads import BodyStream
 from penstock.batches.multipart import ENVELOPE_BYTES, Form, FormReader
-from penstock.batches.records import FileRecord, Purpose, new_id
+from penstock.batches.records import FileRecord, Purpose, UploadPurpose, new_id
 from penstock.errors import BadValue, NotFound, NotPossible, TooManyRequests, shown
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -39,7 +39,7 @@ class FileForm(msgspec.Struct, kw_only=True):
     """Form of `POST /v1/files`."""
 
     file: bytes
-    purpose: Literal["batch"]
+    purpose: UploadPurpose
     expires_after: ExpiresAfter | None = None
 
 
@@ -112,7 +112,8 @@ def file_object(record: FileRecord) -> FileObject:
 
 
 async def upload_file(call: Call, body: BodyStream) -> Reply:
-    """Upload a file of lines for a batch, as a form with the fields `file` and `purpose`."""
+    """Upload a file of lines for a batch, or an image that requests name, as a form with the fields `file`
+    and `purpose`."""
     service = service_of(call)
     if service.num_uploads >= MAX_UPLOADS:
         raise TooManyRequests(
@@ -156,9 +157,11 @@ def _record(call: Call, service: BatchService, file_id: str, form: Form) -> File
     if not form.num_bytes:
         raise BadValue("the file is empty; give one line at least", param="file")
     given = dict(form.fields)
-    if (purpose := given.pop("purpose", None)) != "batch":
+    if (purpose := given.pop("purpose", None)) not in get_args(UploadPurpose):
         raise BadValue(
-            f"purpose is {shown(purpose)}; this server takes files of purpose 'batch'", param="purpose"
+            f"purpose is {shown(purpose)}; this server takes files of purpose 'batch', and images of purpose "
+            "'vision' or 'user_data'",
+            param="purpose",
         )
     kept_s = _kept_seconds(*(given.pop(name, None) for name in _EXPIRY_FIELDS)) or service.retention_s
     if given and call.state.config.strict_fields:
@@ -171,7 +174,7 @@ def _record(call: Call, service: BatchService, file_id: str, form: Form) -> File
         id=file_id,
         owner=owner_of(call),
         filename=form.filename,
-        purpose="batch",
+        purpose=cast(UploadPurpose, purpose),
         bytes=form.num_bytes,
         created_at=now,
         expires_at=None if kept_s is None else now + kept_s,
