@@ -9,6 +9,7 @@ import os
 import resource
 import socket
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -41,6 +42,7 @@ log = logging.getLogger("penstock.api")
 
 
 def build_state(launch: ApiLaunch) -> ServerState:
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # of broken metadata in clients' images
     state = ServerState(launch.server, {})
     state.serve_models([build_model(each, launch.server) for each in launch.models])
     return state

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from penstock.checkpoint.image_processor import ImageProcessorSpec
-from penstock.config import ServerConfig
+from penstock.config import ServerConfig, available_cpus
 from penstock.errors import BadValue, ServerFull, shown
 from penstock.inputs.images.decode import ImageLimits, from_array, from_pillow, load, open_image
 from penstock.inputs.images.fetch import MediaDomains
@@ -238,7 +238,10 @@ def image_loader(config: ServerConfig) -> ImageLoader:
     folder = config.allowed_local_media_path
     limits = ImageLimits(int(config.max_image_mb * _MEGABYTE), config.max_image_pixels)
     domains = MediaDomains(config.allowed_media_domains)
-    return ImageLoader(ImageSources(limits, domains, None if folder is None else Path(folder)))
+    # Decoding and resizing take tens of milliseconds and hold no lock, so they may use the spare cores.
+    threads = max(2, min(16, available_cpus() // (config.api_server_count + 1)))
+    sources = ImageSources(limits, domains, None if folder is None else Path(folder))
+    return ImageLoader(sources, LoaderLimits(num_threads=threads))
 
 
 def check_count(count: int, limit: int, param: str | None = None) -> None:
