@@ -71,6 +71,7 @@ class _StepRoom:
     output_bytes: int  # of token vectors
     patches: int = UNBOUNDED  # of images
     has_images: bool = False  # whether an image starts in the step already
+    features: int = UNBOUNDED  # slots of the store of image features, which the rows of a step share
     token_bytes: int = 0  # output of each token of the request that is being scheduled
     has_output: bool = False  # whether token vectors leave the step already
     first_fits: bool = True  # a first row runs whatever its length
@@ -92,6 +93,15 @@ class _StepRoom:
     def use_patches(self, count: int) -> None:
         self.patches -= count
         self.has_images |= count > 0
+
+    def take_features(self, count: int, size: int) -> bool:
+        """Whether the images of a row fit into the store of `size` slots beside those of the step's others. A
+        first row always does: a larger one is refused when it comes."""
+        left = min(self.features, size)
+        if count > left and left < size:
+            return False
+        self.features = left - count
+        return True
 
     def use(self, tokens: int, rows: int) -> None:
         self.tokens -= tokens
@@ -562,6 +572,8 @@ class Scheduler:
         for open_row in list(queued.open):
             next_tokens = min(open_row.length - open_row.num_done, max_tokens)
             if not room.is_full and room.has_output_room(next_tokens):
+                if not self._fits_features(queued, open_row.row, room):
+                    continue
                 chunks.append(self._advance(queued, open_row, chunking, room))
         while not room.is_full and queued.num_unopened and not queued.documents_blocked:
             length = queued.next_length
@@ -569,6 +581,8 @@ class Scheduler:
                 break  # it goes first in another step instead of being chunked
             if queued.request.images is not None:
                 if not queued.rows_within(room.patches, or_one=not room.has_images):
+                    break
+                if not self._fits_features(queued, int(queued.order[queued.cursor]), room):
                     break
                 room.use_patches(queued.num_patches(queued.order[queued.cursor : queued.cursor + 1]))
             if length <= min(max_tokens, room.tokens) and not self._caches_prefix(queued, length, chunking):
@@ -589,6 +603,15 @@ class Scheduler:
         )
         tables = tuple(chunk.blocks for chunk in chunks)
         return ScheduledRows(queued.request, rows, begins, ends, tables, queued.cached, documents)
+
+    def _fits_features(self, queued: QueuedRequest, row: int, room: _StepRoom) -> bool:
+        """Whether the features of a row's images have room beside those of the step's other rows. A chunk
+        needs those of a whole image, however few of its tokens are in it."""
+        images = queued.request.images
+        if images is None or self.image_cache is None:
+            return True
+        count = int(images.num_tokens[images.rows == row].sum())
+        return not count or room.take_features(count, self.image_cache.size)
 
     @staticmethod
     def _caches_prefix(queued: QueuedRequest, length: int, chunking: Chunking) -> bool:

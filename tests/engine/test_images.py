@@ -164,6 +164,15 @@ def test_every_row_gets_the_features_of_its_own_images_whatever_fails(
     core.scheduler.image_cache.check_integrity()
 
 
+@given(image_requests(), st.integers(1, 2))
+@settings(max_examples=num_examples(30), deadline=None)
+def test_chunks_wait_for_room_in_a_small_store(requests: list[Request], depth: int) -> None:
+    """A chunk takes the features of a whole image, so several rows may need more than a step has tokens."""
+    device = FakeDevice(5, lambda *_: False, ends_at_once=False)
+    core = make_core(device, depth=depth, chunked=True)
+    assert answers(core, device, requests) == {request.id: expected(request) for request in requests}
+
+
 def test_a_poisoned_image_fails_its_own_request_alone() -> None:
     requests = [make_request(name, [6, 5]) for name in ("good", "bad", "text")]
     requests[0].images = make_images([(2, 2)], [0], num_tokens=[4], seed=1)

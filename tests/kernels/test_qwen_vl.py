@@ -19,7 +19,7 @@ from penstock.models.qwen_vision import QwenVisionTower
 from penstock.models.qwen_vl import language_shape
 from penstock.weights.stream import DummySource
 from tests.layers.inputs import draw, ordered_batch
-from tests.models.test_qwen_vision import GRIDS, PROCESSOR, SMALL, TOWERS, pixels_of, run_tower
+from tests.models.qwen_towers import GRIDS, PROCESSOR, SMALL, TOWERS, pixels_of, run_tower
 from tests.parity.qwen_vl import TEXT
 
 CPU = torch.device("cpu")

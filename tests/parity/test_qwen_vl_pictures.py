@@ -12,9 +12,9 @@ import transformers
 
 from penstock import Engine
 from tests.inputs.images.pictures import noise
+from tests.parity.page_retrievers import Retriever, native_layout
 from tests.parity.qwen_vl import IMAGE, MEAN, PATCH, STD, make_model, qwen_tokenizer, write_model
 from tests.parity.reference import Vectors
-from tests.parity.test_page_retrievers import Retriever, native_layout
 
 PICTURES = [noise(50, 38), noise(33, 90, seed=3)]
 IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
