@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
+from penstock import Engine, SamplingParams
 from penstock.api.adapters import ServedAdapter, updated
 from penstock.api.app import build_app
 from penstock.api.keys import ApiKey
@@ -22,7 +23,8 @@ from penstock.serving.launch import AdapterLaunch
 from penstock.types import PooledOutput, Request
 from tests.api.local_app import WholeClient, local_state
 from tests.checkpoints import write_cross_encoder, write_splade, write_token_classifier
-from tests.lora_models import TEXTS, Adapted, adapted_embedder, adapted_llama
+from tests.lora_models import TEXTS, Adapted, adapted_embedder, adapted_llama, adapted_reranker
+from tests.waiting import PATIENCE_S
 
 TENANT = AdapterLaunch(0, "tenant", "/adapters/tenant", "digest", "/adapters/tenant")
 
@@ -334,3 +336,31 @@ def test_models_list_adapters_with_their_parent(embedder: tuple[TestClient, Reco
     assert listed["model"]["parent"] is None and listed["model"]["adapters"] == ["tenant"]
     assert "tenant" in http.get("/api/tags").text
     assert http.get("/metrics").text.count("penstock_lora_requests_in_flight")
+
+
+@contextmanager
+def adapted_app(made: Adapted) -> Iterator[TestClient]:
+    """The application on a real engine that has the adapter."""
+    with local_state(made.base, client=WholeClient, enable_lora=True) as (state, local):
+        local.engine.load_adapter(0, str(made.adapters["tenant"]), "tenant").result(PATIENCE_S)
+        (model,) = state.models.values()
+        model.takes_adapters, model.adapters = True, {"tenant": ServedAdapter(TENANT)}
+        with TestClient(build_app(state)) as http:
+            yield http
+
+
+def test_text_and_ranks_of_an_adapter_are_those_of_the_merged_checkpoint(tmp_path: Path) -> None:
+    reranker = adapted_reranker(tmp_path / "rank", "tenant")
+    with adapted_app(reranker) as http, Engine(str(reranker.merged["tenant"]), device="cpu") as merged:
+        rows = http.post("/v1/rerank", json={**PAIR, "model": "tenant"}).json()["results"]
+        expected = merged.rerank(TEXTS[0], TEXTS)
+    assert [row["index"] for row in rows] == [each.index for each in expected]
+    scores = [row["relevance_score"] for row in rows]
+    assert scores == pytest.approx([each.score for each in expected], abs=1e-4)
+    writer = adapted_llama(tmp_path / "text", "tenant")
+    body = {"prompt": "Hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with adapted_app(writer) as http, Engine(str(writer.merged["tenant"]), device="cpu") as merged:
+        text = http.post("/v1/completions", json={**body, "model": "tenant"}).json()
+        greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        (wanted,) = merged.generate("Hello", greedy)
+    assert text["choices"][0]["text"] == wanted.text and text["model"] == "tenant"

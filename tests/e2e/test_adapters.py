@@ -18,7 +18,8 @@ import pytest
 from numpy.typing import NDArray
 
 from penstock import Engine
-from tests.e2e.server import Server, serving
+from penstock.wire.status import EngineStatus, StatusReader
+from tests.e2e.server import API, Server, serving
 from tests.lora_models import TEXTS, Adapted, adapted_embedder
 from tests.waiting import PATIENCE_S
 
@@ -61,8 +62,9 @@ def unload(server: Server, name: str, **more: Any) -> httpx.Response:
     return server.http.post("/v1/unload_lora_adapter", json={"lora_name": name, **more}, headers=ADMIN)
 
 
-def embed(server: Server, **body: Any) -> Vectors:
-    answer = server.post("/v1/embeddings", input=TEXTS, **body)
+def embed(server: Server, *, is_cached: bool = True, **body: Any) -> Vectors:
+    headers = {} if is_cached else {"cache-control": "no-store"}
+    answer = server.http.post("/v1/embeddings", json={"input": TEXTS, **body}, headers=headers)
     assert answer.status_code == 200, answer.text
     return np.array([each["embedding"] for each in answer.json()["data"]], dtype=np.float32)
 
@@ -73,6 +75,16 @@ def entries(server: Server) -> dict[str, dict[str, Any]]:
 
 def close(found: Vectors, wanted: Vectors) -> bool:
     return bool(np.abs(found - wanted).max() < 1e-4)
+
+
+def pages(server: Server) -> list[EngineStatus]:
+    names = ("engine.status", "engine1.status")
+    return [StatusReader(server.runtime_folder / "0" / name).read() for name in names]
+
+
+def has_run_adapters(page: EngineStatus) -> bool:
+    """Whether an engine has two adapters in host memory, and has run steps with some."""
+    return page.adapters_on_host >= 2 and page.adapters_on_device > 0
 
 
 def test_a_request_chooses_an_adapter_in_three_ways(server: Server, expected: dict[str, Vectors]) -> None:
@@ -183,13 +195,9 @@ def test_more_adapters_than_fit_are_served_from_their_files(
     names = {"one": "a", "two": "b", "three": "c", "four": "b"}
     for name, source in names.items():
         assert load(server, name, bert.adapters[source]).status_code == 200
-    headers = {"cache-control": "no-store"}
     for _ in range(2):
         for name, source in names.items():
-            body = {"model": name, "input": TEXTS}
-            answer = server.http.post("/v1/embeddings", json=body, headers=headers)
-            rows = [each["embedding"] for each in answer.json()["data"]]
-            assert close(np.array(rows), expected[source])
+            assert close(embed(server, model=name, is_cached=False), expected[source])
     lora = server.http.get("/server_info").json()["models"][0]["lora"]
     assert lora["max_loras"] == 2 and lora["device_loads"] > len(names)
     assert lora["on_device"] <= 4 and set(names) < set(lora["adapters"])
@@ -208,19 +216,21 @@ def test_a_killed_engine_comes_back_with_every_adapter_while_clients_see_nothing
     def client(name: str) -> int:
         count = 0
         while not stop.is_set():
-            assert close(embed(server, model=name), wanted[name])
+            assert close(embed(server, model=name, is_cached=False), wanted[name])
             count += 1
         return count
 
     with ThreadPoolExecutor(3) as pool:
         running = [pool.submit(client, name) for name in wanted]
-        killed = server.engines()[0]
-        os.kill(killed, signal.SIGKILL)
-        server.wait_for(lambda: killed not in server.engines() and len(server.engines()) == 2)
-        server.wait_for(lambda: entries(server)["bert"]["engines_ready"] == 2)
-        os.kill(next(pid for pid in server.engines() if pid != killed), signal.SIGKILL)
-        server.wait_for(lambda: entries(server)["bert"]["engines_ready"] == 2 and len(server.engines()) == 2)
-        stop.set()
+        try:
+            before = set(server.engines())
+            os.kill(min(before), signal.SIGKILL)
+            server.wait_for_log(" of bert is ready at ")  # every API process is connected again
+            server.wait_for(
+                lambda: any(has_run_adapters(page) for page in pages(server) if page.pid not in before)
+            )
+        finally:
+            stop.set()
         assert all(each.result(PATIENCE_S) for each in running)
     assert unload(server, "kept").status_code == 200
 
@@ -228,8 +238,6 @@ def test_a_killed_engine_comes_back_with_every_adapter_while_clients_see_nothing
 def test_a_killed_api_process_comes_back_with_every_adapter(
     server: Server, bert: Adapted, expected: dict[str, Vectors]
 ) -> None:
-    from tests.e2e.server import API
-
     assert load(server, "kept", bert.adapters["b"]).status_code == 200
     killed = server.children(API)[0]
     os.kill(killed, signal.SIGKILL)

@@ -11,7 +11,15 @@ import msgspec
 import pytest
 
 from penstock.checkpoint.describe import describe
-from penstock.config import EngineConfig, LoraModule, ModelConfig, ServerConfig
+from penstock.config import (
+    EngineConfig,
+    LoraModule,
+    Machine,
+    ModelConfig,
+    ModelFacts,
+    ServerConfig,
+    resolve,
+)
 from penstock.errors import ConfigError, ModelLoadError
 from penstock.serving.adapters import check_base_names, check_modules
 from penstock.serving.control import (
@@ -28,6 +36,7 @@ from penstock.serving.control import (
     TableApplied,
 )
 from penstock.serving.launch import EngineLaunch
+from penstock.serving.model_settings import model_config
 from penstock.serving.models import ManagedModel
 from penstock.serving.supervisor import Supervisor
 from penstock.wire.status import EngineStatus, StatusWriter
@@ -298,3 +307,28 @@ def test_modules_of_the_command_line_are_checked_before_the_model_is_loaded(fold
         check_base_names([other], models)
     with pytest.raises(ConfigError, match="several models"):
         check_base_names([LoraModule("a", str(folder))], models * 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"enable_lora": False, "lora_modules": (LoraModule("a", "x"),)}, "lora_modules needs enable_lora"),
+        ({"max_loras": 0}, "max_loras is 0; use a number from 1"),
+        ({"max_lora_rank": 100_000}, "max_lora_rank is 100000"),
+        ({"max_cpu_loras": 2}, "max_cpu_loras is 2; use a number from max_loras, which is 8"),
+        ({"tensor_parallel_size": 2}, "not divided over GPUs"),
+        ({"model_impl": "transformers"}, "need a native model"),
+    ],
+)
+def test_settings_of_adapters_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
+    config = EngineConfig(device="cpu", **{"enable_lora": True, **settings})
+    with pytest.raises(ConfigError, match=words):
+        resolve(config, ModelFacts(max_model_len=512, hidden_size=64, num_layers=2), Machine(2, False))
+
+
+def test_names_that_nobody_has_are_not_answered_without_the_adapter_that_they_mean() -> None:
+    settings = {"enable_lora": True, "device": "null"}
+    with pytest.raises(ConfigError, match="--any-model-name contradict each other"):
+        model_config(settings, ServerConfig(any_model_name=True))
+    settled = resolve(EngineConfig(**settings), ModelFacts(max_model_len=8), Machine(2, False))  # type: ignore[arg-type]
+    assert (settled.max_loras, settled.max_cpu_loras, settled.max_lora_rank) == (8, 32, 64)
