@@ -31,3 +31,9 @@ def test_the_example_samples_a_token_for_each_row() -> None:
     sampled = names["sampled"]
     assert sampled.token_ids.shape == (2,) and sampled.token_ids.dtype == torch.int32
     assert sampled.logprobs.values.shape == (1, 3) and sampled.logprob_rows.tolist() == [0]
+
+
+def test_the_example_adds_adapters_to_some_lines() -> None:
+    names: dict[str, Any] = {}
+    exec(blocks("Adapters")[0], names)
+    assert names["y"].shape == (17, 128) and names["y"].isfinite().all()
