@@ -154,8 +154,8 @@ def part_texts(content: Any, index: int) -> list[str]:
             texts.append(text)
         elif isinstance(kind, str) and "video" in kind:
             raise BadValue(
-                f"messages[{index}].content has a part of type {kind!r}; no model here reads videos. Send frames "
-                "of it as images",
+                f"messages[{index}].content has a part of type {kind!r}; no model here reads videos. Send "
+                "frames of it as images",
                 param="messages",
             )
         else:
