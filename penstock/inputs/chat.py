@@ -152,6 +152,12 @@ def part_texts(content: Any, index: int) -> list[str]:
                     f"messages[{index}].content has a part of type {kind!r} without text", param="messages"
                 )
             texts.append(text)
+        elif isinstance(kind, str) and "video" in kind:
+            raise BadValue(
+                f"messages[{index}].content has a part of type {kind!r}; no model here reads videos. Send "
+                "frames of it as images",
+                param="messages",
+            )
         else:
             raise BadValue(
                 f"messages[{index}].content has a part of type {kind!r}; only text parts are supported",

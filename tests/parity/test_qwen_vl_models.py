@@ -12,7 +12,8 @@ import torch
 
 from penstock import Engine
 from penstock.checkpoint.describe import read_spec
-from penstock.errors import ModelLoadError
+from penstock.errors import BadValue, ModelLoadError
+from penstock.inputs.chat import part_texts
 from penstock.types import PoolingParams, Task
 from tests.parity.qwen_vl import (
     CHAT_TEMPLATE,
@@ -213,3 +214,9 @@ def test_an_image_processor_that_does_not_fit_the_tower_is_refused(tmp_path: Pat
     (folder / "preprocessor_config.json").write_text(json.dumps(values | {"merge_size": 4}))
     with pytest.raises(ModelLoadError, match="merge_size"):
         Engine(str(folder), dtype="float32", device="cpu").close()
+
+
+@pytest.mark.parametrize("kind", ["video", "video_url", "input_video"])
+def test_videos_are_refused_in_words(kind: str) -> None:
+    with pytest.raises(BadValue, match="no model here reads videos"):
+        part_texts([{"type": "text", "text": "a"}, {"type": kind, kind: "file.mp4"}], 0)
