@@ -369,7 +369,7 @@ def _bound_expand(
         GAIN=gain,
         KIND=_NO_ACT if act is None else ACTIVATION_CODES[act],
         PRECISION=_precision(dtype),
-        num_warps=4,
+        num_warps=8 if tile == LARGE_TILE else 4,
     )
     return launch, cdiv(outputs, block)
 
