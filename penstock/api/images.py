@@ -33,8 +33,9 @@ def image_source(given: Any, name: str) -> ImageSource:
     if isinstance(given, dict):
         given = given.get("url") or given.get("file_id")
     if not isinstance(given, str) or not given:
+        fault = "a part for an image without one" if given is None else f"an image that is {shown(given)}"
         raise BadValue(
-            f"{name} has an image that is {shown(given)}; use a data URI, base64, the id of an uploaded "
+            f"{name} has {fault}; use a data URI, base64, the id of an uploaded "
             "file, or a URL that the server allows",
             param=name,
         )

@@ -41,6 +41,7 @@ _EXTRAS = {
     "qdrant": "penstock embed --to qdrant:…",
     "pgvector": "penstock embed --to pgvector:…",
     "opensearch": "penstock embed --to opensearch:…",
+    "pdf": "pages of PDF files, as inputs of penstock embed",
     "remote": "inputs and outputs of penstock embed in object stores",
     "bench": "other engines to measure against",
 }

@@ -131,7 +131,7 @@ CHAT_ONLY: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": "hi"}, "messages", "Expected"),
     ({"messages": messages("system")}, "messages", "no system message, please"),
     ({"messages": messages("tool")}, "messages", "failed on these messages"),
-    ({"messages": messages(content=[{"type": "image_url"}])}, "messages", "only text"),
+    ({"messages": messages(content=[{"type": "image_url"}])}, "messages", "image without one"),
     ({"messages": messages(content="water " * 400)}, "prompt", f"at most {LIMIT}"),
     ({"messages": messages(content="hi"), "max_tokens": 250}, "max_tokens", f"at most {LIMIT}"),
     ({"max_completion_tokens": -4}, "max_tokens", "at least 1"),

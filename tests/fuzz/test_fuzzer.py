@@ -96,6 +96,7 @@ def test_every_numeric_field_is_found_wherever_it_is_nested(schema: Schema) -> N
         path for path, _ in found
     }  # which take no number, or bodies of other routes
     orders = {f"/v1/admin/models/{action}" for action in ("load", "unload", "sleep", "wake")}
+    orders |= {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
     assert without <= {"/tokenize", "/v1/tokenize", "/api/show", "/invocations", "/vertex"} | orders
 
 

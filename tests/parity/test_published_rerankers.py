@@ -395,7 +395,7 @@ def test_rerankers_with_code_of_their_own_are_refused(
     [
         ("{{ messages[0].content | upper }} {{ messages[1].content }}", "changes the texts|as they are"),
         ("{{ messages[0].content }}", "as they are, once each"),
-        ("{{ raise_exception('no roles') }}", "fails on a query and a document"),
+        ("{{ raise_exception('no roles') }}", "fails on messages of the roles query, document"),
     ],
 )
 def test_a_chat_template_that_does_not_carry_a_pair_is_refused(
