@@ -5,10 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 
 READY = "READY=1"
 STOPPING = "STOPPING=1"
 ALIVE = "WATCHDOG=1"
+
+_MAX_ALIVE_S = 1.0  # between two signs of life
+_SEND_S = 1.0  # for a message to a manager that has not read the last ones yet
+_last_alive_s = float("-inf")
 
 
 def notify(*states: str) -> None:
@@ -18,8 +23,14 @@ def notify(*states: str) -> None:
 
 
 def notify_alive() -> None:
-    """Tell systemd that this process is not stuck. Does nothing for a unit without `WatchdogSec=`."""
-    if "WATCHDOG_USEC" in os.environ:
+    """Tell systemd that this process is not stuck, as often as it has to know. Does nothing for a unit
+    without `WatchdogSec=`."""
+    global _last_alive_s
+    if not (allowed := os.environ.get("WATCHDOG_USEC", "")).isdigit():
+        return
+    now_s = time.monotonic()
+    if now_s - _last_alive_s >= min(_MAX_ALIVE_S, int(allowed) / 4e6):
+        _last_alive_s = now_s
         notify(ALIVE)
 
 
@@ -30,5 +41,5 @@ def _send(address: str, message: str) -> None:
         contextlib.suppress(OSError),  # a server outlives its service manager
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender,
     ):
-        sender.setblocking(False)
+        sender.settimeout(0 if message == ALIVE else _SEND_S)  # the next sign of life comes soon anyway
         sender.sendto(message.encode(), address)
