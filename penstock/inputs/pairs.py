@@ -19,7 +19,7 @@ from penstock.checkpoint.score import ScoreSpec
 from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import BadValue, NotPossible, shown
 from penstock.inputs.images.pairs import joint_request, joint_rows
-from penstock.inputs.images.rows import has_images, refuse_images
+from penstock.inputs.images.rows import has_images, pairs_have_images, refuse_images
 from penstock.inputs.lists import list_scores, prepare_lists
 from penstock.inputs.long_texts import (
     ExpandedTexts,
@@ -82,13 +82,13 @@ def prepare_pairs(
     `params.task` must be `score`. Pass the output of the request to `finish_pairs`.
     """
     kind = check_pairs(processor, params, options)
-    if processor.spec.images is None and any(has_images(pair) for pair in pairs):
+    if processor.spec.images is None and pairs_have_images(pairs):
         raise refuse_images(processor.spec.name)
     if options.instruction is not None:
         check_expanded(len(options.instruction) * len(pairs), "instruction")
     if kind == "list":
         return prepare_lists(processor, request_id, pairs, params, options)
-    if kind == "cross" and any(has_images(pair) for pair in pairs):
+    if kind == "cross" and pairs_have_images(pairs):
         return _joint_content_request(processor, request_id, pairs, params, options)
     texts = _pair_texts(processor, pairs, options)
     if kind != "cross":  # the model's vectors are compared as they are; no activation applies

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,23 @@ from penstock.errors import BadValue, NotPossible
 from penstock.types import Content, Ints, PreparedImage, Request, RequestImages, cumulative
 
 InputItem = str | Sequence[int] | PreparedImage | Content
+_WITH_IMAGES = (PreparedImage, Content)
 
 
 def has_images(inputs: Any) -> bool:
-    """Whether the inputs of a call contain an image."""
-    if isinstance(inputs, PreparedImage | Content):
-        return True
-    if isinstance(inputs, str) or not isinstance(inputs, list | tuple):
+    """Whether the inputs of a call contain an image. Every call asks, so no loop of Python looks at them."""
+    if type(inputs) is str:
         return False
-    return any(isinstance(item, PreparedImage | Content) for item in inputs)
+    if not isinstance(inputs, list | tuple):
+        return isinstance(inputs, _WITH_IMAGES)
+    if not inputs or type(inputs[0]) is int:  # token ids of one text
+        return False
+    return any(issubclass(kind, _WITH_IMAGES) for kind in set(map(type, inputs)))
+
+
+def pairs_have_images(pairs: Iterable[Iterable[Any]]) -> bool:
+    """Whether a query or a document is or has an image."""
+    return any(issubclass(kind, _WITH_IMAGES) for kind in set(map(type, chain.from_iterable(pairs))))
 
 
 def input_items(inputs: Any) -> list[Any]:
