@@ -6,6 +6,7 @@ rendered once with marks in the places of prompt and text. Free of torch.
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 import msgspec
@@ -13,6 +14,8 @@ import msgspec
 from penstock.checkpoint.files import CheckpointFiles
 from penstock.checkpoint.identity import Identity
 from penstock.errors import ModelLoadError
+
+log = logging.getLogger("penstock.load")
 
 _TURN = "<|im_start|>system\n{prompt}<|im_end|>\n<|im_start|>user\n"
 _ANSWER = "<|im_end|>\n<|im_start|>assistant\n"
@@ -47,6 +50,10 @@ def published_frame(identity: Identity, architecture: str) -> TextFrame:
     named = Identity((*identity.names, architecture.lower()), identity.origin)
     for embedder in _EMBEDDERS:
         if named.is_named(embedder.names, with_origin=True):
+            log.warning(
+                "the prompt around inputs and the pixel limits of this model are not in its files, and "
+                "Penstock's were not checked against its published code; compare with penstock verify"
+            )
             return TextFrame(
                 begin=_TURN.replace("{prompt}", embedder.prompt),
                 prompted=_TURN,
