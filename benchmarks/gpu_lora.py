@@ -1,6 +1,7 @@
 """What LoRA adapters cost on one GPU: tokens per second with 1, 8 and 64 adapters mixed in each batch.
 
-    python benchmarks/gpu_lora.py FOLDER [FOLDER…] [--rank 16] [--targets default|attention|all] [--save]
+    python benchmarks/gpu_lora.py FOLDER [FOLDER…] [--rank 16] [--targets default|attention|all]
+        [--variant fused|separate] [--shapes 64x32 64x256 128x128] [--save]
 
 Folders need only a configuration and a tokenizer; weights and adapters are random. Each shape of step runs in
 alternating rounds: on a model without adapters, on one that takes adapters but is given none, and with
@@ -26,6 +27,7 @@ from safetensors.torch import save_file
 
 from penstock import Engine
 from penstock.engine.loop import EngineCore
+from penstock.layers import adapted_linear
 from penstock.layers.lora import AdapterSites
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
@@ -78,7 +80,9 @@ def tokens_per_s(core: EngineCore, plan: PoolPlan) -> float:
     return STEPS * plan.num_tokens / (time.perf_counter() - began)
 
 
-def measure(folder: str, rank: int, targets: str, lines: list[str]) -> None:
+def measure(
+    folder: str, rank: int, targets: str, shapes: tuple[tuple[int, int], ...], lines: list[str]
+) -> None:
     options = {"device": "cuda", "load_format": "dummy", "enable_generation": False}
     lora = {"enable_lora": True, "max_loras": max(COUNTS), "max_lora_rank": rank}
     with tempfile.TemporaryDirectory() as temporary, Engine(folder, **options) as plain:  # noqa: SIM117
@@ -92,7 +96,7 @@ def measure(folder: str, rank: int, targets: str, lines: list[str]) -> None:
                 write_adapter(place, sites, rank, targets, number)
                 cores[1].load_adapter(first_id + number, str(place), place.name).result(600)
             loaded_s = (time.perf_counter() - began) / max(COUNTS)
-            for rows, length in SHAPES:
+            for rows, length in shapes:
                 cases = [(cores[0], plan_of(rows, length, first_id, 0))]
                 cases += [(cores[1], plan_of(rows, length, first_id, count)) for count in (0, *COUNTS)]
                 for core, plan in cases:  # compile, copy the adapters, capture
@@ -116,14 +120,18 @@ def main() -> None:
     parser.add_argument("folders", nargs="+")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--targets", choices=("default", "attention", "all"), default="default")
+    parser.add_argument("--variant", choices=("fused", "separate"), default="fused")
+    parser.add_argument("--shapes", nargs="+", default=[f"{rows}x{length}" for rows, length in SHAPES])
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
+    adapted_linear.FUSES_PRODUCTS = options.variant == "fused"
+    shapes = tuple((int(rows), int(length)) for rows, length in (each.split("x") for each in options.shapes))
     lines = [
         "| model | step | no adapters, thousand tokens/s | none in the batch | 1 adapter | 8 | 64 |",
         "|---|---|---|---|---|---|---|",
     ]
     for folder in options.folders:
-        measure(folder, options.rank, options.targets, lines)
+        measure(folder, options.rank, options.targets, shapes, lines)
     print("\n".join(lines))
     if options.save:
         name = torch.cuda.get_device_name()

@@ -5,13 +5,16 @@ an ASGI application whose engine answers at once. CPU time, medians over many re
 
 The last part runs a real server on the null device and measures the CPU time of its processes.
 
-python benchmarks/request_path.py [--save FILE.json] [--against FILE.json]
+python benchmarks/request_path.py [--only TITLE] [--save FILE.json] [--against FILE.json]
+
+For figures of another checkout, start this script there with PYTHONPATH set to it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import statistics
@@ -26,6 +29,7 @@ os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", tempfile.mkdtemp(prefix="penst
 import numpy as np
 
 from penstock.api.app import build_app
+from penstock.api.process import http_config
 from penstock.api.state import ServedModel, ServerState
 from penstock.checkpoint.describe import describe
 from penstock.config import EngineConfig, ServerConfig
@@ -105,6 +109,14 @@ def engine_stages(count: int, turns: int) -> dict[str, float]:
         header, bulk = pack_requests(requests_of(count, rng, turn))
         timed("whole turn", lambda f=[header, bytes(bulk)]: whole(f))
     return {name: statistics.median(each) / count * 1e6 for name, each in spent.items()}
+
+
+def engine_parts(turns: int) -> Figures:
+    out: Figures = {}
+    for size in SIZES:
+        for name, value in engine_stages(size, turns).items():
+            out.setdefault(name, {})[str(size)] = value
+    return out
 
 
 class NullClient:
@@ -209,6 +221,116 @@ def api_stages(rounds: int) -> Figures:
     return out
 
 
+class NullTransport:
+    """The socket of a connection in this process: takes an answer and tells when it is complete."""
+
+    def __init__(self) -> None:
+        self.complete: asyncio.Future[None] | None = None
+        self._received = b""
+
+    def get_extra_info(self, name: str) -> Any:
+        return {"peername": ("127.0.0.1", 40000 + id(self) % 10000), "sockname": ("127.0.0.1", 1)}.get(name)
+
+    def write(self, data: bytes) -> None:
+        self._received += data
+        head, found, body = self._received.partition(b"\r\n\r\n")
+        length = head.partition(b"content-length: ")[2].partition(b"\r\n")[0]
+        if found and length and len(body) >= int(length):
+            if not head.startswith(b"HTTP/1.1 200 "):
+                raise SystemExit(head.decode())
+            self._received = b""
+            if self.complete is not None:
+                self.complete.set_result(None)
+
+    def is_closing(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+async def http_load(make: Callable[[], Any], requests: list[bytes], concurrent: int) -> float:
+    """CPU microseconds of a request, from its bytes to those of the answer."""
+    waiting, loop = iter(requests), asyncio.get_running_loop()
+
+    async def client() -> None:
+        connection, transport = make(), NullTransport()
+        connection.connection_made(transport)
+        for request in waiting:
+            transport.complete = loop.create_future()
+            connection.data_received(request)
+            await transport.complete
+        connection.connection_lost(None)
+
+    began = time.process_time()
+    await asyncio.gather(*(client() for _ in range(concurrent)))
+    return (time.process_time() - began) / len(requests) * 1e6
+
+
+def http_maker(client: NullClient) -> Callable[[], Any]:
+    """Makes connections of a process that serves the default model."""
+    from uvicorn.server import ServerState as UvicornState
+
+    spec = describe(EngineConfig(device="null"))
+    model = ServedModel(TextModel(spec), client, created_s=0)  # type: ignore[arg-type]
+    config = http_config(ServerState(ServerConfig(), {spec.name: model}))
+    config.load()
+    state = UvicornState()
+    return lambda: config.http_protocol_class(config=config, server_state=state, app_state={})  # type: ignore[call-arg]
+
+
+def natural_requests(count: int) -> dict[str, list[bytes]]:
+    """Requests of one input, as clients send them: natural texts of 110 tokens, and token ids."""
+    from texts import mixed_texts
+
+    rng = np.random.default_rng(0)
+    texts = [{"input": text, "truncate_prompt_tokens": -1} for text in mixed_texts(count)]
+    ids = [rng.integers(1000, 20000, TOKENS).tolist() for _ in range(count)]
+    kinds: dict[str, list[dict[str, Any]]] = {
+        "natural text, float": texts,
+        "natural text, base64": [{**each, "encoding_format": "base64"} for each in texts],
+        "token ids, base64": [{"input": each, "encoding_format": "base64"} for each in ids],
+    }
+    return {
+        name: [http_request(json.dumps(body).encode()) for body in bodies] for name, bodies in kinds.items()
+    }
+
+
+def http_request(body: bytes) -> bytes:
+    lines = (
+        "POST /v1/embeddings HTTP/1.1",
+        "Host: 127.0.0.1:8000",
+        "User-Agent: bench",
+        "Accept: */*",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    )
+    return "\r\n".join((*lines, "", "")).encode() + body
+
+
+def http_stages(rounds: int) -> Figures:
+    """CPU time of an API process for a request of one input, with its HTTP parser but without a socket."""
+    import uvloop
+
+    out: Figures = {}
+    for name, requests in natural_requests(1280).items():
+        for concurrent in (1, 64):
+
+            async def measure(requests: list[bytes] = requests, concurrent: int = concurrent) -> float:
+                make = http_maker(NullClient(64, WIDTH))
+                await http_load(make, requests, concurrent)
+                gc.collect()
+                gc.freeze()  # as an API process does before it serves
+                spent = [await http_load(make, requests, concurrent) for _ in range(rounds)]
+                return statistics.median(spent)
+
+            out.setdefault(name, {})[str(concurrent)] = uvloop.run(measure())
+    return out
+
+
 def client_stages(turns: int) -> Figures:
     """The API's side of the wire: packs requests and unpacks results."""
     rng = np.random.default_rng(0)
@@ -282,23 +404,30 @@ def big_answer(rounds: int) -> Figures:
 
 
 def served(count: int) -> Figures:
-    """A real server on the null device: CPU time of its processes per request, sockets included."""
+    """A real server on the null device: CPU time of its processes per request, sockets included. Texts of 28
+    words, and natural ones of 110 tokens."""
     from http_load import run_load, start
+    from texts import mixed_texts
 
     rng = np.random.default_rng(0)
     words = ["water", "stone", "gate", "mill", "turbine", "river", "lake", "field", "wheel", "north"]
-    texts = [" ".join(rng.choice(words, 28)) for _ in range(count)]
+    kinds = {
+        "": [" ".join(rng.choice(words, 28)) for _ in range(count)],
+        ", natural texts": mixed_texts(count),
+    }
     out: Figures = {}
     with start(["--device", "null", "--api-server-count", "1"]) as server:
-        run_load(server.port, texts[:500], 64)
-        for clients in (1, 64, 256):
-            before = cpu_of_children(server.pid)
-            seconds = run_load(server.port, texts, clients)
-            after = cpu_of_children(server.pid)
-            for name in ("engine", "api"):
-                row = out.setdefault(f"{name} process", {})
-                row[str(clients)] = (after[name] - before[name]) / count * 1e6
-            out.setdefault("from end to end, client too", {})[str(clients)] = seconds / count * 1e6
+        for kind, texts in kinds.items():
+            run_load(server.port, texts, 64)
+            for clients in (1, 64, 256):
+                before = cpu_of_children(server.pid)
+                seconds = run_load(server.port, texts, clients)
+                after = cpu_of_children(server.pid)
+                for name in ("engine", "api"):
+                    row = out.setdefault(f"{name} process{kind}", {})
+                    row[str(clients)] = (after[name] - before[name]) / count * 1e6
+                row = out.setdefault(f"from end to end, client too{kind}", {})
+                row[str(clients)] = seconds / count * 1e6
     return out
 
 
@@ -342,18 +471,19 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=3000, help="of the load on a real server")
     parser.add_argument("--save", type=Path, help="where the figures go, as JSON")
     parser.add_argument("--against", type=Path, help="earlier figures, shown beside these")
+    parser.add_argument("--only", default="", help="measure the parts whose title contains this")
     options = parser.parse_args()
-    engine: Figures = {}
-    for size in SIZES:
-        for name, value in engine_stages(size, options.turns).items():
-            engine.setdefault(name, {})[str(size)] = value
-    figures = {
-        "Engine process, µs a request, by requests in a turn": engine,
-        "Wire in the API process, µs a request, by requests in a message": client_stages(options.turns),
-        "API process, CPU µs a request, by concurrent requests": api_stages(options.rounds),
-        "A large answer": big_answer(options.rounds),
-        "A server on the null device, µs a request, by clients": served(options.requests),
+    parts: dict[str, Callable[[], Figures]] = {
+        "Engine process, µs a request, by requests in a turn": lambda: engine_parts(options.turns),
+        "Wire in the API process, µs a request, by requests in a message": lambda: client_stages(
+            options.turns
+        ),
+        "API process, CPU µs a request, by concurrent requests": lambda: api_stages(options.rounds),
+        "API process with HTTP, CPU µs a request, by connections": lambda: http_stages(options.rounds),
+        "A large answer": lambda: big_answer(options.rounds),
+        "A server on the null device, µs a request, by clients": lambda: served(options.requests),
     }
+    figures = {title: measure() for title, measure in parts.items() if options.only in title}
     before = json.loads(options.against.read_text()) if options.against else {}
     for title, part in figures.items():
         print("\n".join(table(title, part, before.get(title, {}))))

@@ -12,9 +12,11 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from penstock.errors import ConfigError
+from penstock.speculative_config import SpeculativeConfig, read_speculative_config
 
 MAX_TENSOR_PARALLEL_SIZE = 64  # ranks of one engine, all on one machine
 DTYPES = ("float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are the same
 T = TypeVar("T")
 
 
@@ -58,6 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     model: str | None = None  # folder, hub id, or None for the embedded default
     revision: str | None = None
+    base_model: str | None = None  # of a repository that holds an adapter alone; None: as it names it
     download_dir: str | None = None  # of hub models; None: the standard cache
     served_model_name: str | tuple[str, ...] | None = None  # the first is the model's, the others are aliases
     device: str = "auto"  # auto | cpu | cuda | cuda:N | null
@@ -82,15 +85,21 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     score_template: str | None = None  # with {query} and {document}, or the name of a known one
     enable_chunked_prefill: bool | None = None  # None: if a row may exceed a step and the model allows it
     long_prefill_token_threshold: int = 0  # maximum tokens of one row in a step; 0: no limit
+    max_num_partial_prefills: int = 0  # prompts of which a step runs only a part; 0: no limit
+    target_itl_ms: float = 0.0  # time between two tokens that prompts of others may cause; 0: any
     enable_prefix_caching: bool | None = None  # None: if rows are expected to share prefixes
     enable_generation: bool | None = None  # None: if the checkpoint is meant to generate
+    speculative_config: dict[str, Any] = msgspec.field(default_factory=dict)  # empty: one token a step
     kv_cache_gb: float | None = (
         None  # KV cache; None: 1 on a CPU, and on CUDA 8, or most of the free memory if the model generates
     )
+    kv_cache_dtype: str = "auto"  # auto: that of the model; fp8: 8 bits, with a scale for each token and head
     share_identical: bool = True  # identical rows in flight, and repeated queries, are computed once
     document_cache_gb: float = 0.0  # cached vectors of documents that may be scored again
     step_output_mb: float = 16.0  # maximum token vectors that one step returns; 0: no limit
     enforce_eager: bool = False
+    graph_capture_seconds: float = 2.0  # for CUDA graphs of likely steps, before the engine is ready
+    graph_history: bool = True  # the shapes of steps are kept for the next start
     enable_lora: bool = False  # requests may choose LoRA adapters, which are loaded at any time
     lora_modules: tuple[LoraModule, ...] = ()  # adapters that are loaded with the model
     max_loras: int = 8  # adapters in one step
@@ -253,14 +262,20 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     chunked: bool = False
     chunk_tokens: int = 0  # maximum tokens of one row in a step of chunked prefill
     prefix_caching: bool = False
+    max_partial_prefills: int = 0  # prompts of which a step runs only a part; 0: no limit
+    target_itl_s: float = 0.0  # time between two tokens that prompts of others may cause; 0: any
     generates: bool = False
     generate_prefixes: bool = False  # sequences that generate share cached prefixes
+    speculation: SpeculativeConfig | None = None  # None: a sequence runs one token a step
     kv_cache_bytes: int = 0  # 0: a share of the free memory of the device
+    kv_cache_is_fp8: bool = False
     kv_share: float = 0.8  # of the memory that the weights leave free; the rest is for activations
     share_identical: bool = True
     document_cache_bytes: int = 0
     step_output_bytes: int = 0  # 0: no limit
     graphs: bool = False  # small steps are replayed as CUDA graphs
+    graph_capture_seconds: float = 2.0  # before the engine is ready
+    graph_history: bool = True
     max_loras: int = 0  # adapters in one step; 0: requests have none
     max_lora_rank: int = 0
     max_cpu_loras: int = 0  # adapters in host memory
@@ -325,6 +340,7 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
     max_num_batched_tokens = _given(config.max_num_batched_tokens, best)
     _positive("max_num_batched_tokens", max_num_batched_tokens)
     size = _tensor_parallel_size(config.tensor_parallel_size, device, machine)
+    chunked = _chunked(config, max_model_len, max_num_batched_tokens, model.why_not_chunked)
     resolved = Resolved(
         device=device,
         tensor_parallel_size=size,
@@ -342,17 +358,23 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
         seed=config.seed,
         unquantized_layers=config.unquantized_layers,
         model_impl="penstock" if config.model_impl == "auto" else config.model_impl,
-        chunked=_chunked(config, max_model_len, max_num_batched_tokens, model.why_not_chunked),
+        chunked=chunked,
         chunk_tokens=config.long_prefill_token_threshold or max_num_batched_tokens,
         prefix_caching=bool(config.enable_prefix_caching),
+        max_partial_prefills=_partial_prefills(config.max_num_partial_prefills),
+        target_itl_s=_target_itl(config.target_itl_ms) / 1000,
         generates=model.generates,
         generate_prefixes=generate_prefixes,
+        speculation=_speculation(config, model),
         kv_cache_bytes=_kv_cache(config.kv_cache_gb, on_cpu, model.generates),
+        kv_cache_is_fp8=_is_fp8_cache(config.kv_cache_dtype, has_cache=model.generates or chunked),
         # Comparing rows of a static model costs more than running them.
         share_identical=config.share_identical and not model.is_static,
         document_cache_bytes=_document_cache(config.document_cache_gb),
         step_output_bytes=_step_output(config.step_output_mb),
         graphs=_graphs(config, on_cpu, dtype) and not model.is_static and size == 1,
+        graph_capture_seconds=_graph_capture(config.graph_capture_seconds),
+        graph_history=config.graph_history,
         max_loras=config.max_loras if config.enable_lora else 0,
         max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
         max_cpu_loras=_given(config.max_cpu_loras, 4 * config.max_loras) if config.enable_lora else 0,
@@ -513,6 +535,16 @@ def _check_lora(config: EngineConfig, model: ModelFacts) -> None:
         raise ConfigError(f"enable_lora cannot be used: {why_not}", param="enable_lora")
 
 
+def _speculation(config: EngineConfig, model: ModelFacts) -> SpeculativeConfig | None:
+    settings = read_speculative_config(config.speculative_config)
+    if settings is not None and not model.generates:
+        raise ConfigError(
+            "speculative_config needs a model that generates text; this one does not. Leave it out",
+            param="speculative_config",
+        )
+    return settings
+
+
 def _chunked(config: EngineConfig, limit: int, budget: int, why_not: str | None) -> bool:
     """Whether a row may be spread over steps. Enabling it for a model that cannot is an error."""
     if config.long_prefill_token_threshold < 0:
@@ -538,6 +570,29 @@ def _graphs(config: EngineConfig, on_cpu: bool, dtype: str) -> bool:
     return not (on_cpu or config.enforce_eager or dtype == "float32" or config.model_impl == "transformers")
 
 
+def _is_fp8_cache(dtype: str, *, has_cache: bool) -> bool:
+    if dtype not in KV_CACHE_DTYPES:
+        known = ", ".join(KV_CACHE_DTYPES)
+        raise ConfigError(f"kv_cache_dtype is {dtype!r}, but must be one of {known}", param="kv_cache_dtype")
+    is_fp8 = dtype != "auto"
+    if is_fp8 and not has_cache:
+        raise ConfigError(
+            f"kv_cache_dtype is {dtype!r}, but the model keeps no KV cache: it neither generates nor chunks "
+            "long inputs",
+            param="kv_cache_dtype",
+        )
+    return is_fp8
+
+
+def _graph_capture(seconds: float) -> float:
+    if not 0 <= seconds <= 600:
+        raise ConfigError(
+            f"graph_capture_seconds is {seconds}; use seconds up to 600, or 0 to capture while serving only",
+            param="graph_capture_seconds",
+        )
+    return seconds
+
+
 def _kv_cache(size_gb: float | None, on_cpu: bool, generates: bool) -> int:
     if size_gb is None and generates and not on_cpu:
         return 0
@@ -558,6 +613,23 @@ def _background_step(milliseconds: float) -> float:
         raise ConfigError(
             f"background_step_ms is {milliseconds}; use milliseconds above 0, up to 10000",
             param="background_step_ms",
+        )
+    return milliseconds
+
+
+def _partial_prefills(count: int) -> int:
+    if count < 0:
+        raise ConfigError(
+            f"max_num_partial_prefills is {count}; use 0 for no limit", param="max_num_partial_prefills"
+        )
+    return count
+
+
+def _target_itl(milliseconds: float) -> float:
+    if not 0 <= milliseconds <= 60_000:
+        raise ConfigError(
+            f"target_itl_ms is {milliseconds}; use milliseconds up to 60000, or 0 for no target",
+            param="target_itl_ms",
         )
     return milliseconds
 

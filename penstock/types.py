@@ -623,6 +623,7 @@ class PagedPlan:
     max_blocks: int  # of the longest row, which is the width of `block_tables`
     block_tables: Ints  # [rows · max_blocks]
     num_keys: Ints  # [rows], keys that each row reads, its own included
+    offsets: Ints | None = None  # [rows], rows of the same sequence before each; None: all 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -648,6 +649,30 @@ class PromptPlan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class VerifyPlan:
+    """The sampled rows of a step some of whose sequences have several: the rows that run proposed tokens.
+
+    The rows of a sequence follow one another. A row's proposal is the token that the next row runs: it is
+    accepted if the row samples it and all proposals before it were accepted.
+    """
+
+    proposed: Ints  # [sampled], the token that each row should sample; -1: the last row of its sequence
+    offsets: Ints  # [sampled], rows of the same sequence before it
+    firsts: Ints  # [sequences], the first row of each
+
+    @property
+    def counts(self) -> Ints:
+        """[sequences], rows of each."""
+        return np.diff(self.firsts, append=np.int32(len(self.proposed)))
+
+    def num_accepted(self, token_ids: Ints) -> Ints:
+        """[sequences], the proposals of each that equal the sampled tokens [sampled] up to the first that
+        does not."""
+        equal = (token_ids == self.proposed) & (self.proposed >= 0)
+        return np.minimum.reduceat(np.where(equal, np.int32(len(token_ids)), self.offsets), self.firsts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SamplePlan:
     """Which rows of a step sample a token, and the sampler slots that they use.
 
@@ -668,6 +693,7 @@ class SamplePlan:
     joins: tuple[Join, ...] = ()  # slots that are taken, after the former are freed
     masks: tuple[tuple[int, Ints], ...] = ()  # slot → the tokens that it may sample next, 32 to a word
     prompts: PromptPlan | None = None  # None: nobody asked for prompt log probabilities
+    verify: VerifyPlan | None = None  # None: no row runs a proposed token
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,6 +26,8 @@ METRIC_MODULES = (
     "penstock.serving.process_metrics",
 )
 
+GPU_RATE_MODELS = ("bge-base", "xlmr-large", "qwen3-embed-0.6b", "qwen3-4b", "qwen3-8b")
+
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     lines = [list(head)]
@@ -445,6 +447,29 @@ def metric_aliases(server: str) -> str:
     return f"{shown}\n\nNot shown: {', '.join(map(_code, MISSING[server]))}."
 
 
+def gpu_rates() -> str:
+    """Tokens per second on each GPU that the planner knows: measured on one, estimates elsewhere."""
+    from penstock.planning.predict import predicted_rate
+    from penstock.planning.quantities import shown_number
+    from penstock.planning.rates import recorded_rates
+
+    rates, length = recorded_rates(), 128
+    models = [each for each in rates.measured[0].model if each.name in GPU_RATE_MODELS]
+    rows = []
+    for name, gpu in sorted(rates.gpu.items()):
+        cells = []
+        for model in models:
+            rate = predicted_rate(name, model.shape, [length], texts=False)
+            seconds = rate.seconds_per_token(length)
+            few, many = (shown_number(1 / (seconds * share)) for share in (rate.high, rate.low))
+            cells.append(f"{shown_number(1 / seconds)} ({few} to {many})")
+        is_measured = any(each.gpu == name for each in rates.measured)
+        known = "measured" if is_measured else "estimate, not measured"
+        rows.append((name, f"{gpu.tflops:g}", f"{gpu.bandwidth:g}", f"{gpu.memory:g}", known, *cells))
+    names = [model.name for model in models]
+    return table(("GPU", "bf16 TFLOP/s", "GB/s", "GB", "basis", *names), rows)
+
+
 RENDERERS: dict[str, Callable[[], str]] = {
     "http": http,
     "dialects": dialects,
@@ -457,6 +482,7 @@ RENDERERS: dict[str, Callable[[], str]] = {
     "pooler-config": pooler_config,
     "foreign-flags": foreign_flags,
     "metrics": metrics,
+    "gpu-rates": gpu_rates,
     "tei-metrics": partial(metric_aliases, "tei"),
     "vllm-metrics": partial(metric_aliases, "vllm"),
 }

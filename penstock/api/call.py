@@ -106,12 +106,16 @@ class Call:
         """The model that a body names. A prompt in the name, and the server's default for long texts, are
         set in the body where it does not say otherwise."""
         state = self.state
-        model = state.models.get(body.model)  # nearly always its own name
+        name: str | None = body.model
+        if name or self.key is not None or len(state.models) != 1:
+            model = state.models.get(name or "")  # nearly always its own name
+        else:
+            model = next(iter(state.models.values()))
         asked = getattr(body, "adapter", None)
         if model is None or asked is not None:
             model = self._chosen(body, asked)
         elif self.key is not None and not self.may_use(model):
-            raise self._not_allowed(body.model)
+            raise self._not_allowed(name)
         if model.auto_truncate and may_truncate and _leaves_open(body):
             body.truncate_prompt_tokens = -1
         self.model_name = model.spec.name

@@ -11,25 +11,32 @@ from __future__ import annotations
 import asyncio
 import urllib.parse
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, cast
 
 import httptools
 import msgspec
 from uvicorn._types import ASGI3Application, ASGIReceiveEvent, ASGISendEvent
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    HEADER_VALUE_RE,
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState as UvicornState
 
 from penstock.api.access_log import SCOPE_KEY, Claim, log_unrouted
 from penstock.api.call import JSON
 from penstock.api.connection_table import ConnectionTable
+from penstock.api.direct import Header, OnEnd, offer
 from penstock.api.error_styles import OPENAI_ERRORS
 from penstock.api.metrics import REQUESTS
 from penstock.api.uploads import STREAM_BODY
 from penstock.errors import (
     BadValue,
     BodyTooLarge,
+    Cancelled,
     HeadersTooLarge,
     PenstockError,
     ReadTimeout,
@@ -54,27 +61,35 @@ class _LimitMet(Exception):
 class Exchange(RequestResponseCycle):
     """A request and its answer."""
 
+    # Defaults of the class: one exchange is made for every request, and few of these are ever set.
+    access_log = False  # see `send`
+    disconnected = False
+    more_body = True
+    response_started = False
+    response_complete = False
+    chunked_encoding: bool | None = None
+    expected_content_length = 0
+    failure: PenstockError | None = None  # raised to the application where it waits
+    num_body_bytes = 0
+    body: bytes | bytearray = b""  # type: ignore[assignment]
+    _num_held = 0  # of the bytes that the process may hold
+    _is_delivered = False
+    _is_streamed = False
+    _on_end: OnEnd | None = None  # called if the request ends without an answer
+
     def __init__(self, connection: Connection, *, expect_100_continue: bool, keep_alive: bool) -> None:
-        super().__init__(
-            scope=connection.scope,
-            transport=connection.transport,
-            flow=connection.flow,
-            logger=connection.logger,
-            access_logger=connection.access_logger,
-            access_log=False,  # see `send`
-            default_headers=connection.server_state.default_headers,
-            message_event=asyncio.Event(),
-            expect_100_continue=expect_100_continue,
-            keep_alive=keep_alive,
-            on_response=connection.on_response_complete,
-        )
+        """Everything that uvicorn's own class sets."""
         self.connection = connection
-        self.failure: PenstockError | None = None  # raised to the application where it waits
-        self.num_body_bytes = 0
-        self.body: bytes | bytearray = b""  # type: ignore[assignment]
-        self._num_held = 0  # of the bytes that the process may hold
-        self._is_delivered = False
-        self._is_streamed = False
+        self.scope = connection.scope
+        self.transport = connection.transport
+        self.flow = connection.flow
+        self.logger = connection.logger
+        self.access_logger = connection.access_logger
+        self.default_headers = connection.server_state.default_headers
+        self.message_event = asyncio.Event()
+        self.waiting_for_100_continue = expect_100_continue
+        self.keep_alive = keep_alive
+        self.on_response = connection.on_response_complete
 
     def stream_body(self) -> None:
         """Deliver the body in pieces as it arrives. Few of its bytes wait here; the reader has a limit."""
@@ -123,6 +138,7 @@ class Exchange(RequestResponseCycle):
             if self.more_body and not isinstance(self.transport, _Detour):
                 self.transport = cast(asyncio.Transport, _Detour(self.connection))
         self.message_event.set()
+        self._end()
 
     def release(self) -> None:
         """Let go of the body."""
@@ -135,6 +151,18 @@ class Exchange(RequestResponseCycle):
             self.disconnected = True
         self.release()
         self.message_event.set()
+        self._end()
+
+    def on_end(self, callback: OnEnd | None) -> None:
+        self._on_end = callback
+        if callback is not None and (self.failure is not None or self.disconnected):
+            self.connection.loop.call_soon(self._end)
+
+    def _end(self) -> None:
+        """Tell who waits for it that the request has ended."""
+        callback, self._on_end = self._on_end, None
+        if callback is not None:
+            callback(self.failure or Cancelled("the client disconnected"))
 
     def probe(self) -> None:
         """Send bytes that the answer has in any case. The machine of a client that is gone refuses them.
@@ -166,6 +194,31 @@ class Exchange(RequestResponseCycle):
             await self.message_event.wait()
             self.message_event.clear()
         return {"type": "http.disconnect"}
+
+    def respond(self, status: int, headers: Sequence[Header], body: bytes, *, head_only: bool) -> bool:
+        """Send a whole answer in one write. The endpoint has logged the request."""
+        if self.disconnected:
+            return True
+        if self.flow.write_paused or self.response_started:
+            return False
+        if HEADER_VALUE_RE.search(b"".join([value for _, value in headers])) is not None:
+            return False  # `send` reports what is wrong
+        lines = [STATUS_LINE[status]]
+        for name, value in headers:
+            lines += (name, b": ", value, b"\r\n")
+        if self.waiting_for_100_continue and self.more_body:
+            self.keep_alive = False  # nobody can tell whether the client will still send its body
+        self.response_started = self.response_complete = True
+        self.waiting_for_100_continue = False
+        if not self.keep_alive:
+            lines.append(b"connection: close\r\n")
+        lines += (b"\r\n", b"" if head_only else body)
+        self.transport.write(b"".join(lines))
+        self.message_event.set()
+        if not self.keep_alive:
+            self.transport.close()
+        self.on_response()
+        return True
 
     def send(self, message: ASGISendEvent) -> Coroutine[Any, Any, None]:
         if not self.response_started:
@@ -379,6 +432,7 @@ class Connection(HttpToolsProtocol):
             expect_100_continue=self.expect_100_continue and version != "1.0",
             keep_alive=version != "1.0" and not is_last and self.parser.should_keep_alive(),
         )
+        offer(self.scope, exchange)
         if self.scope["path"].endswith(UPLOAD_PATH):
             cast(dict[str, Any], self.scope)[STREAM_BODY] = exchange.stream_body
         if previous is None or previous.response_complete:

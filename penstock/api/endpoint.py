@@ -13,13 +13,14 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from penstock.api.access_log import shown_body
 from penstock.api.body import PIECE_BYTES, sized
 from penstock.api.call import JSON, Call, Reply, Streamed
 from penstock.api.decoding import RouteDecoder
 from penstock.api.default_model import use_of
+from penstock.api.direct import DirectExchange, offered
 from penstock.api.metrics import CONNECTION_LIMITS, ApiMetrics
 from penstock.api.result_cache import cache_control_of
 from penstock.api.routes import RouteSpec, Variant
@@ -61,6 +62,7 @@ class Endpoint:
         self.counts_as_request = route.counts_as_request
         self.methods = self.allowed = route.all_methods
         self.prefix, self.suffix = route.prefix, route.suffix
+        self.responds_directly = not state.config.allowed_origins  # or middleware adds to the answer
 
     @cached_property
     def decoder(self) -> RouteDecoder | None:
@@ -98,7 +100,8 @@ class Endpoint:
             log.exception("%s failed", self.path, extra={"fields": call.log_fields()})
             reply = self._error(PenstockError("internal error; the server's log has the details"), call)
         if isinstance(reply, Reply):
-            await self._send(call, reply, send, head_only=scope["method"] == "HEAD")
+            direct = offered(scope) if self.responds_directly else None
+            await self._send(call, reply, send, direct, head_only=scope["method"] == "HEAD")
         else:
             self._count(call, reply.status)
         if self.observer is not None:
@@ -110,14 +113,19 @@ class Endpoint:
         if call.key is not None:
             self.metrics.key_request(call.key.name)
 
-    async def _send(self, call: Call, reply: Reply, send: Send, head_only: bool) -> None:
+    async def _send(
+        self, call: Call, reply: Reply, send: Send, direct: DirectExchange | None = None, *, head_only: bool
+    ) -> None:
         body = reply.body
         if not isinstance(body, bytes) or len(body) > PIECE_BYTES:
             await self._send_large(call, reply, send, head_only)
             return
         self._count(call, reply.status)
-        if reply.status != Cancelled.status:
-            await send(_start(reply, len(body)))
+        if reply.status == Cancelled.status:
+            return
+        headers = _headers(reply, len(body))
+        if direct is None or not direct.respond(reply.status, headers, body, head_only=head_only):
+            await send({"type": "http.response.start", "status": reply.status, "headers": headers})
             await send({"type": "http.response.body", "body": b"" if head_only else body})
 
     async def _send_large(self, call: Call, reply: Reply, send: Send, head_only: bool) -> None:
@@ -126,12 +134,13 @@ class Endpoint:
         buffered = self.state.buffered
         if buffered.held + size > buffered.limit:
             CONNECTION_LIMITS.labels("buffered_bytes").inc()
-            await self._send(call, self._error(buffered.full(), call), send, head_only)
+            await self._send(call, self._error(buffered.full(), call), send, head_only=head_only)
             return
         self._count(call, reply.status)
         buffered.held += size
         try:
-            await send(_start(reply, size))
+            headers = _headers(reply, size)
+            await send({"type": "http.response.start", "status": reply.status, "headers": headers})
             for piece in () if head_only else pieces:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
                 await asyncio.sleep(
@@ -171,9 +180,9 @@ class Endpoint:
                 raise
         try:
             if self.decoder is None:
-                return await unless_gone(self.handler(call), receive)
+                return await unless_gone(self.handler(call), receive, offered(scope))
             work = self._work(call, self.decoder, raw)
-            reply: Reply | Streamed = await unless_gone(work, receive)
+            reply: Reply | Streamed = await unless_gone(work, receive, offered(scope))
             if isinstance(reply, Streamed):
                 call.is_streamed = True
                 reply.headers += call.headers()
@@ -398,10 +407,36 @@ async def _disconnected(receive: Receive) -> PenstockError:
     return Cancelled("the client disconnected")
 
 
-async def unless_gone(work: Awaitable[Answered], receive: Receive) -> Answered:
-    """The handler's reply. If the client disconnects or the server stops first, the handler is cancelled."""
-    loop, handling = asyncio.get_running_loop(), asyncio.current_task()
+async def unless_gone(
+    work: Awaitable[Answered], receive: Receive, direct: DirectExchange | None = None
+) -> Answered:
+    """The handler's reply. If the client disconnects or the server stops first, the handler is cancelled.
+    A connection tells so by itself; otherwise a task waits for the message."""
+    handling = asyncio.current_task()
     assert handling is not None
+    if direct is None:
+        return await _unless_told(work, receive, handling)
+    end: PenstockError | None = None
+
+    def cancel(error: PenstockError) -> None:
+        nonlocal end
+        end = error
+        handling.cancel()
+
+    direct.on_end(cancel)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if end is None:
+            raise
+        handling.uncancel()
+        raise end from None
+    finally:
+        direct.on_end(None)
+
+
+async def _unless_told(work: Awaitable[Answered], receive: Receive, handling: asyncio.Task[Any]) -> Answered:
+    loop = asyncio.get_running_loop()
     watcher: asyncio.Task[None] | None = None
     end: PenstockError | None = None
 
@@ -428,10 +463,5 @@ async def unless_gone(work: Awaitable[Answered], receive: Receive) -> Answered:
             watcher.cancel()
 
 
-def _start(reply: Reply, size: int) -> Message:
-    headers = [
-        (b"content-type", reply.content_type),
-        (b"content-length", b"%d" % size),
-        *reply.headers,
-    ]
-    return {"type": "http.response.start", "status": reply.status, "headers": headers}
+def _headers(reply: Reply, size: int) -> list[tuple[bytes, bytes]]:
+    return [(b"content-type", reply.content_type), (b"content-length", b"%d" % size), *reply.headers]

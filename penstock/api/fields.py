@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -70,16 +71,23 @@ class InputFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def options(self) -> InputOptions:
         given = _option_values(self)
-        return (
-            DEFAULT_OPTIONS
-            if given == _DEFAULT_VALUES
-            else InputOptions(**dict(zip(_OPTIONS, given, strict=True)))
-        )
+        if given == _DEFAULT_VALUES:
+            return DEFAULT_OPTIONS
+        if given[_NUM_CUTS:] == _DEFAULT_VALUES[_NUM_CUTS:]:
+            return _cut_options(given[:_NUM_CUTS])
+        return InputOptions(**dict(zip(_OPTIONS, given, strict=True)))
 
 
 _OPTIONS = tuple(InputOptions.__dataclass_fields__)  # each is a field of the body under the same name
 _option_values = attrgetter(*_OPTIONS)
 _DEFAULT_VALUES = _option_values(DEFAULT_OPTIONS)  # what most requests have
+_NUM_CUTS = 1 + _OPTIONS.index("truncation_side")  # the first options, which differ if any does
+
+
+@lru_cache(maxsize=256)
+def _cut_options(given: tuple[Any, ...]) -> InputOptions:
+    """The options of a request that has only these first ones."""
+    return InputOptions(**dict(zip(_OPTIONS, given, strict=False)))
 
 
 class VectorFields(InputFields, kw_only=True):

@@ -86,6 +86,11 @@ def _vllm(**wanted: str) -> Relabel:
     return labels
 
 
+def _with_position(old: Mapping[str, str]) -> Mapping[str, str] | None:
+    new = _vllm()(old)
+    return None if new is None else {**new, "position": old["position"]}
+
+
 def _succeeded(labels: Relabel) -> Relabel:
     return lambda old: labels(old) if old["status"].startswith("2") else None
 
@@ -300,6 +305,34 @@ ALIASES: dict[str, tuple[Alias, ...]] = {
             "penstock_preempted_rows",
             "Preemptions of sequences",
             _sum("penstock_preempted_rows", _vllm()),
+        ),
+        Alias(
+            "vllm:spec_decode_num_drafts_total",
+            "counter",
+            "penstock_speculative_drafts",
+            "Proposals of tokens that steps have verified",
+            _sum("penstock_speculative_drafts", _vllm()),
+        ),
+        Alias(
+            "vllm:spec_decode_num_draft_tokens_total",
+            "counter",
+            "penstock_speculative_draft_tokens",
+            "Proposed tokens that steps have verified",
+            _sum("penstock_speculative_draft_tokens", _vllm()),
+        ),
+        Alias(
+            "vllm:spec_decode_num_accepted_tokens_total",
+            "counter",
+            "penstock_speculative_accepted_tokens",
+            "Proposed tokens that were accepted",
+            _sum("penstock_speculative_accepted_tokens", _vllm()),
+        ),
+        Alias(
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+            "counter",
+            "penstock_speculative_accepted_tokens",
+            "Proposed tokens that were accepted, by their position in the proposal",
+            _sum("penstock_speculative_accepted_tokens", _with_position),
         ),
         Alias(
             "vllm:prompt_tokens_total",

@@ -37,6 +37,7 @@ from penstock.serving.launch import (
     setup_child_process,
 )
 
+GC_OBJECTS = 20_000  # that are made between two collections: a request makes about a hundred, without cycles
 OTHER_FILES = 256  # that a process opens besides its connections
 log = logging.getLogger("penstock.api")
 
@@ -139,6 +140,7 @@ def main() -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     gc.collect()
     gc.freeze()  # what is there now stays: no later collection has to look at it
+    gc.set_threshold(GC_OBJECTS, *gc.get_threshold()[1:])
     http = HttpServer(config, doors, server.header_timeout_s)
     if follower is not None:
         http.on_started = follower.report_serving

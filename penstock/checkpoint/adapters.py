@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -18,10 +18,13 @@ from penstock.checkpoint.files import positive_integer, read_json, shown
 from penstock.checkpoint.tensors import StoredTensor, stored_tensors
 from penstock.errors import ModelLoadError
 
+T = TypeVar("T")
 MAX_RANK = 1 << 14
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _ALL_LINEAR = "all-linear"
+_TASK_TENSOR = re.compile(r"(?P<matrix>.+\.lora_[AB])\.(?P<task>[^.]+)\.weight")
+_WRAPPERS = frozenset({"model", "language_model", "vlm"})
 # Options that change the computation, and the values with which they do not. () stands for an empty one.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -103,6 +106,7 @@ class LoraSpec(msgspec.Struct, frozen=True):
     targets: dict[str, LoraTarget]  # by the names of modules
     saved: dict[str, tuple[int, ...]]  # tensors that replace those of the model, with their shapes
     tokens: dict[str, tuple[int, ...]]  # tables of which some rows are replaced, and which
+    task: str = ""  # of several in one file; empty: the file has one adapter
 
     @property
     def file(self) -> Path:
@@ -127,8 +131,9 @@ def adapter_names(config: Mapping[str, Any], key: str = "lora_adaptations") -> t
     return tuple(map(str, config.get(key) or ()))
 
 
-def read_lora(folder: Path, name: str) -> LoraSpec:
-    """The adapter in a folder. An option or a tensor that is not understood is refused."""
+def read_lora(folder: Path, name: str, tasks: Sequence[str] = ()) -> LoraSpec:
+    """The adapter in a folder. An option or a tensor that is not understood is refused. Of a file with the
+    adapters of several `tasks`, the one for the task `name`."""
     file = folder / CONFIG
     if not file.is_file():
         raise _refused(f"{folder} has no {CONFIG}, so it is no adapter that PEFT has saved")
@@ -138,6 +143,9 @@ def read_lora(folder: Path, name: str) -> LoraSpec:
     if not weights.is_file():
         raise _refused(f"{folder} has no {WEIGHTS}; save the adapter with safe_serialization=True")
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in stored_tensors(weights).items()}
+    if tasks:
+        _check_tasks(tensors, tasks, weights)
+        tensors = of_task(tensors, name)
     config = _Config.read(values, file)
     found = _by_module(tensors, weights)
     targets = {module: _target(module, parts, config, weights) for module, parts in found.targets.items()}
@@ -156,7 +164,29 @@ def read_lora(folder: Path, name: str) -> LoraSpec:
         raise _refused(f"{weights} has no tensors")
     rank = max((target.rank for target in targets.values()), default=0)
     base = str(values.get("base_model_name_or_path") or "")
-    return LoraSpec(name, str(folder), rank, base, targets, saved, tokens)
+    return LoraSpec(name, str(folder), rank, base, targets, saved, tokens, name if tasks else "")
+
+
+def of_task(tensors: Mapping[str, T], task: str) -> dict[str, T]:
+    """The tensors of one task, named as in a file that has no others: `….lora_A.task.weight` is
+    `….lora_A.weight` there."""
+    found = {}
+    for name, tensor in tensors.items():
+        named = _TASK_TENSOR.fullmatch(name)
+        if named is None:
+            found[name] = tensor
+        elif named["task"] == task:
+            found[f"{named['matrix']}.weight"] = tensor
+    return found
+
+
+def _check_tasks(tensors: Iterable[str], tasks: Sequence[str], file: Path) -> None:
+    found = {name: _TASK_TENSOR.fullmatch(name) for name in tensors}
+    for name, named in found.items():
+        if named is None or named["task"] not in tasks:
+            raise _refused(
+                f"{file} has a tensor {name!r}, which belongs to none of the tasks: {', '.join(tasks)}"
+            )
 
 
 def read_lora_options(folder: Path) -> tuple[int, tuple[str, ...]]:
@@ -171,8 +201,12 @@ def read_lora_options(folder: Path) -> tuple[int, tuple[str, ...]]:
 
 def match_modules(names: Iterable[str], known: Iterable[str]) -> dict[str, str]:
     """The one of `known` that each name means, without those that mean none. Names of the same module may
-    differ in what comes first: `bert.encoder.layer.0…` and `encoder.layer.0…`."""
+    differ in what comes first: `bert.encoder.layer.0…` and `encoder.layer.0…`, or, between versions of
+    transformers, `model.language_model.layers.0…` and `model.layers.0…`."""
     exact = dict.fromkeys(known)
+    by_core: dict[str, list[str]] = {}
+    for name in exact:
+        by_core.setdefault(without_wrappers(name), []).append(name)
     by_end: dict[str, list[str]] = {}
     for name in exact:
         by_end.setdefault(name.rpartition(".")[2], []).append(name)
@@ -186,9 +220,18 @@ def match_modules(names: Iterable[str], known: Iterable[str]) -> dict[str, str]:
             for other in by_end.get(name.rpartition(".")[2], ())
             if other.endswith(f".{name}") or name.endswith(f".{other}")
         ]
+        alike = alike or by_core.get(without_wrappers(name), [])
         if len(alike) == 1:
             found[name] = alike[0]
     return found
+
+
+def without_wrappers(name: str) -> str:
+    """The name of a module without the leading parts that only say which model it is in."""
+    parts = name.split(".")
+    while len(parts) > 1 and parts[0] in _WRAPPERS:
+        parts.pop(0)
+    return ".".join(parts)
 
 
 def _check_options(values: Mapping[str, Any], file: Path) -> None:
@@ -303,10 +346,11 @@ class _Config(NamedTuple):
         return False
 
     def saves(self, tensor: str) -> bool:
-        """Whether `modules_to_save` names the module of a tensor, or one around it."""
+        """Whether `modules_to_save` names the module of a tensor, or one around it. As in PEFT, a name stands
+        for every module whose name ends like it."""
         parts = tensor.split(".")
-        within = {".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts))}
-        return not within.isdisjoint(self.modules_to_save)
+        around = [".".join(parts[:end]) for end in range(1, len(parts))]
+        return any(module.endswith(name) for module in around for name in self.modules_to_save)
 
     def token_indices(self, module: str, shape: Sequence[int], file: Path) -> tuple[int, ...]:
         """The rows of a table that are replaced."""

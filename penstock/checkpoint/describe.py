@@ -6,7 +6,7 @@ module; this one puts them together. Free of torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.checkpoint import static
 from penstock.checkpoint.adapters import adapter_names
-from penstock.checkpoint.dual import check_vision, image_processor, read_dual
+from penstock.checkpoint.dual import read_dual
 from penstock.checkpoint.families import Architecture, Family, read_architecture, text_tower
 from penstock.checkpoint.files import (
     CheckpointFiles,
@@ -26,10 +26,11 @@ from penstock.checkpoint.files import (
 )
 from penstock.checkpoint.find import find, served_name
 from penstock.checkpoint.frames import TextFrame, message_frame, published_frame
+from penstock.checkpoint.gemma_vision import read_gemma_vision
 from penstock.checkpoint.generation import eos_token_ids, why_not_generate
 from penstock.checkpoint.gliclass import encoder_config, read_zero_shot
 from penstock.checkpoint.gliner import is_gliner, read_entities, read_model_config
-from penstock.checkpoint.identity import read_identity
+from penstock.checkpoint.identity import Identity, read_identity
 from penstock.checkpoint.image_processor import ImageProcessorSpec
 from penstock.checkpoint.image_prompts import read_image_prompt, with_published_pixels
 from penstock.checkpoint.keys import check_keys
@@ -37,6 +38,7 @@ from penstock.checkpoint.labels import label_names
 from penstock.checkpoint.late import COLBERT_DIM
 from penstock.checkpoint.layout import FolderLayout, read_files, read_layout
 from penstock.checkpoint.limits import any_max_positions, max_model_len, max_positions
+from penstock.checkpoint.merged import check_merged, holds_adapter_alone, with_base_model
 from penstock.checkpoint.pages import page_prompts
 from penstock.checkpoint.parts import Checkpoint, Parts, check_combinations, read_parts, read_tasks
 from penstock.checkpoint.pooling import check_widths, static_pooling
@@ -46,9 +48,10 @@ from penstock.checkpoint.reward import read_reward
 from penstock.checkpoint.sizes import check_any_sizes, read_sizes
 from penstock.checkpoint.sparse import multi_vector_file
 from penstock.checkpoint.spec import ModelSpec, with_default_prompt, with_generation
-from penstock.checkpoint.tokenizer_settings import eos_text
+from penstock.checkpoint.tokenizer_settings import bos_text, eos_text
 from penstock.checkpoint.transformers_impl import run_by_transformers
 from penstock.checkpoint.unsupported import why_no_config
+from penstock.checkpoint.vision_tower import check_vision, image_processor
 from penstock.config import EngineConfig, PoolerConfig
 from penstock.errors import ModelLoadError
 from penstock.types import LABELLED_TASKS, Task
@@ -68,6 +71,14 @@ class _Options:
 def describe(config: EngineConfig) -> ModelSpec:
     """Find the model and read everything that its files say."""
     folder = find(config.model, config.revision, config.download_dir)
+    is_adapter = holds_adapter_alone(folder)
+    if is_adapter:
+        folder = with_base_model(folder, config)
+    elif config.base_model is not None:
+        raise ModelLoadError(
+            f"{folder} is a model of its own; --base-model is for repositories that hold an adapter alone",
+            param="base_model",
+        )
     native = config.model_impl != "transformers"
     with usable_values(folder):
         spec = read_spec(
@@ -80,6 +91,9 @@ def describe(config: EngineConfig) -> ModelSpec:
         )
     spec = with_default_prompt(spec, config.default_prompt_name, config.default_prompt)
     spec = with_generation(spec, config.enable_generation) if native else run_by_transformers(spec)
+    if is_adapter:
+        check_merged(folder, spec.config, generates=spec.generates)
+        spec = msgspec.structs.replace(spec, merges_adapter=True)
     return _with_default_task(spec, config.pooler_config.task)
 
 
@@ -140,7 +154,7 @@ def _read_checkpoint(layout: FolderLayout, options: _Options) -> Checkpoint:
         read_sizes(config_file, architecture.family, config)
         check_keys(config_file, architecture.family, config)
         check_qwen_vision(architecture.family, config)
-        if architecture.family.is_dual:
+        if architecture.family.is_dual or architecture.family.has_siglip:
             check_vision(config_file, architecture, config)
         stored_format(config)
     else:
@@ -153,8 +167,9 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
     config, late, width = files.config, parts.late, parts.width
     positions = _max_positions(checkpoint, options)
     adapters = adapter_names(config, family.adapters_key)
-    frame = _text_frame(checkpoint, options.name)
-    images = _image_processor(checkpoint, options.name)
+    identity = _identity(checkpoint, options.name)
+    frame = _text_frame(checkpoint, identity)
+    images = _image_processor(checkpoint, identity)
     return ModelSpec(
         folder=str(files.folder),
         root=str(files.root),
@@ -167,12 +182,12 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
         hidden_size=parts.hidden_size,
         num_layers=optional_integer(config, *family.keys.num_layers),
         embed_dim=check_widths(files, parts.pooling, width * len(parts.pooling.methods)),
-        token_dim=width if late is None else late.dim,
+        token_dim=_token_dim(checkpoint, width) if late is None else late.dim,
         vocab_size=files.integer("vocab_size"),
         num_segments=_num_segments(config, family),
         pooling=parts.pooling,
-        prompts=_prompts(files) or (page_prompts(files) if family.page_dim is not None else {}),
-        default_prompt_name=_text(files, "default_prompt_name"),
+        prompts=_prompts(files) or _family_prompts(files, family),
+        default_prompt_name=_text(files, "default_prompt_name") or next(iter(family.prompts), None),
         similarity=_text(files, "similarity_fn_name") or "cosine",
         lower_case=_lower_cases(files, family),
         tasks=read_tasks(checkpoint, parts),
@@ -183,16 +198,18 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
         sparse=parts.sparse,
         multi_vector=multi_vector_file(files.folder) if parts.sparse is not None and late is None else None,
         images=images,
-        image_prompt=None if images is None else read_image_prompt(files.folder, config, images),
+        image_prompt=None if images is None else read_image_prompt(files.folder, config, images, identity),
         dual=read_dual(files.folder, architecture, config) if family.is_dual else None,
         score=parts.score,
         reward=read_reward(files, architecture, options.pooler),
         late=late,
         adapters=adapters,
         requires_adapter=family.requires_adapter and bool(adapters),
+        query_adapters=family.query_adapters,
         instruction_template=family.instruction_template,
         frame=frame,
         text_end=eos_text(files.folder) if family.appends_eos else frame.end,
+        begin_token=bos_text(files.folder) if family.begins_with_bos else None,
         is_causal=checkpoint.is_causal,
         eos_token_ids=eos_token_ids(files),
         why_not_generate=why_not_generate(files.folder, architecture, config),
@@ -245,22 +262,30 @@ def _has_own_dim(architecture: Architecture) -> bool:
     return architecture.is_colbert or architecture.family.page_dim is not None
 
 
-def _image_processor(checkpoint: Checkpoint, name: str) -> ImageProcessorSpec | None:
+def _image_processor(checkpoint: Checkpoint, identity: Identity) -> ImageProcessorSpec | None:
     files = checkpoint.files
+    if checkpoint.family.has_gemma_vision:
+        vision = read_gemma_vision(files.folder, files.config)
+        return None if vision is None else vision.pixels
     if not checkpoint.family.reads_images:
         return None
-    identity = read_identity(files.root, name, files.config)
     return with_published_pixels(image_processor(files.folder, files.config), identity)
 
 
-def _text_frame(checkpoint: Checkpoint, name: str) -> TextFrame:
+def _identity(checkpoint: Checkpoint, name: str) -> Identity:
+    """What the checkpoint calls itself, with its class: some published models have one of their own."""
+    identity = read_identity(checkpoint.files.root, name, checkpoint.files.config)
+    return replace(identity, names=(*identity.names, checkpoint.architecture.name.lower()))
+
+
+def _text_frame(checkpoint: Checkpoint, identity: Identity) -> TextFrame:
     """What stands around the texts of a model that reads images too."""
     files = checkpoint.files
     if checkpoint.family.qwen_vision is None or checkpoint.family.page_dim is not None:
         return TextFrame()
     if files.modules:
         return message_frame(files) if files.has_module("Pooling") else TextFrame()
-    return published_frame(read_identity(files.root, name, files.config), checkpoint.architecture.name)
+    return published_frame(identity)
 
 
 def _max_positions(checkpoint: Checkpoint, options: _Options) -> int:
@@ -289,6 +314,17 @@ def _text(files: CheckpointFiles, key: str) -> str | None:
         file = files.root / "config_sentence_transformers.json"
         raise ModelLoadError(f"{file} has {key} = {shown(value)}; it has to be a string", param="model")
     return value
+
+
+def _token_dim(checkpoint: Checkpoint, width: int) -> int:
+    """The width of token vectors, where the model projects them besides giving one vector."""
+    key = checkpoint.family.token_dim_key
+    return width if key is None else checkpoint.files.integer(key)
+
+
+def _family_prompts(files: CheckpointFiles, family: Family) -> dict[str, str]:
+    """The prompts of the model's published code, where its files have none."""
+    return page_prompts(files, family.name) if family.page_dim is not None else dict(family.prompts)
 
 
 def _prompts(files: CheckpointFiles) -> dict[str, str]:

@@ -30,7 +30,7 @@ CLASS_SUFFIXES: dict[str, Task | None] = {
     "ForProcessRewardModel": Task.REWARD,
 }
 _ENCODER_HEADS = frozenset({Task.CLASSIFY, Task.TOKEN_CLASSIFY, Task.SPARSE})
-IMAGE_SUFFIXES = ("ForConditionalGeneration", "ForRetrieval")  # of families on Qwen-VL besides
+IMAGE_SUFFIXES = ("ForConditionalGeneration", "ForRetrieval")  # of families whose prompts hold images besides
 _DECODER_HEADS = frozenset({Task.CLASSIFY, Task.TOKEN_CLASSIFY, Task.REWARD, Task.GENERATE, Task.SPARSE})
 
 
@@ -102,12 +102,20 @@ class Family:
     # Texts.
     instruction_template: str | None = None  # with {instruction}; precedes every text
     appends_eos: bool = False  # each text ends with the eos token, which its tokenizer does not add
+    begins_with_bos: bool = False  # the bos token alone frames a text, whatever its tokenizer adds
     colbert_markers: tuple[str, str] = ("[unused0]", "[unused1]")  # of queries and of documents
     adapters_key: str = "lora_adaptations"  # of config.json: the names of its task adapters
     requires_adapter: bool = False  # each request has to choose one
+    prompts: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of its published code; the first is the default
+    query_adapters: tuple[str, ...] = ()  # with which every text has the prompt of queries
     # Images.
     qwen_vision: str | None = None  # the kind of its vision tower in checkpoint/qwen_vision.py; None: none
     page_dim: int | None = None  # of token vectors of a retriever of pages, where no file has it; None: none
+    has_gemma_vision: bool = False  # Gemma 4's vision tower, if its files have one
+    has_siglip: bool = False  # its text model reads the patches of a SigLIP tower as tokens
+    token_dim_key: str | None = None  # of config.json: the width of token vectors beside the one vector
     is_dual: bool = False  # texts and images have towers of their own, and vectors in one space
     vision_defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that vision_config leaves out
     # Pooling.
@@ -129,7 +137,12 @@ class Family:
 
     @property
     def reads_images(self) -> bool:
-        return self.is_dual or self.qwen_vision is not None
+        return self.is_dual or self.has_siglip or self.qwen_vision is not None
+
+    @property
+    def mixes_images(self) -> bool:
+        """Whether images stand among the tokens of a text."""
+        return self.reads_images and not self.is_dual
 
     @property
     def has_rope_axes(self) -> bool:
@@ -272,6 +285,31 @@ _SIGLIP_FACTS: dict[str, Any] = {
     "nested_defaults": {**_SIGLIP_SIZES, "vocab_size": 32_000, "max_position_embeddings": 64},
 }
 _SIGLIP_VISION: dict[str, Any] = {**_SIGLIP_SIZES, "num_channels": 3, "patch_size": 16}
+_PALIGEMMA_FACTS: dict[str, Any] = {
+    "attends_both_ways": True,  # image, prompt and query are all prefix
+    "is_nested": True,
+    "has_siglip": True,
+    "begins_with_bos": True,
+    "default_head_dim": 256,
+    "nested_defaults": {"max_position_embeddings": 8192},
+    "vision_defaults": {**_SIGLIP_VISION, "image_size": 224},
+}
+_MODERNVBERT_FACTS: dict[str, Any] = {
+    "is_nested": True,
+    "has_siglip": True,
+    "has_rotary_positions": True,
+    "heads": frozenset(),
+    "nested_defaults": {
+        "vocab_size": 50_368,
+        "hidden_size": 768,
+        "intermediate_size": 1152,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 8192,
+        "pixel_shuffle_factor": 4,
+    },
+    "vision_defaults": {**_SIGLIP_VISION, "image_size": 224},
+}
 _RECORDS = (
     _encoder("albert", "Albert", "encoder:albert", shares_layers=True, default_num_segments=2),
     _encoder("bert", "Bert", "encoder:bert", default_num_segments=2),
@@ -289,6 +327,10 @@ _RECORDS = (
     _decoder("BiQwen2_5", "BiQwen2_5", "qwen_vl:qwen2_5_vl", **_QWEN2_5_VL_FACTS | _RETRIEVER),
     _decoder("BiQwen3", "BiQwen3", "qwen_vl:qwen3_vl", **_QWEN3_VL_FACTS | _RETRIEVER),
     _encoder("camembert", "Camembert", "encoder:roberta", positions_follow_padding=True),
+    _encoder(
+        "ColModernVBert", "ColModernVBert", "modernvbert:col_modernvbert", page_dim=128, **_MODERNVBERT_FACTS
+    ),
+    _decoder("ColPali", "ColPali", "paligemma:col_pali", page_dim=128, **_PALIGEMMA_FACTS | _RETRIEVER),
     _decoder("ColQwen2", "ColQwen2", "qwen_vl:col_qwen2", page_dim=128, **_QWEN2_VL_FACTS | _RETRIEVER),
     _decoder(
         "ColQwen2_5", "ColQwen2_5", "qwen_vl:col_qwen2_5", page_dim=128, **_QWEN2_5_VL_FACTS | _RETRIEVER
@@ -303,6 +345,7 @@ _RECORDS = (
         "EmbeddingGemma2",
         "embedding_gemma2:embedding_gemma2",
         is_nested=True,
+        has_gemma_vision=True,
         **_EMBEDDING_GEMMA2_FACTS,
     ),
     _decoder(
@@ -352,6 +395,20 @@ _RECORDS = (
     _encoder("gte", "Gte", "gte:gte", has_rotary_positions=True),
     _encoder("jina_embeddings_v3", "JinaEmbeddingsV3", "jina:jina_embeddings_v3", has_rotary_positions=True),
     _decoder(
+        "JinaEmbeddingsV4",
+        "JinaEmbeddingsV4",
+        "jina_v4:jina_embeddings_v4",
+        adapters_key="task_names",
+        requires_adapter=True,
+        has_own_pooling=True,
+        causal_pooling="mean",
+        token_dim_key="multi_vector_projector_dim",
+        trained_row_length=1 << 15,
+        prompts={"query": "Query: ", "passage": "Passage: "},
+        query_adapters=("text-matching",),
+        **_QWEN2_5_VL_FACTS | _RETRIEVER,
+    ),
+    _decoder(
         "jina_embeddings_v5",
         "JinaEmbeddingsV5",
         "jina_v5:jina_embeddings_v5",
@@ -392,6 +449,7 @@ _RECORDS = (
         generates_by_default=True,
     ),
     _encoder("modernbert", "ModernBert", "modernbert:modernbert", has_rotary_positions=True),
+    _encoder("modernvbert", "ModernVBert", "modernvbert:modernvbert", **_MODERNVBERT_FACTS),
     _encoder("mpnet", "MPNet", "encoder:mpnet", positions_follow_padding=True),
     _encoder("mt5", "MT5Encoder", "t5:mt5", **_T5_FACTS),
     _encoder("new", "New", "gte:new", has_rotary_positions=True),
@@ -563,7 +621,7 @@ def find_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
         return Architecture(name, FAMILIES[name])
     for family in FAMILIES.values():
         suffix = name.removeprefix(family.class_prefix)
-        is_known = suffix in CLASS_SUFFIXES or (family.qwen_vision is not None and suffix in IMAGE_SUFFIXES)
+        is_known = suffix in CLASS_SUFFIXES or (family.mixes_images and suffix in IMAGE_SUFFIXES)
         if not name.startswith(family.class_prefix) or not is_known:
             continue
         head = CLASS_SUFFIXES.get(suffix)

@@ -6,7 +6,6 @@ rendered once with marks in the places of prompt and text. Free of torch.
 
 from __future__ import annotations
 
-import logging
 from typing import NamedTuple
 
 import msgspec
@@ -14,8 +13,6 @@ import msgspec
 from penstock.checkpoint.files import CheckpointFiles
 from penstock.checkpoint.identity import Identity
 from penstock.errors import ModelLoadError
-
-log = logging.getLogger("penstock.load")
 
 _TURN = "<|im_start|>system\n{prompt}<|im_end|>\n<|im_start|>user\n"
 _ANSWER = "<|im_end|>\n<|im_start|>assistant\n"
@@ -39,21 +36,18 @@ class _Embedder(NamedTuple):
     ends_sentences: bool = False
 
 
+# As in the code that is published with the models: gme_inference.py in GME's repositories, and
+# src/models/qwen3_vl_embedding.py in QwenLM/Qwen3-VL-Embedding. Their files say nothing of it.
 _EMBEDDERS = (
     _Embedder(r"gme-?qwen2-?vl", "You are a helpful assistant.", _ANSWER + "<|endoftext|>"),
     _Embedder(r"qwen3-vl-embedding", "Represent the user's input.", _ANSWER, ends_sentences=True),
 )
 
 
-def published_frame(identity: Identity, architecture: str) -> TextFrame:
+def published_frame(identity: Identity) -> TextFrame:
     """The frame of a checkpoint that goes by a published name; an empty one for any other."""
-    named = Identity((*identity.names, architecture.lower()), identity.origin)
     for embedder in _EMBEDDERS:
-        if named.is_named(embedder.names, with_origin=True):
-            log.warning(
-                "the prompt around inputs and the pixel limits of this model are not in its files, and "
-                "Penstock's were not checked against its published code; compare with penstock verify"
-            )
+        if identity.is_named(embedder.names, with_origin=True):
             return TextFrame(
                 begin=_TURN.replace("{prompt}", embedder.prompt),
                 prompted=_TURN,

@@ -17,11 +17,13 @@ import msgspec
 from penstock.checkpoint.files import optional_json
 from penstock.checkpoint.identity import Identity
 from penstock.checkpoint.image_processor import FixedSize, ImageProcessorSpec, PixelRange, SoftTokens, Tiles
+from penstock.checkpoint.pages import is_native
 from penstock.checkpoint.tokenizer_settings import special_tokens, token_text
 from penstock.errors import ModelLoadError
 
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _QWEN_PAGE = f"<|im_start|>user\n{QWEN_IMAGE}Describe the image.<|im_end|><|endoftext|>"
+_JINA_PAGE = f"<|im_start|>user\n{QWEN_IMAGE}Describe the image.<|im_end|>\n"
 _VBERT_PAGE = "<|begin_of_text|>User:<image>Describe the image.<end_of_utterance>\nAssistant:"
 _PAGE_CLASS = re.compile(r"(Col|Bi)(Qwen|Pali|Idefics|Smol|ModernVBert|ModernVBERT)", re.ASCII)
 
@@ -37,17 +39,25 @@ class ImagePromptSpec(msgspec.Struct, frozen=True, kw_only=True):
     after: str = ""
     is_tiled: bool = False  # tiles are named by their row and column
     adds_special_tokens: bool = True  # the tokenizer's own tokens stand around a page
+    is_alone: bool = False  # an image is the whole input: the model has no prompt for one among texts
+    has_plain_positions: bool = False  # tokens of images are counted as those of texts are
+    pools_image: bool = False  # one vector is the mean of the image and its marks, without what follows them
 
 
 def read_image_prompt(
-    folder: Path, config: Mapping[str, Any], processor: ImageProcessorSpec
+    folder: Path, config: Mapping[str, Any], processor: ImageProcessorSpec, identity: Identity
 ) -> ImagePromptSpec | None:
     """None for models that read images apart from texts."""
     geometry, names = processor.geometry, _Names(folder, config)
     if isinstance(geometry, PixelRange):
-        page = names.page(_QWEN_PAGE)
         return ImagePromptSpec(
-            placeholder="<|image_pad|>", token_id=names.token_id, inline=QWEN_IMAGE, page=page
+            placeholder="<|image_pad|>",
+            token_id=names.token_id,
+            inline=QWEN_IMAGE,
+            page=_JINA_PAGE if names.is_jina else names.page(_QWEN_PAGE),
+            is_alone=names.is_jina,
+            pools_image=names.is_jina,
+            has_plain_positions=_published(identity).has_plain_positions,
         )
     if isinstance(geometry, SoftTokens):
         image, begin, end = (names.token(key) for key in ("image_token", "boi_token", "eoi_token"))
@@ -68,15 +78,20 @@ def read_image_prompt(
 
 
 def _paligemma(names: _Names) -> ImagePromptSpec:
-    """PaliGemma: all images of a prompt come first, then the sequence begins."""
+    """PaliGemma: all images of a prompt come first, then the sequence begins.
+
+    The prompt of colpali-engine has the token that begins a sequence, and PaliGemma's processor adds another;
+    transformers' own class has one."""
     words = str(names.processor.get("visual_prompt_prefix") or "Describe the image.")
     begin = special_tokens(names.tokenizer).get("bos_token", "<bos>")
+    begins = begin if is_native(names.config) else begin + begin
     return ImagePromptSpec(
         placeholder="<image>",
         token_id=names.token_id,
         inline="<image>",
-        page=f"<image>{begin}{words.removeprefix('<image>').removeprefix(begin)}\n",
+        page=f"<image>{begins}{words.removeprefix('<image>').removeprefix(begin)}\n",
         adds_special_tokens=False,
+        is_alone=True,
     )
 
 
@@ -104,6 +119,12 @@ class _Names:
         return default if self._is_retriever else None
 
     @property
+    def is_jina(self) -> bool:
+        return any(
+            str(name).startswith("JinaEmbeddingsV4") for name in self.config.get("architectures") or ()
+        )
+
+    @property
     def _is_retriever(self) -> bool:
         names = [*(self.config.get("architectures") or ()), self.processor.get("processor_class")]
         return any(_PAGE_CLASS.match(str(name)) for name in names)
@@ -114,34 +135,57 @@ class _Names:
         for values in (self.tokenizer, extra if isinstance(extra, dict) else {}):
             if (text := token_text(values.get(key))) is not None:
                 return text
+        number = self.config.get(f"{key}_id")
+        for token in optional_json(self.folder / "tokenizer.json").get("added_tokens") or ():
+            if number is not None and token.get("id") == number:
+                return str(token["content"])
         raise ModelLoadError(
             f"{self.folder / 'tokenizer_config.json'} has no {key}, which stands around an image",
             param="model",
         )
 
 
-class _PixelLimits(msgspec.Struct, frozen=True):
-    """The pixels that the published code of a model uses, whatever its processor's file says."""
+class _PublishedCode(msgspec.Struct, frozen=True):
+    """What the published code of a model does with images, whatever its processor's file says."""
 
-    names: str  # a pattern that the model's published names match, lower case
-    min_pixels: int
-    max_pixels: int
+    names: str = ""  # a pattern that the model's published names match, lower case
+    min_pixels: int = 0
+    max_pixels: int = 0
+    first_range: tuple[int, int] | None = None  # of pixels: an image is resized to it before
+    has_plain_positions: bool = False
 
 
-_LIMITS = (
-    _PixelLimits(r"gme-?qwen2-?vl", 256 * 28 * 28, 1280 * 28 * 28),
-    _PixelLimits(r"qwen3-vl-(embedding|reranker)", 4 * 32 * 32, 1800 * 32 * 32),
+_UNKNOWN = _PublishedCode()
+_PUBLISHED = (
+    # gme_inference.py: its fetch_image resizes with the limits of qwen-vl-utils, and the processor then with
+    # 256 to 1280 tokens. It gives the decoder vectors without positions, so these are 0, 1, 2 … on all axes.
+    _PublishedCode(
+        r"gme-?qwen2-?vl",
+        256 * 28 * 28,
+        1280 * 28 * 28,
+        first_range=(4 * 28 * 28, 16_384 * 28 * 28),
+        has_plain_positions=True,
+    ),
+    # qwen3_vl_embedding.py and qwen3_vl_reranker.py: 4 to 1800 tokens, resized by qwen-vl-utils alone.
+    _PublishedCode(r"qwen3-vl-(embedding|reranker)", 4 * 32 * 32, 1800 * 32 * 32),
 )
+
+
+def _published(identity: Identity) -> _PublishedCode:
+    named = (each for each in _PUBLISHED if identity.is_named(each.names, with_origin=True))
+    return next(named, _UNKNOWN)
 
 
 def with_published_pixels(spec: ImageProcessorSpec, identity: Identity) -> ImageProcessorSpec:
     """The processor with the limits that the model's published code sets, for models known by name."""
-    if not isinstance(spec.geometry, PixelRange):
+    known = _published(identity)
+    if not isinstance(spec.geometry, PixelRange) or known is _UNKNOWN:
         return spec
-    for limits in _LIMITS:
-        if identity.is_named(limits.names, with_origin=True):
-            geometry = msgspec.structs.replace(
-                spec.geometry, min_pixels=limits.min_pixels, max_pixels=limits.max_pixels
-            )
-            return msgspec.structs.replace(spec, geometry=geometry)
-    return spec
+    geometry = msgspec.structs.replace(
+        spec.geometry,
+        min_pixels=known.min_pixels,
+        max_pixels=known.max_pixels,
+        first_range=known.first_range,
+        sides_have_a_token=True,
+    )
+    return msgspec.structs.replace(spec, geometry=geometry)

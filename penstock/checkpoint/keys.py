@@ -24,17 +24,22 @@ _ANY: Accepted = {
 _ENCODER: Accepted = {"is_decoder": (False,), "is_causal": (False,)}
 _CAUSAL: Accepted = {"use_bidirectional_attention": (False,)}  # transformers does not read it for these
 _PLAIN_LOGITS: Accepted = {"final_logit_softcapping": (), "logits_scaling": (1,)}
-_QWEN2_VL = ("qwen2_vl", "qwen2_5_vl", "BiQwen2", "BiQwen2_5", "ColQwen2", "ColQwen2_5", "GmeQwen2VL")
+_QWEN2_VL = (
+    *("qwen2_vl", "qwen2_5_vl", "BiQwen2", "BiQwen2_5", "ColQwen2", "ColQwen2_5", "GmeQwen2VL"),
+    "JinaEmbeddingsV4",
+)
 _QWEN3_VL = ("qwen3_vl", "BiQwen3", "ColQwen3")
+# hidden_act "gelu" is a mistake in Gemma's first files; transformers takes it for the tanh form.
+_GEMMA_ACT: Accepted = {
+    "hidden_act": ("gelu", "gelu_pytorch_tanh"),
+    "hidden_activation": ("gelu_pytorch_tanh",),
+}
 _BY_FAMILY: dict[str, Accepted] = {
     # Both are constants in transformers, whatever config.json says.
     "mpnet": {"pad_token_id": (1,), "relative_attention_num_buckets": (32,)},
-    # hidden_act "gelu" is a mistake in Gemma's first files; transformers takes it for the tanh form.
-    "gemma": {
-        "hidden_act": ("gelu", "gelu_pytorch_tanh"),
-        "hidden_activation": ("gelu_pytorch_tanh",),
-        **_PLAIN_LOGITS,
-    },
+    "gemma": {**_GEMMA_ACT, **_PLAIN_LOGITS},
+    # All of a row is a prefix, which attends both ways in transformers whatever config.json says.
+    "ColPali": {**_GEMMA_ACT, "use_bidirectional_attention": (True,), "is_causal": (False,)},
     "exaone4": {**_CAUSAL, **_PLAIN_LOGITS},
     "gemma2": {**_CAUSAL, "logits_scaling": (1,)},
     "gpt_oss": {**_CAUSAL, **_PLAIN_LOGITS},
@@ -60,6 +65,9 @@ _BY_FAMILY: dict[str, Accepted] = {
 _UNIFORM_FAMILIES = frozenset(("eurobert", "gemma", "granite", "llama", "llama_bidirec", *_QWEN3_VL))
 
 
+_MODERNBERTS = ("modernbert", "modernvbert", "ColModernVBert")
+
+
 def check_keys(file: Path, family: Family, config: Mapping[str, Any]) -> None:
     """Refuse what the family's wiring would compute otherwise than the library that `config` is for."""
     tables = [_ANY, *([] if family.is_decoder else [_ENCODER]), _BY_FAMILY.get(family.name, {})]
@@ -71,7 +79,7 @@ def check_keys(file: Path, family: Family, config: Mapping[str, Any]) -> None:
             continue  # a key that counts says the same or overrules it
         raise _unsupported(file, key, value, _words(accepted, key))
     _check_layer_types(file, family, config)
-    if family.name == "modernbert":
+    if family.name in _MODERNBERTS:
         _check_window(file, config)
     if family.name in _T5_KINDS:
         _check_t5_activation(file, config, _T5_KINDS[family.name])
@@ -198,14 +206,18 @@ _LFM2 = """
 block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swiglu block_use_xavier_init
 conv_dim conv_use_xavier_init num_heads use_pos_enc
 """
+_PAGE_DIM = "dim embed_dim embedding_dim"  # `pages` reads it
 # Keys that a family's own code does not read either, though others' code does.
 _UNUSED_BY_FAMILY = {
-    **dict.fromkeys(
-        ("ColQwen2", "ColQwen2_5", "ColQwen3"), "dim embed_dim embedding_dim"
-    ),  # `pages` reads it
+    **dict.fromkeys(("ColQwen2", "ColQwen2_5", "ColQwen3"), _PAGE_DIM),
+    # The projector is one linear layer, whose tensor shows its width; the other two are of training.
+    "ColModernVBert": _PAGE_DIM + " classifier_activation",  # of heads that are not read
+    "modernvbert": "classifier_activation",
+    "ColPali": _PAGE_DIM + " projection_dim num_image_tokens ignore_index",
     "clip": _CLIP,
     "albert": "down_scale_factor gap_size net_structure_type num_memory_blocks",
     "gpt_oss": "experts_per_token initial_context_length",  # given twice
+    "JinaEmbeddingsV4": "matryoshka_dims pretrained_peft_model_name_or_path verbosity",
     "JinaBert": "hidden_act",  # feed_forward_type names the activation
     "lfm2": _LFM2,
     "lfm2_bidirectional": _LFM2,

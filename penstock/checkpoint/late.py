@@ -89,7 +89,7 @@ def read_late(files: CheckpointFiles, architecture: Architecture, hidden_size: i
             query_length=None,
             document_length=None,
             expand_to=None,
-            query_end=page_query_end(files),
+            query_end=page_query_end(files, architecture.family.name),
             strip=False,
         )
     if late is not None:

@@ -1,10 +1,13 @@
-"""Multi-vector retrievers of pages (ColQwen): their projection of token vectors, and how they read queries.
+"""Multi-vector retrievers of pages (ColPali, ColQwen …): how they project token vectors and read queries.
 
 colpali-engine names the projection `custom_text_proj`, transformers and others `embedding_proj_layer`. Its
 width stands in the files of weights, and in most configurations. Free of torch.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from penstock.checkpoint.files import CheckpointFiles, optional_integer, optional_json, weight_files
 from penstock.checkpoint.tensors import stored_tensors
@@ -14,7 +17,34 @@ from penstock.errors import ModelLoadError
 PROJECTIONS = ("custom_text_proj", "embedding_proj_layer")
 _DIM_KEYS = ("embedding_dim", "embed_dim", "dim")  # of config.json
 _NUM_AUGMENTATIONS = 10
-_PAD_TOKEN = "<|endoftext|>"
+
+
+class _QueryForm(NamedTuple):
+    """How one library reads queries: a prompt, and a token that is repeated behind the query, where the model
+    gathers more of its meaning."""
+
+    token: str
+    is_padding: bool = False  # the tokenizer's padding token, if it names one, takes the place of `token`
+    prompt: str = ""
+    end: str = ""  # follows the repeated tokens
+
+
+class _Forms(NamedTuple):
+    native: _QueryForm  # of transformers' own class
+    engine: _QueryForm  # of colpali-engine
+
+
+_FORMS = {  # by the beginning of the family's name
+    "ColModernVBert": _Forms(_QueryForm("<end_of_utterance>"), _QueryForm("<end_of_utterance>")),
+    "ColPali": _Forms(
+        _QueryForm("<pad>", is_padding=True, prompt="Question: ", end="\n"),
+        _QueryForm("<pad>", is_padding=True),
+    ),
+    "ColQwen": _Forms(
+        _QueryForm("<|endoftext|>", is_padding=True, prompt="Query: ", end="\n"),
+        _QueryForm("<|endoftext|>"),
+    ),
+}
 
 
 def page_dim(files: CheckpointFiles, default: int) -> int:
@@ -35,24 +65,29 @@ def page_dim(files: CheckpointFiles, default: int) -> int:
     return given or default
 
 
-def page_prompts(files: CheckpointFiles) -> dict[str, str]:
-    """The prompt of queries. transformers' own classes have one, colpali-engine's have none."""
-    if not _is_native(files):
+def page_prompts(files: CheckpointFiles, family: str) -> dict[str, str]:
+    """The prompt of queries. transformers' own classes take it from their processor's file; colpali-engine's
+    have none."""
+    if not is_native(files.config):
         return {}
-    return {"query": str(_processor(files).get("query_prefix") or "Query: ")}
+    given = optional_json(files.folder / "processor_config.json").get("query_prefix")
+    prompt = str(given or _query_form(files, family).prompt)
+    return {"query": prompt} if prompt else {}
 
 
-def page_query_end(files: CheckpointFiles) -> str:
-    """What follows a query: padding tokens, in which the model gathers more of its meaning."""
+def page_query_end(files: CheckpointFiles, family: str) -> str:
+    """What follows a query."""
+    form = _query_form(files, family)
     known = special_tokens(optional_json(files.folder / "tokenizer_config.json"))
-    end = (known.get("pad_token") or _PAD_TOKEN) if _is_native(files) else _PAD_TOKEN
-    return end * _NUM_AUGMENTATIONS + ("\n" if _is_native(files) else "")
+    token = (known.get("pad_token") if form.is_padding else None) or form.token
+    return token * _NUM_AUGMENTATIONS + form.end
 
 
-def _is_native(files: CheckpointFiles) -> bool:
-    """Whether transformers' own class saved it."""
-    return files.config.get("vlm_model_type") is not None
+def is_native(config: Mapping[str, Any]) -> bool:
+    """Whether transformers' own class saved it, which nests the model in vlm_config."""
+    return config.get("vlm_model_type") is not None or "vlm_config" in config
 
 
-def _processor(files: CheckpointFiles) -> dict[str, object]:
-    return optional_json(files.folder / "processor_config.json")
+def _query_form(files: CheckpointFiles, family: str) -> _QueryForm:
+    forms = next(forms for name, forms in _FORMS.items() if family.startswith(name))
+    return forms.native if is_native(files.config) else forms.engine

@@ -323,13 +323,14 @@ def _any(module: str) -> bool:
 def _is_named(names: Iterable[str]) -> Callable[[str], bool]:
     """Accept a module whose name is in `names`, ends in one of them, or has a parent among them."""
     left = frozenset(names)
+    counts = sorted({name.count(".") + 1 for name in left})  # parts of the names
 
     def matches(module: str) -> bool:
         """Looks a name's beginnings and ends up: models have tens of thousands of modules."""
         for own in _spellings(module):
             parts = own.split(".")
-            for at in range(len(parts)):
-                if ".".join(parts[: at + 1]) in left or ".".join(parts[at:]) in left:
+            for count in counts:
+                if ".".join(parts[:count]) in left or ".".join(parts[-count:]) in left:
                     return True
         return False
 

@@ -25,10 +25,10 @@ from penstock.checkpoint.spec import ModelSpec
 SCHEDULING_SETTINGS = frozenset(
     {
         *("max_num_batched_tokens", "max_num_seqs", "max_queued_tokens", "max_queue_seconds"),
-        "background_step_ms",
+        *("background_step_ms", "target_itl_s", "max_partial_prefills"),
         *("pipeline_depth", "threads", "shares_steps", "share_identical", "step_output_bytes"),
         *("kv_cache_bytes", "kv_share", "document_cache_bytes", "profile", "profile_steps", "devices"),
-        "null_step_s",
+        *("null_step_s", "graph_capture_seconds", "graph_history"),
     }
 )
 # What a model is called, and what its tokens come from: rows are tokens already.

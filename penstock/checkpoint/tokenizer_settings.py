@@ -178,10 +178,19 @@ def token_text(value: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
+def bos_text(folder: Path) -> str:
+    """The begin token's text, for a model whose texts have to begin with it."""
+    return _required_text(folder, "bos_token", "begins")
+
+
 def eos_text(folder: Path) -> str:
     """The end token's text, for a model whose texts have to end with it."""
+    return _required_text(folder, "eos_token", "ends")
+
+
+def _required_text(folder: Path, name: str, verb: str) -> str:
     file = folder / "tokenizer_config.json"
-    text = special_tokens(optional_json(file)).get("eos_token")
+    text = special_tokens(optional_json(file)).get(name)
     if text is None:
-        raise ModelLoadError(f"{file} has no eos_token, which ends each text for this model", param="model")
+        raise ModelLoadError(f"{file} has no {name}, which {verb} each text for this model", param="model")
     return text

@@ -18,15 +18,19 @@ class _Kind(NamedTuple):
 _IMAGES = "it reads images through a vision tower that is not known"
 _KINDS = (
     _Kind(
-        re.compile(r"^JinaEmbeddingsV4"),
-        "it reads images, and its adapters for tasks, are not read; the checkpoints that have "
-        "one of them merged, jina-embeddings-v4-vllm-*, are Qwen2.5-VL and are",
+        re.compile(r"^(PaliGemma|BiPali)"),
+        "it reads images by PaliGemma, of which ColPali alone is read",
+    ),
+    _Kind(
+        re.compile(r"ModernVBert"),
+        "it reads images by ModernVBERT, of which ModernVBertModel, ModernVBertForMaskedLM and "
+        "ColModernVBertForRetrieval are read",
     ),
     _Kind(
         re.compile(
-            r"VL|Vision|Visual|Image|CLIP|Clip|Siglip|SigLIP|Col(Pali|Qwen|Gemma|Idefics|Smol|ModernVBert)|"
-            r"ModernVBert|Idefics|Llava|LLaVA|PaliGemma|Blip|Florence|ViT|Dino|MultiModal|Multimodal|VBert|"
-            r"JinaEmbeddingsV4|Omni|InternVL"
+            r"VL|Vision|Visual|Image|CLIP|Clip|Siglip|SigLIP|Col(Pali|Qwen|Gemma|Idefics|Smol)|"
+            r"Idefics|Llava|LLaVA|Blip|Florence|ViT|Dino|MultiModal|Multimodal|VBert|"
+            r"Omni|InternVL"
         ),
         _IMAGES,
     ),

@@ -25,6 +25,7 @@ from penstock.cli import media_flags
 from penstock.config import (
     ALIAS_SETS,
     DEFAULT_MAX_IMAGES,
+    KV_CACHE_DTYPES,
     EngineConfig,
     LoraModule,
     ModelConfig,
@@ -290,6 +291,14 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         default_text="main",
     ),
     Flag(
+        field="base_model",
+        panel=MODEL,
+        metavar="FOLDER",
+        help="Folder or hub id of the base model, where --model names a repository that holds a LoRA adapter "
+        "alone, such as vidore/colqwen2.5-v0.2. The adapter is merged into it.",
+        default_text="the one that the adapter names",
+    ),
+    Flag(
         field="download_dir",
         names=("--download-dir", "--huggingface-hub-cache"),
         panel=MODEL,
@@ -458,6 +467,20 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         help="Maximum number of tokens of one row in one step; 0 sets no limit.",
     ),
     Flag(
+        field="max_num_partial_prefills",
+        panel=SCHEDULING,
+        min=0,
+        help="Maximum number of prompts of which a step runs only a part; 0 sets no limit.",
+    ),
+    Flag(
+        field="target_itl_ms",
+        panel=SCHEDULING,
+        min=0,
+        help="Milliseconds between two tokens of a sequence that prompts of others may cause. Steps with "
+        "decodes take as many prompt tokens as fit into that time. 0: prompts run in steps of their own, as "
+        "large as --max-num-batched-tokens allows.",
+    ),
+    Flag(
         field="share_identical",
         panel=SCHEDULING,
         help="Deduplicate: compute identical rows that wait together once, and cache the vectors of queries.",
@@ -466,6 +489,19 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         field="enforce_eager",
         panel=SCHEDULING,
         help="Run without CUDA graphs.",
+    ),
+    Flag(
+        field="graph_capture_seconds",
+        panel=SCHEDULING,
+        min=0,
+        help="Seconds to capture CUDA graphs of likely steps before the engine is ready. The others are "
+        "captured while no request runs or waits.",
+    ),
+    Flag(
+        field="graph_history",
+        panel=SCHEDULING,
+        help="Keep the shapes of a model's steps in the cache folder, so that the next start captures their "
+        "CUDA graphs first.",
     ),
     Flag(
         field="enable_lora",
@@ -507,6 +543,12 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         default_text="1 on a CPU; on a GPU 8, or all free memory for generation",
     ),
     Flag(
+        field="kv_cache_dtype",
+        panel=MEMORY,
+        choices=KV_CACHE_DTYPES,
+        help="Number format of the KV cache: `fp8` holds about twice as many tokens, which differ slightly.",
+    ),
+    Flag(
         field="enable_prefix_caching",
         panel=MEMORY,
         help="Keep the KV cache blocks of shared prefixes, for causal models with last-token pooling.",
@@ -530,6 +572,15 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         panel=GENERATION,
         help="Generate text.",
         default_text="on for language models that are neither embedders nor rerankers",
+    ),
+    Flag(
+        field="speculative_config",
+        panel=GENERATION,
+        metavar=_JSON,
+        help="Speculative decoding: propose tokens that came before, and verify them together, such as "
+        '\'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, '
+        '"prompt_lookup_min": 2}\'. Output does not change. It is off by itself where it loses; '
+        '"adaptive": false keeps it on.',
     ),
     Flag(
         field="null_step_ms",

@@ -18,8 +18,11 @@ from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.load import Loaded, load_runner
 from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
 from penstock.scheduler.image_cache import ImageCache
+from penstock.scheduler.prompt_lookup import PromptLookup
 from penstock.scheduler.scheduler import Budget, Chunking, Scheduler
+from penstock.scheduler.slots import SlotTable
 from penstock.scheduler.vector_cache import VectorCache
+from penstock.speculative_config import SpeculativeConfig
 from penstock.types import Grammar, PoolingParams
 
 _PATCHES_PER_TOKEN = 4  # that a step may run: a vision tower is about as much smaller than a text model
@@ -37,7 +40,12 @@ def build_core(
     scheduler = _scheduler(spec, settings, pool, loaded)
     generation = None
     if settings.generates:
-        generation = GenerationScheduler(pool, _generation_limits(spec, settings), scheduler.image_cache)
+        limits = _generation_limits(spec, settings)
+        generation = GenerationScheduler(pool, limits, scheduler.image_cache)
+        if loaded.replays_mixed_steps is not None:
+            generation.can_mix_steps = loaded.replays_mixed_steps
+        if settings.speculation is not None:
+            _enable_speculation(generation, settings.speculation)
     core = EngineCore(
         loaded.runner,
         scheduler,
@@ -51,6 +59,7 @@ def build_core(
     core.max_queue_s = settings.max_queue_seconds
     core.sleeper = loaded.sleeper
     core.background = loaded.background
+    core.idle_work = loaded.idle_work
     if loaded.adapters is not None:
         core.adapters = loaded.adapters
         loaded.adapters.in_use = core.adapters_in_use
@@ -106,8 +115,18 @@ def _generation_limits(spec: ModelSpec, settings: Resolved) -> GenerationLimits:
         max_queued_tokens=settings.max_queued_tokens,
         prefix_caching=settings.generate_prefixes,
         vocab_size=spec.vocab_size,
-        separate_prefill=settings.graphs,
+        separate_prefill=settings.graphs and not settings.target_itl_s,
+        mixed_needs_graph=settings.graphs,
+        target_itl_s=settings.target_itl_s,
+        max_partial_prefills=settings.max_partial_prefills,
     )
+
+
+def _enable_speculation(generation: GenerationScheduler, config: SpeculativeConfig) -> None:
+    def prompt_lookup(slots: SlotTable) -> PromptLookup:
+        return PromptLookup(slots, config.num_speculative_tokens, config.min_ngram, config.max_ngram)
+
+    generation.enable_speculation(prompt_lookup, is_adaptive=config.adaptive)
 
 
 def _token_bytes(spec: ModelSpec, params: PoolingParams) -> int:

@@ -41,6 +41,7 @@ from penstock.runner.base import (
     AdapterStats,
     AdapterStore,
     BackgroundSteps,
+    IdleWork,
     Runner,
     Sleeper,
 )
@@ -128,6 +129,8 @@ class EngineCore:
         self.grammars: Grammars | None = None  # compiles grammars before their requests join `generation`
         self.max_queue_s = 0.0  # until a request starts; 0: no limit
         self.background: BackgroundSteps | None = None  # None: nothing interrupts a step
+        self.idle_work: IdleWork | None = None  # None: the runner has none
+        self._last_busy_s = clock()  # when something last ran or waited
         self.sleeper: Sleeper | None = None  # None: this engine cannot sleep
         self.why_not_sleep = "this engine cannot sleep"  # where it has no sleeper
         self.adapters: AdapterStore | None = None  # None: requests have no adapters
@@ -383,7 +386,26 @@ class EngineCore:
             return outcomes + self._fail_all(self.device_failure)
         self._launch_comparison()
         self._launch()
+        if self.idle_work is not None and (outcomes or self.busy):
+            self._last_busy_s = self.clock()
         return outcomes
+
+    def idle_work_due_s(self) -> float | None:
+        """When the runner may do what no request waits for; None: it has nothing to do, or others run."""
+        if self.idle_work is None or self.busy:
+            return None
+        min_idle_s = self.idle_work.min_idle_s
+        return None if min_idle_s is None else self._last_busy_s + min_idle_s
+
+    def run_idle_work(self) -> None:
+        """Let the runner do a short piece of such work, if it is due. The owner calls this when it has waited
+        for requests and none has come."""
+        due_s = self.idle_work_due_s()
+        if due_s is None or self.idle_work is None or self.clock() < due_s:
+            return
+        self.mark_launch(self.clock())
+        self.idle_work.run_idle()
+        self.mark_launch(0.0)
 
     def forget_cached(self) -> None:
         """Forget cached prefixes and vectors, whose contents are lost. Nothing may be in flight."""

@@ -225,6 +225,8 @@ class ExpandedTexts(Sequence[str]):
 
 
 def num_chars(texts: Sequence[str]) -> int:
+    if type(texts) is list:  # nearly always
+        return len(texts[0]) if len(texts) == 1 else sum(map(len, texts))
     return texts.num_chars if isinstance(texts, ExpandedTexts) else sum(map(len, texts))
 
 

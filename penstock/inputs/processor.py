@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -92,6 +92,8 @@ class InputProcessor:
             )
         if spec.lower_case:
             tokenizer.lower_case()
+        if spec.begin_token is not None:
+            tokenizer.begin_with(spec.begin_token)
         self.static = None if spec.static is None else StaticInputs(spec.static, tokenizer)
         after = spec.pooling.after
         self._instruction_end = InstructionEnd(tokenizer, after) if after is not None else None
@@ -317,7 +319,8 @@ class InputProcessor:
             raise refuse_images(self.spec.name)
         limit = truncation_limit(options.truncate_prompt_tokens, self.spec.max_model_len)
         make = partial(self.join, request_id, params=params, options=options, from_text=True)
-        return self.content.join(rows, contents, limit, make)
+        pools = params.task is not Task.TOKEN_EMBED
+        return self.content.join(rows, contents, limit, make, pools=pools)
 
     def _late_request(
         self,
@@ -371,9 +374,21 @@ class InputProcessor:
 
     def prompt(self, options: InputOptions) -> str:
         """The prompt before each text. For a late-interaction model the default input type is `document`."""
+        is_unnamed = options.prompt_name is options.input_type is options.adapter is None
+        if is_unnamed and options.prompt is options.instruction is None:
+            return self._default_prompt
+        return self._choose_prompt(options)
+
+    @cached_property
+    def _default_prompt(self) -> str:
+        return self._choose_prompt(DEFAULT_OPTIONS)
+
+    def _choose_prompt(self, options: InputOptions) -> str:
         explicit = (options.prompt_name, options.prompt, options.instruction, options.input_type)
         if options.adapter in self.spec.prompts and not any(explicit):
             options = replace(options, prompt_name=options.adapter)
+        if options.adapter in self.spec.query_adapters and options.prompt is None:
+            options = replace(options, prompt_name="query", input_type=None)
         sources = (options.prompt_name, options.prompt, options.instruction, self.spec.default_prompt_name)
         is_document = self.late is not None and all(source is None for source in sources)
         return choose_prompt(
@@ -404,8 +419,8 @@ class InputProcessor:
         return np.minimum(lengths - 1, length).astype(np.int32)
 
     def _check_range(self, token_ids: Ints) -> None:
-        low, high = int(token_ids.min()), int(token_ids.max())
-        if low < 0 or high >= self.spec.vocab_size:
+        if np.maximum.reduce(token_ids.view(np.uint32)) >= self.spec.vocab_size:  # negative ones are large
+            low, high = int(token_ids.min()), int(token_ids.max())
             wrong = low if low < 0 else high
             raise BadValue(
                 f"input has token id {wrong}; the model's token ids are 0 to {self.spec.vocab_size - 1}",
@@ -464,7 +479,7 @@ def split_inputs(inputs: Any, *, allow_empty_text: bool = True) -> tuple[list[st
 
 
 def _check_not_empty(lengths: Ints) -> None:
-    if not lengths.all():
+    if np.count_nonzero(lengths) < len(lengths):
         raise BadValue(f"input {int(np.argmin(lengths))} has no tokens; give at least one", param="input")
 
 
@@ -493,7 +508,7 @@ def _id_slice(row: Any, index: int) -> Ints:
     try:
         wide = np.array(row, dtype=np.int64)
         ids = wide.astype(np.int32)
-        if (wide == ids).all():
+        if not np.count_nonzero(wide != ids):
             return ids
     except OverflowError:
         pass

@@ -54,12 +54,12 @@ def framed(frame: TextFrame, prompt: str) -> str:
     """The prompt as it is written before a text; where there is none, what begins a text without it."""
     if frame.prompted is None:
         return prompt
-    if not prompt:
-        return frame.begin
     if frame.ends_sentences:
         prompt = prompt.strip()
         if prompt and not unicodedata.category(prompt[-1]).startswith("P"):
             prompt += "."
+    if not prompt:
+        return frame.begin
     return frame.prompted.replace("{prompt}", prompt)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -32,11 +32,12 @@ from penstock.inputs.long_texts import (
     num_chars,
     windows,
 )
-from penstock.inputs.words import WordTokenizer
+from penstock.inputs.words import MAX_TEXT_CHARS, WordTokenizer
 from penstock.types import Ints
 
 log = logging.getLogger(__name__)
 TokenStyle = Literal["byte_level", "metaspace", "wordpiece", "plain"]
+_MAX_THREAD_CHARS = 1024  # of texts that are tokenised one by one on the caller's thread
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte-fallback token
 
 
@@ -141,6 +142,7 @@ class Tokenizer:
         """Lower-case texts before any other normalisation. Special tokens in a text are not changed."""
         first, rest = normalizers.Lowercase(), self._rust.normalizer
         self._rust.normalizer = first if rest is None else normalizers.Sequence([first, rest])
+        self.__dict__.pop("words", None)
 
     def without_special_tokens(self) -> None:
         """Add no special tokens to a text, whatever a caller asks for."""
@@ -148,7 +150,8 @@ class Tokenizer:
             single="$A", pair="$A $B", special_tokens=[]
         )
         self.prefix = self.suffix = 0
-        self.__dict__.pop("frame", None)
+        for name in ("frame", "_frame_bytes"):
+            self.__dict__.pop(name, None)
 
     @cached_property
     def unknown_id(self) -> int | None:
@@ -162,15 +165,15 @@ class Tokenizer:
     @cached_property
     def words(self) -> WordTokenizer | None:
         """Tokenises texts by their words, without special tokens; None if the tokenizer cannot."""
-        return WordTokenizer.of(self._rust, self._encode_bare)
+        return WordTokenizer.of(self._rust, partial(self._encode_whole, add_special_tokens=False))
 
     def encode(
         self, texts: Sequence[str], add_special_tokens: bool = True, limit: RowLimit | None = None
     ) -> list[Ints]:
         """The tokens of each text. With a limit, a text that is far too long is rejected, or its row has only
         as many tokens as are needed to truncate it, and one more at least."""
-        if num_chars(texts) <= _max_whole_chars(limit):
-            return self._encode(texts, add_special_tokens)
+        if (size := num_chars(texts)) <= (MAX_WINDOW_CHARS if limit is None else limit.max_whole_chars):
+            return self._encode(texts, add_special_tokens, size)
         rows: list[Ints] = []
         for window in windows(texts):
             if max_chars(window) <= _max_whole_chars(limit):
@@ -187,9 +190,28 @@ class Tokenizer:
             rows += new
         return rows
 
-    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[Ints]:
+    def _encode(
+        self, texts: Sequence[str], add_special_tokens: bool, max_size: int | None = None
+    ) -> list[Ints]:
+        """The tokens of texts, by their words if they are known. No text has more than `max_size` characters;
+        None: not known."""
+        if max_size is None or max_size > MAX_TEXT_CHARS:
+            max_size = max_chars(texts)
+        if self.words is None or max_size > MAX_TEXT_CHARS:
+            return self._encode_whole(texts, add_special_tokens)
+        rows = self.words.encode_rows(texts)
+        if add_special_tokens:
+            begin, end = self._frame_bytes
+            return [np.frombuffer(begin + row + end, dtype=np.int32) for row in rows]
+        return [np.frombuffer(row, dtype=np.int32) for row in rows]
+
+    def _encode_whole(self, texts: Sequence[str], add_special_tokens: bool) -> list[Ints]:
+        encode = partial(self._rust.encode_batch_fast, add_special_tokens=add_special_tokens)
         try:
-            encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            if num_chars(texts) > _MAX_THREAD_CHARS:
+                encodings = encode(list(texts))
+            else:  # a list of several texts is handed to other threads, which takes more time
+                encodings = [encoding for text in texts for encoding in encode([text])]
         except (TypeError, UnicodeEncodeError) as error:
             raise BadValue(f"the text cannot be encoded: {error}", param="input") from None
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
@@ -254,6 +276,7 @@ class Tokenizer:
     def add_special_tokens(self, tokens: Sequence[str]) -> None:
         """Add tokens with the next free ids; those that the vocabulary has already stay as they are."""
         self._rust.add_special_tokens(list(tokens))
+        self.__dict__.pop("words", None)
         self.vocab_size = self._rust.get_vocab_size(with_added_tokens=True)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -336,6 +359,11 @@ class Tokenizer:
         return ids[: self.prefix], ids[len(ids) - self.suffix :]
 
     @cached_property
+    def _frame_bytes(self) -> tuple[bytes, bytes]:
+        begin, end = self.frame
+        return begin.tobytes(), end.tobytes()
+
+    @cached_property
     def pair_frame(self) -> PairFrame:
         """The special tokens of the tokenizer's own pair template."""
         first, second = (self._rust.encode(text, add_special_tokens=False).ids for text in ("a", "b"))
@@ -361,6 +389,16 @@ class Tokenizer:
             for text, row in zip(texts, found, strict=True)
         ]
 
+    def begin_with(self, token: str) -> None:
+        """Frame texts by this token alone, whatever the model's files add."""
+        if (number := self._rust.token_to_id(token)) is None:
+            raise ModelLoadError(
+                f"the tokenizer has no token {token!r}, with which texts begin", param="model"
+            )
+        self._set_frame([token], [], {token: number})
+        self.prefix, self.suffix = 1, 0
+        self.__dict__.pop("frame", None)
+
     def _add_frame(self, frame: TextFrame, file: Path) -> None:
         """Frame texts by what tokenizer_config.json asks for, instead of what tokenizer.json adds."""
         ids: dict[str, int] = {}
@@ -381,6 +419,9 @@ class Tokenizer:
             " ".join(map(str, self.token_strings(given))),
             " ".join(map(str, self.token_strings(wanted))),
         )
+        self._set_frame(before, after, ids)
+
+    def _set_frame(self, before: list[str], after: list[str], ids: dict[str, int]) -> None:
         first, second = (
             [*(f"{t}:{n}" for t in before), text, *(f"{t}:{n}" for t in after)]
             for n, text in enumerate(("$A:0", "$B:1"))

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import bind, cdiv, jit, next_power_of_2, num_warps_for, tl
+from penstock.kernels.language import bind, cdiv, jit, next_power_of_2, num_warps_for, tl, wait_for_inputs
 from penstock.kernels.quantize import Quantized, empty_quantized, store_quantized
 
 # Activation names of `layers.activation` → the code that kernels use.
@@ -68,7 +68,7 @@ def activate(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     return tl.maximum(x, 0.0)
 
 
-@jit()
+@jit(overlaps=True)
 def _bias_act(
     x: tl.tensor,
     bias: tl.tensor,
@@ -77,6 +77,7 @@ def _bias_act(
     KIND: tl.constexpr,
     BIAS: tl.constexpr,
 ) -> None:
+    wait_for_inputs()
     parts: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     cols = (program % parts) * BLOCK + tl.arange(0, BLOCK)
@@ -111,7 +112,7 @@ def bias_act_(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
     return x
 
 
-@jit()
+@jit(overlaps=True)
 def _bias_act_quantized(
     x: tl.tensor,
     bias: tl.tensor,
@@ -122,6 +123,7 @@ def _bias_act_quantized(
     KIND: tl.constexpr,
     BIAS: tl.constexpr,
 ) -> None:
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < WIDTH
@@ -155,7 +157,7 @@ def bias_act_quantized(x: Tensor, bias: Tensor | None, act: str) -> Quantized:
     return out
 
 
-@jit()
+@jit(overlaps=True)
 def _gated_activation(
     x: tl.tensor,
     out: tl.tensor,
@@ -164,6 +166,7 @@ def _gated_activation(
     KIND: tl.constexpr,
     GATE_FIRST: tl.constexpr,
 ) -> None:
+    wait_for_inputs()
     parts: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     cols = (program % parts) * BLOCK + tl.arange(0, BLOCK)
@@ -198,7 +201,7 @@ def gated_activation(x: Tensor, act: str, gate_first: bool) -> Tensor:
     return out
 
 
-@jit()
+@jit(overlaps=True)
 def _gated_activation_quantized(
     x: tl.tensor,
     values: tl.tensor,
@@ -208,6 +211,7 @@ def _gated_activation_quantized(
     KIND: tl.constexpr,
     GATE_FIRST: tl.constexpr,
 ) -> None:
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < WIDTH

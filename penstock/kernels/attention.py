@@ -15,7 +15,19 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from penstock.kernels.language import bind, cdiv, jit, next_power_of_2, num_warps_for, replay, tl
+from penstock.kernels.blockwise import quantize_group
+from penstock.kernels.cached_kv import LayerCache
+from penstock.kernels.language import (
+    bind,
+    cdiv,
+    from_fp8,
+    jit,
+    next_power_of_2,
+    num_warps_for,
+    replay,
+    tl,
+    wait_for_inputs,
+)
 
 MAX_SHORT_LENGTH = 64  # tokens of the longest row whose scores one program holds
 _LOG2E = 1.4426950408889634
@@ -33,8 +45,7 @@ class FlashTiling(NamedTuple):
 class CachedKeyValues(NamedTuple):
     """The KV cache, and the slots of each row's earlier tokens, row after row."""
 
-    keys: Tensor  # [slots, kv heads, dim]
-    values: Tensor  # [slots, kv heads, dim]
+    cache: LayerCache
     slots: Tensor  # int32 [cached tokens]
 
 
@@ -125,7 +136,7 @@ def _distance_bias(bias: tl.tensor, head: tl.tensor, ahead: tl.tensor, REACH: tl
     return added
 
 
-@jit(unspecialized=("cu_lengths", "limits"))
+@jit(unspecialized=("cu_lengths", "limits"), overlaps=True)
 def _short(
     query: tl.tensor,
     key: tl.tensor,
@@ -147,6 +158,7 @@ def _short(
     LIMITED: tl.constexpr,
     REACH: tl.constexpr,  # of the bias; -1: there is none
 ) -> None:
+    wait_for_inputs()
     program = tl.program_id(0)
     head = program % HEADS
     row = program // HEADS
@@ -192,7 +204,8 @@ def _bound_short(
     _check_head_strides(dim, query, key, value)
     return bind(
         _short,
-        (0, 1, 2, 3, 4, 5 if limited else 4, 4 if reach is None else 5 + limited),
+        # The query stands in for an absent bias, for whose alignment the kernel is compiled.
+        (0, 1, 2, 3, 4, 5 if limited else 4, 0 if reach is None else 5 + limited),
         QUERY_STRIDE=query[0],
         KEY_STRIDE=key[0],
         VALUE_STRIDE=value[0],
@@ -251,6 +264,8 @@ def _key_tile(
     value: tl.tensor,
     first_key: tl.tensor,
     slots: tl.tensor,
+    key_scales: tl.tensor,  # of this head, with FP8
+    value_scales: tl.tensor,
     start: tl.tensor,
     place: tl.tensor,
     seen: tl.tensor,
@@ -271,6 +286,8 @@ def _key_tile(
     MASKED: tl.constexpr,
     PAGED: tl.constexpr,
     REACH: tl.constexpr,
+    FP8: tl.constexpr,  # keys and values are, and have scales
+    KV_HEADS: tl.constexpr,
 ) -> tl.tensor:
     """Add one tile of keys to the running softmax."""
     other = start + tl.arange(0, KEYS)
@@ -291,7 +308,12 @@ def _key_tile(
     else:
         k = tl.load(key + at[:, None] * KEY_STRIDE + comp[None, :], mask=comp[None, :] < DIM, other=0.0)
         v = tl.load(value + at[:, None] * VALUE_STRIDE + comp[None, :], mask=comp[None, :] < DIM, other=0.0)
-    scores = tl.dot(q, tl.trans(k))
+    if FP8:
+        by_key = tl.load(key_scales + at * KV_HEADS, mask=other < seen, other=0.0)
+        by_value = tl.load(value_scales + at * KV_HEADS, mask=other < seen, other=0.0)
+        scores = tl.dot(q, tl.trans(from_fp8(k, q))) * by_key[None, :]
+    else:
+        scores = tl.dot(q, tl.trans(k))
     if REACH >= 0:
         scores = scores * scale + _distance_bias(bias, head, other[None, :] - place[:, None], REACH)
         scale = 1.0
@@ -309,11 +331,14 @@ def _key_tile(
     if MASKED and (CAUSAL or WINDOW >= 0):  # a query that has seen no key yet must not count this tile
         weights = tl.where(visible, weights, 0.0)
     total = total * shrink + tl.sum(weights, axis=1)
+    if FP8:
+        weights *= by_value[None, :]
+        v = from_fp8(v, q)
     context = tl.dot(weights.to(v.dtype), v, context * shrink[:, None])
     return total, larger, context
 
 
-@jit(unspecialized=("cu_lengths", "cu_keys", "limits", "slots", "tiles"))
+@jit(unspecialized=("cu_lengths", "cu_keys", "limits", "slots", "tiles"), overlaps=True)
 def _flash(
     query: tl.tensor,
     key: tl.tensor,
@@ -325,6 +350,8 @@ def _flash(
     old_key: tl.tensor,
     old_value: tl.tensor,
     slots: tl.tensor,
+    old_key_scales: tl.tensor,  # fp32 [slots, kv heads], with FP8
+    old_value_scales: tl.tensor,
     bias: tl.tensor,
     sinks: tl.tensor,
     tiles: tl.tensor,
@@ -345,7 +372,9 @@ def _flash(
     OLD_STRIDE: tl.constexpr,
     REACH: tl.constexpr,  # of the bias; -1: there is none
     SINKS: tl.constexpr,
+    FP8: tl.constexpr,  # cached keys and values are
 ) -> None:
+    wait_for_inputs()
     program = tl.program_id(0)
     head = program % HEADS
     tile = (program // HEADS) % tiles
@@ -377,6 +406,9 @@ def _flash(
     if PAGED:  # first the cached keys, all of which come before the queries
         old_key += (head // GROUP) * DIM
         old_value += (head // GROUP) * DIM
+        if FP8:
+            old_key_scales += head // GROUP
+            old_value_scales += head // GROUP
         slots += first_key - begin  # after the cached tokens of the rows before
         near = 0
         if WINDOW >= 0:
@@ -386,15 +418,19 @@ def _flash(
             full = before // KEYS * KEYS
             for start in range(0, full, KEYS):
                 total, largest, context = _key_tile(
-                    q, old_key, old_value, first_key, slots, start, place, before, comp, bias, head, scale,
+                    q, old_key, old_value, first_key, slots, old_key_scales, old_value_scales,
+                    start, place, before, comp, bias, head, scale,
                     total, largest, context,
                     OLD_STRIDE, OLD_STRIDE, DIM, BLOCK_DIM, KEYS, False, WINDOW, False, True, REACH,
+                    FP8, HEADS // GROUP,
                 )  # fmt: skip
         for start in range(full, before, KEYS):
             total, largest, context = _key_tile(
-                q, old_key, old_value, first_key, slots, start, place, before, comp, bias, head, scale,
+                q, old_key, old_value, first_key, slots, old_key_scales, old_value_scales,
+                start, place, before, comp, bias, head, scale,
                 total, largest, context,
                 OLD_STRIDE, OLD_STRIDE, DIM, BLOCK_DIM, KEYS, False, WINDOW, True, True, REACH,
+                FP8, HEADS // GROUP,
             )  # fmt: skip
         first_key = begin
         seen = length
@@ -415,15 +451,17 @@ def _flash(
             whole = high // KEYS * KEYS
         for start in range(low, whole, KEYS):
             total, largest, context = _key_tile(
-                q, key, value, first_key, slots, start, place, seen, comp, bias, head, scale,
+                q, key, value, first_key, slots, slots, slots, start, place, seen, comp, bias, head, scale,
                 total, largest, context,
                 KEY_STRIDE, VALUE_STRIDE, DIM, BLOCK_DIM, KEYS, CAUSAL, WINDOW, False, False, REACH,
+                False, HEADS // GROUP,
             )  # fmt: skip
     for start in range(whole, high, KEYS):
         total, largest, context = _key_tile(
-            q, key, value, first_key, slots, start, place, seen, comp, bias, head, scale,
+            q, key, value, first_key, slots, slots, slots, start, place, seen, comp, bias, head, scale,
             total, largest, context,
             KEY_STRIDE, VALUE_STRIDE, DIM, BLOCK_DIM, KEYS, CAUSAL, WINDOW, True, False, REACH,
+            False, HEADS // GROUP,
         )  # fmt: skip
     context = context / total[:, None]
     tl.store(
@@ -445,6 +483,7 @@ def _bound_flash(
     window: int | None,
     limited: bool,
     cached_stride: int | None,
+    is_cached_fp8: bool,
     tiles: FlashTiling | None,
     has_earlier_keys: bool,
     reach: int | None,
@@ -453,7 +492,8 @@ def _bound_flash(
     """The bound kernel, and the number of queries that one of its programs holds."""
     given = 5 + has_earlier_keys + limited
     cached = (1, 2, 4) if cached_stride is None else (given, given + 1, given + 2)
-    next_given = given + (0 if cached_stride is None else 3)
+    scales = (given + 3, given + 4) if is_cached_fp8 else (0, 0)
+    next_given = given + (0 if cached_stride is None else 3) + (2 if is_cached_fp8 else 0)
     _check_head_strides(dim, query, key, value)
     chosen = flash_tiling_for(dim) if tiles is None else tiles
     launch = bind(
@@ -463,8 +503,11 @@ def _bound_flash(
             5 if has_earlier_keys else 4,
             given - 1 if limited else 4,
             *cached,
-            4 if reach is None else next_given,
-            4 if not has_sinks else next_given + (reach is not None),
+            *scales,
+            # The kernel is compiled for the alignment of scales and of these two. Where they are absent, the
+            # query takes their place: cu_lengths may begin anywhere in the step's integers.
+            0 if reach is None else next_given,
+            0 if not has_sinks else next_given + (reach is not None),
         ),
         QUERY_STRIDE=query[0],
         KEY_STRIDE=key[0],
@@ -482,6 +525,7 @@ def _bound_flash(
         OLD_STRIDE=0 if cached_stride is None else cached_stride,
         REACH=-1 if reach is None else reach,
         SINKS=has_sinks,
+        FP8=is_cached_fp8,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
     )
@@ -521,7 +565,8 @@ def flash_attention(
     rows = cu_lengths.shape[0] - 1
     if rows and tokens:
         strides = query.stride(), key.stride(), value.stride()
-        cached_stride = None if cached is None else cached.keys.stride(0)
+        cached_stride = None if cached is None else cached.cache.keys.stride(0)
+        scales = () if cached is None else cached.cache.scales
         limited = limits is not None
         launch, queries = _bound_flash(
             *strides,
@@ -532,6 +577,7 @@ def flash_attention(
             window,
             limited,
             cached_stride,
+            bool(scales),
             tiles,
             cu_keys is not None,
             None if bias is None else bias.reach,
@@ -540,7 +586,8 @@ def flash_attention(
         count = cdiv(max_length, queries)
         optional: tuple[Tensor, ...] = () if cu_keys is None else (cu_keys,)
         optional = optional if limits is None else (*optional, limits)
-        optional = optional if cached is None else (*optional, *cached)
+        if cached is not None:
+            optional = (*optional, cached.cache.keys, cached.cache.values, cached.slots, *scales)
         optional = optional if bias is None else (*optional, bias.kernel_values)
         optional = optional if sinks is None else (*optional, sinks)
         programs = rows * heads * count
@@ -553,53 +600,71 @@ def flash_attention(
     return out
 
 
-@jit(unspecialized=("slots",))
+@jit(unspecialized=("slots",), overlaps=True)
 def _write_kv_cache(
     key: tl.tensor,
     value: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
     slots: tl.tensor,
+    key_scales: tl.tensor,  # fp32 [slots, HEADS], with FP8
+    value_scales: tl.tensor,
     KEY_STRIDE: tl.constexpr,
     VALUE_STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    FP8: tl.constexpr,
 ) -> None:
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
         return
-    cols = tl.arange(0, BLOCK)
-    inside = cols < WIDTH
-    tl.store(keys + slot * WIDTH + cols, tl.load(key + token * KEY_STRIDE + cols, mask=inside), mask=inside)
-    tl.store(
-        values + slot * WIDTH + cols, tl.load(value + token * VALUE_STRIDE + cols, mask=inside), mask=inside
-    )
+    head = tl.arange(0, BLOCK_HEADS)
+    at = head[:, None] * DIM + tl.arange(0, BLOCK_DIM)[None, :]
+    inside = (head[:, None] < HEADS) & (tl.arange(0, BLOCK_DIM)[None, :] < DIM)
+    own_key = tl.load(key + token * KEY_STRIDE + at, mask=inside, other=0.0)
+    own_value = tl.load(value + token * VALUE_STRIDE + at, mask=inside, other=0.0)
+    if FP8:
+        by_head = slot * HEADS + head
+        own_key, scale = quantize_group(own_key.to(tl.float32), keys)
+        tl.store(key_scales + by_head, scale, mask=head < HEADS)
+        own_value, scale = quantize_group(own_value.to(tl.float32), values)
+        tl.store(value_scales + by_head, scale, mask=head < HEADS)
+    tl.store(keys + slot * (HEADS * DIM) + at, own_key, mask=inside)
+    tl.store(values + slot * (HEADS * DIM) + at, own_value, mask=inside)
 
 
 @lru_cache(maxsize=256)
-def _bound_write_kv_cache(key: _Strides, value: _Strides, heads: int, dim: int) -> Callable[..., Any]:
+def _bound_write_kv_cache(
+    key: _Strides, value: _Strides, heads: int, dim: int, is_fp8: bool
+) -> Callable[..., Any]:
     _check_head_strides(dim, key, value)
-    block = next_power_of_2(heads * dim)
+    block_heads, block_dim = next_power_of_2(heads), next_power_of_2(dim)
     return bind(
         _write_kv_cache,
+        (*range(5), *((5, 6) if is_fp8 else (0, 0))),
         KEY_STRIDE=key[0],
         VALUE_STRIDE=value[0],
-        WIDTH=heads * dim,
-        BLOCK=block,
-        num_warps=num_warps_for(block),
+        HEADS=heads,
+        DIM=dim,
+        BLOCK_HEADS=block_heads,
+        BLOCK_DIM=block_dim,
+        FP8=is_fp8,
+        num_warps=num_warps_for(block_heads * block_dim),
     )
 
 
-def write_kv_cache(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+def write_kv_cache(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """Write key and value [tokens, kv heads, dim] to their slots of the KV cache.
 
-    `slots` is int32 [tokens], -1 for none; keys and values are contiguous [slots, kv heads, dim]. Strides of
-    key and value are as in `short_attention`.
+    `slots` is int32 [tokens], -1 for none; keys and values of the cache are contiguous. Strides of key and
+    value are as in `short_attention`.
     """
     tokens, heads, dim = key.shape
-    assert keys.is_contiguous() and values.is_contiguous()
+    assert cache.keys.is_contiguous() and cache.values.is_contiguous()
     if tokens:
-        _bound_write_kv_cache(key.stride(), value.stride(), heads, dim)(
-            tokens, key, value, keys, values, slots
-        )
+        launch = _bound_write_kv_cache(key.stride(), value.stride(), heads, dim, bool(cache.scales))
+        launch(tokens, key, value, cache.keys, cache.values, slots, *cache.scales)

@@ -12,7 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import cdiv, jit, next_power_of_2, num_warps_for, tl, use_kernel
+from penstock.kernels.language import (
+    cdiv,
+    jit,
+    next_power_of_2,
+    num_warps_for,
+    tl,
+    use_kernel,
+    wait_for_inputs,
+)
+from penstock.kernels.limits import limits_of, num_stages
 from penstock.kernels.quantize import FP8, FP8_MAX
 
 GROUP = 128  # values along each axis that share a scale
@@ -89,7 +98,7 @@ def quantize_group(value: tl.tensor, like: tl.tensor) -> tuple[tl.tensor, tl.ten
     return scaled.to(like.dtype.element_ty), largest / 448.0
 
 
-@jit()
+@jit(overlaps=True)
 def _quantize_groups(
     x: tl.tensor,
     values: tl.tensor,
@@ -99,6 +108,7 @@ def _quantize_groups(
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,  # groups per program
 ) -> None:
+    wait_for_inputs()
     parts: tl.constexpr = (GROUPS + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // parts).to(tl.int64)
     group = (tl.program_id(0) % parts) * BLOCK + tl.arange(0, BLOCK)
@@ -138,7 +148,7 @@ def quantize_groups(x: Tensor) -> GroupQuantized:
     return out
 
 
-@jit(unspecialized=("rows",))
+@jit(unspecialized=("rows",), overlaps=True)
 def _block_matmul(
     x: tl.tensor,  # [rows, K], in fp8, or with PLAIN not quantised yet
     x_scales: tl.tensor,  # fp32 [rows, ⌈K / 128⌉]
@@ -160,6 +170,7 @@ def _block_matmul(
 ) -> None:
     """Compute one tile. Programs that run at the same time share few weights and rows, which stay in the
     cache."""
+    wait_for_inputs()
     groups: tl.constexpr = (K + 127) // 128
     down = tl.cdiv(rows, BLOCK_M)
     across: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -261,6 +272,9 @@ def dense_block_matmul(
         and weight.scales.is_contiguous()
     )
     out = torch.empty((rows, outputs), dtype=dtype, device=values.device)
+    tile_bytes = GROUP * (tile.rows * values.itemsize + tile.cols)
+    quantized_bytes = 0 if isinstance(x, GroupQuantized) else GROUP * tile.rows
+    stages = num_stages(tile.stages, tile_bytes, limits_of(values.device), quantized_bytes)
     if rows:
         _block_matmul[(cdiv(rows, tile.rows) * cdiv(outputs, tile.cols),)](
             values,
@@ -281,6 +295,6 @@ def dense_block_matmul(
             BLOCK_N=tile.cols,
             AHEAD=8,
             num_warps=tile.warps,
-            num_stages=tile.stages,
+            num_stages=stages,
         )
     return out

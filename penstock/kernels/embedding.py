@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import bind, jit, next_power_of_2, num_warps_for, tl
+from penstock.kernels.language import bind, jit, next_power_of_2, num_warps_for, tl, wait_for_inputs
 
 
 def embed_reference(
@@ -34,7 +34,7 @@ def embed_reference(
     return F.layer_norm(out, weight.shape, weight, bias, eps)
 
 
-@jit(unspecialized=("ids", "positions", "types"))
+@jit(unspecialized=("ids", "positions", "types"), overlaps=True)
 def _embed(
     ids: tl.tensor,
     words: tl.tensor,
@@ -53,6 +53,7 @@ def _embed(
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
 ) -> None:
+    wait_for_inputs()
     token = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     inside = cols < WIDTH

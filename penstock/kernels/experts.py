@@ -21,10 +21,12 @@ from penstock.kernels.blockwise import (
     quantize_group,
     quantize_groups,
 )
-from penstock.kernels.language import cdiv, jit, next_power_of_2, tl
+from penstock.kernels.language import cdiv, jit, next_power_of_2, tl, wait_for_inputs
+from penstock.kernels.limits import limits_of, num_stages
 
 MAX_EXPERTS, MAX_CHOSEN_EXPERTS = 1024, 16
-_SINGLE_PROGRAM_SIZE = 1 << 13  # tokens × experts that a single program routes, which saves a launch
+_FEW_TOKENS = 4  # of a program that chooses experts, one for each warp
+_MAX_ORDERED_SLOTS = 1 << 12  # that the program of each expert reads as a whole
 _CHUNK_SIZE = 1 << 13  # tokens × experts per program otherwise
 
 
@@ -124,27 +126,24 @@ def _write_order(
     tl.store(order + begins[None, :] + before, taken, mask=here)
 
 
-@jit(unspecialized=("experts", "counts", "order", "tiles", "tokens", "count", "rows"))
+@jit(unspecialized=("experts", "counts", "tokens"), overlaps=True)
 def _route(
     logits: tl.tensor,  # [tokens, EXPERTS]
     shares: tl.tensor,
-    experts: tl.tensor,  # int32 [slots], used if there are several chunks
-    counts: tl.tensor,  # int32 [chunks, BLOCK], number of tokens of each expert, used likewise
-    order: tl.tensor,
-    tiles: tl.tensor,
+    experts: tl.tensor,  # int32 [slots]
+    counts: tl.tensor,  # int32 [chunks, BLOCK], number of tokens of each expert
     tokens: tl.tensor,
-    count: tl.tensor,  # number of tiles
-    rows: tl.tensor,  # rows per tile
     EXPERTS: tl.constexpr,
     CHOSEN: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    ALONE: tl.constexpr,  # there is one chunk, and its program also sorts the tokens
+    COUNTS: tl.constexpr,  # write `counts`
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_CHOSEN: tl.constexpr,
 ) -> None:
     """Take the softmax of a chunk of tokens and its largest values, one after the other; the first of
     equal ones."""
+    wait_for_inputs()
     token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     number = tl.arange(0, BLOCK)
     nth = tl.arange(0, BLOCK_CHOSEN)
@@ -159,32 +158,69 @@ def _route(
     # A NaN token must still choose experts that exist; its shares become NaN below.
     odds = tl.where(odds == odds, odds, 0.0)
     odds = tl.where(number[None, :] < EXPERTS, odds, -2.0)
-    taken = tl.full((CHUNK, BLOCK), -1, tl.int32)
+    taken = tl.zeros((CHUNK, BLOCK), tl.int32)
     chosen = tl.zeros((CHUNK, BLOCK_CHOSEN), tl.float32)
     for n in tl.static_range(CHOSEN):
         best, expert = tl.max(odds, axis=1, return_indices=True)
         hit = number[None, :] == expert[:, None]
         odds = tl.where(hit, -1.0, odds)
-        taken = tl.where(hit, token[:, None] * CHOSEN + n, taken)
+        if COUNTS:
+            taken = tl.where(hit, 1, taken)
         chosen = tl.where(nth[None, :] == n, best[:, None], chosen)
-        if not ALONE:
-            tl.store(experts + token * CHOSEN + n, expert, mask=inside)
+        tl.store(experts + token * CHOSEN + n, expert, mask=inside)
     if NORMALIZE:
         chosen = chosen / tl.sum(chosen, axis=1)[:, None]
     chosen = tl.where((total == total)[:, None], chosen, float("nan"))
     kept = inside[:, None] & (nth[None, :] < CHOSEN)
     tl.store(shares + token[:, None] * CHOSEN + nth[None, :], chosen, mask=kept)
-    taken = tl.where(inside[:, None], taken, -1)
-    sizes = tl.sum((taken >= 0).to(tl.int32), axis=0)
-    if ALONE:
-        begins = tl.cumsum(sizes, axis=0) - sizes
-        _write_order(order, taken, begins)
-        _write_tiles(tiles, sizes, begins, count, 0, 1, rows, EXPERTS, BLOCK)
-    else:
+    if COUNTS:
+        sizes = tl.sum(tl.where(inside[:, None], taken, 0), axis=0)
         tl.store(counts + tl.program_id(0) * BLOCK + number, sizes)
 
 
-@jit(unspecialized=("experts", "counts", "order", "tiles", "tokens", "chunks", "count", "rows"))
+@jit(unspecialized=("experts", "order", "tiles", "slots", "count", "rows"), overlaps=True)
+def _order_by_expert(
+    experts: tl.tensor,  # int32 [slots]
+    order: tl.tensor,
+    tiles: tl.tensor,
+    slots: tl.tensor,
+    count: tl.tensor,  # number of tiles
+    rows: tl.tensor,  # rows per tile
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+) -> None:
+    """Order the slots of one expert and write its tiles. Each program counts all slots for itself, so none
+    waits for another."""
+    wait_for_inputs()
+    own = tl.program_id(0)
+    number = tl.arange(0, BLOCK)
+    slot = tl.arange(0, SLOTS)
+    chosen = tl.load(experts + slot, mask=slot < slots, other=-1)
+    sizes = tl.histogram(tl.maximum(chosen, 0), BLOCK, mask=slot < slots)
+    needed = (sizes + (rows - 1)) // rows
+    begin = tl.sum(tl.where(number < own, sizes, 0), axis=0)
+    end = begin + tl.sum(tl.where(number == own, sizes, 0), axis=0)
+    is_own = chosen == own
+    before = tl.cumsum(is_own.to(tl.int32), axis=0) - 1
+    tl.store(order + begin + before, slot, mask=is_own)
+    first = tl.sum(tl.where(number < own, needed, 0), axis=0)
+    own_tiles = (end - begin + (rows - 1)) // rows
+    for start in range(0, own_tiles, 16):
+        nth = start + tl.arange(0, 16)
+        at = tiles + (first + nth) * 4
+        tl.store(at, own + nth * 0, mask=nth < own_tiles)
+        tl.store(at + 1, begin + nth * rows, mask=nth < own_tiles)
+        tl.store(at + 2, end + nth * 0, mask=nth < own_tiles)
+    unused = tl.sum(needed, axis=0)
+    for start in range(unused + own * 16, count, EXPERTS * 16):
+        tile = start + tl.arange(0, 16)
+        tl.store(tiles + tile * 4, EXPERTS + tile * 0, mask=tile < count)
+
+
+@jit(
+    unspecialized=("experts", "counts", "order", "tiles", "tokens", "chunks", "count", "rows"), overlaps=True
+)
 def _sort_by_expert(
     experts: tl.tensor,
     counts: tl.tensor,
@@ -200,6 +236,7 @@ def _sort_by_expert(
     BLOCK: tl.constexpr,
 ) -> None:
     """Put the tokens of a chunk behind those of earlier chunks, in the range of each expert."""
+    wait_for_inputs()
     program = tl.program_id(0)
     number = tl.arange(0, BLOCK)
     sizes = tl.zeros((BLOCK,), tl.int32)
@@ -226,41 +263,49 @@ def max_num_tiles(slots: int, experts: int, rows: int) -> int:
 
 
 def route(logits: Tensor, chosen: int, normalize: bool, rows: int) -> Routes:
-    """Route each token by its logits [tokens, experts], in tiles of `rows`."""
+    """Route each token by its logits [tokens, experts], in tiles of `rows`.
+
+    The slots of few tokens are ordered by one program for each expert, which reads all of them. Those of many
+    are counted and sorted by chunk.
+    """
     tokens, experts = logits.shape
     assert logits.is_contiguous() and experts <= MAX_EXPERTS and chosen <= min(experts, MAX_CHOSEN_EXPERTS)
     slots, device, block = tokens * chosen, logits.device, max(16, next_power_of_2(experts))
-    tiles = max_num_tiles(slots, experts, rows)
-    alone = max(16, next_power_of_2(tokens)) * block <= _SINGLE_PROGRAM_SIZE
-    chunk = max(16, next_power_of_2(tokens)) if alone else max(16, _CHUNK_SIZE // block)
+    tiles, counted = max_num_tiles(slots, experts, rows), slots > _MAX_ORDERED_SLOTS
+    chunk = max(16, _CHUNK_SIZE // block) if counted else _FEW_TOKENS
+    warps = chunk if not counted else 16 if chunk * block >= _CHUNK_SIZE else 8
     chunks = cdiv(tokens, chunk)
-    numbers = torch.empty(2 * slots + tiles * 4 + chunks * block, dtype=torch.int32, device=device)
-    order, table, taken, counts = numbers.split([slots, tiles * 4, slots, chunks * block])
+    num_counts = chunks * block if counted else 0
+    numbers = torch.empty(2 * slots + tiles * 4 + num_counts, dtype=torch.int32, device=device)
+    order, table, taken, counts = numbers.split([slots, tiles * 4, slots, num_counts])
     shares = torch.empty(slots, dtype=torch.float32, device=device)
-    if tokens:
-        sizes = {"EXPERTS": experts, "CHOSEN": chosen, "CHUNK": chunk, "BLOCK": block}
-        warps = 16 if chunk * block >= _SINGLE_PROGRAM_SIZE else 8
-        _route[(chunks,)](
-            logits,
-            shares,
-            taken,
-            counts,
-            order,
-            table,
-            tokens,
-            tiles,
-            rows,
-            NORMALIZE=normalize,
-            ALONE=alone,
-            BLOCK_CHOSEN=next_power_of_2(chosen),
-            **sizes,
-            num_warps=warps,
+    routes = Routes(shares, order, table.view(tiles, 4))
+    if not tokens:
+        return routes
+    sizes = {"EXPERTS": experts, "BLOCK": block}
+    _route[(chunks,)](
+        logits,
+        shares,
+        taken,
+        counts if counted else taken,
+        tokens,
+        CHOSEN=chosen,
+        CHUNK=chunk,
+        NORMALIZE=normalize,
+        COUNTS=counted,
+        BLOCK_CHOSEN=next_power_of_2(chosen),
+        **sizes,
+        num_warps=warps,
+    )
+    if not counted:
+        held = max(1024, next_power_of_2(slots))
+        _order_by_expert[(experts,)](
+            taken, order, table, slots, tiles, rows, SLOTS=held, **sizes, num_warps=4
         )
-        if not alone:
-            _sort_by_expert[(chunks,)](
-                taken, counts, order, table, tokens, chunks, tiles, rows, **sizes, num_warps=warps
-            )
-    return Routes(shares, order, table.view(tiles, 4))
+        return routes
+    integers = taken, counts, order, table, tokens, chunks, tiles, rows
+    _sort_by_expert[(chunks,)](*integers, CHOSEN=chosen, CHUNK=chunk, **sizes, num_warps=warps)
+    return routes
 
 
 @jit()
@@ -287,7 +332,7 @@ def _scaled_dot(
     return total
 
 
-@jit(unspecialized=("order", "tiles"))
+@jit(unspecialized=("order", "tiles"), overlaps=True)
 def _expert_matmul(
     x: tl.tensor,  # [tokens, K] for the first product, [slots, K] in sorted order for the second
     x_scales: tl.tensor,  # fp32 [.., ⌈K / 128⌉], with FORM 1
@@ -314,6 +359,8 @@ def _expert_matmul(
 ) -> None:
     """Compute one tile of an expert's rows. Tiles of the same rows run together and share them in the
     cache."""
+    if FIRST:
+        wait_for_inputs()
     across: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     groups: tl.constexpr = (K + 127) // 128
     halves: tl.constexpr = 2 if GATED else 1
@@ -321,6 +368,8 @@ def _expert_matmul(
     part = tl.program_id(0) % across
     expert = tl.load(tiles + tile * 4)
     if expert >= EXPERTS:
+        if not FIRST:  # else the next kernel could start before the first product has ended
+            wait_for_inputs()
         return
     first = tl.load(tiles + tile * 4 + 1)
     end = tl.load(tiles + tile * 4 + 2)
@@ -346,6 +395,8 @@ def _expert_matmul(
     if FORM != 0:
         scale = tl.load(s_at)
         other_scale = tl.load(s_at + share * groups) if GATED else scale
+    if not FIRST:  # the routes were written before the first product
+        wait_for_inputs()
     if FORM == 1:
         by_row = tl.load(x_scales + source * groups)
     for start in range(0, K, BLOCK_K):
@@ -402,7 +453,7 @@ def _expert_matmul(
         tl.store(out + at, value.to(out.dtype.element_ty), mask=kept)
 
 
-@jit()
+@jit(overlaps=True)
 def _sum_experts(
     expert_outputs: tl.tensor,  # [tokens · CHOSEN, WIDTH]
     residual: tl.tensor,
@@ -414,6 +465,7 @@ def _sum_experts(
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    wait_for_inputs()
     parts: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // parts).to(tl.int64)
     cols = (tl.program_id(0) % parts) * BLOCK + tl.arange(0, BLOCK)
@@ -532,6 +584,10 @@ def expert_matmul(
     gated = gated and kind is not None
     outputs //= 2 if gated else 1
     form = 0 if not isinstance(weight, BlockQuantized) else 1 if isinstance(x, GroupQuantized) else 2
+    depth = tile.depth if form == 0 else GROUP
+    tile_bytes = depth * (rows * given.itemsize + (2 if gated else 1) * tile.cols * values.itemsize)
+    quantized_bytes = rows * depth if form == 2 else 0  # rows that the product quantises
+    stages = num_stages(tile.stages, tile_bytes, limits_of(values.device), quantized_bytes)
     _expert_matmul[(len(routes.tiles) * cdiv(outputs, tile.cols),)](
         given,
         given_scales,
@@ -552,7 +608,7 @@ def expert_matmul(
         SWAP=tile.swap,
         BLOCK_M=rows,
         BLOCK_N=tile.cols,
-        BLOCK_K=tile.depth if form == 0 else GROUP,
+        BLOCK_K=depth,
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=stages,
     )

@@ -8,13 +8,13 @@ this saves a pass over memory, and also power, which limits such steps.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.activation import ACTIVATION_CODES, gated_activation_reference
+from penstock.kernels.hopper import act_of, corner, descriptor, num_programs, tile_rows_together
 from penstock.kernels.language import HAS_GLUON, cdiv, gluon_jit, is_precompiling, use_kernel
 from penstock.kernels.quantize import Activations
 
@@ -27,7 +27,6 @@ if HAS_GLUON:
         warpgroup_mma,
         warpgroup_mma_wait,
     )
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 else:
     gl = None
 
@@ -35,7 +34,6 @@ _ROWS = 128  # rows of a tile, half of them for each group of warps that multipl
 _COLS = 128  # columns of the gate in a tile, and as many of up
 _INNER = 64  # values of each row that one copy brings; the shared layout takes no more
 _STAGES = 4  # tiles that are being copied or used; they fill the shared memory
-_TILE_ROWS_PER_GROUP = 17  # rows of tiles computed together, so that their inputs stay in the L2 cache
 # The multiprocessors take tiles in rounds. With fewer rounds, or too many idle multiprocessors in the last
 # one, the smaller tiles of the matrix library are faster.
 _MIN_ROUNDS, _MIN_OCCUPANCY = 3, 0.86
@@ -45,27 +43,6 @@ _DTYPES = (torch.bfloat16, torch.float16)
 def gate_up_reference(x: Tensor, weight: Tensor, act: str, gate_first: bool) -> Tensor:
     """x [tokens, inner], weight [2 · width, inner] → act(gate) · up [tokens, width]."""
     return gated_activation_reference(x @ weight.t(), act, gate_first)
-
-
-@gluon_jit()
-def _act(x: gl.tensor, KIND: gl.constexpr) -> gl.tensor:
-    if KIND == 0:
-        return 0.5 * x * (1.0 + gl.erf(x * 0.7071067811865476))
-    if KIND == 1:  # 0.5 · (1 + tanh(u)) is sigmoid(2u)
-        return x / (1.0 + gl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-    if KIND == 2:
-        return x / (1.0 + gl.exp(-x))
-    return gl.maximum(x, 0.0)
-
-
-@gluon_jit()
-def _corner(tile: gl.tensor, grid: gl.tuple, ROWS: gl.constexpr, COLS: gl.constexpr) -> gl.tuple:
-    """First row and column of a tile. Tiles go down `group` rows before the next column."""
-    down, across, group = grid
-    first = tile // (group * across) * group
-    rows = min(down - first, group)
-    within = tile % (group * across)
-    return (first + within % rows) * ROWS, within // rows * COLS
 
 
 @gluon_jit()
@@ -84,7 +61,7 @@ def _copy(
     xs, weights, full, free = shared
     step = 0
     for tile in range(gl.program_id(0), grid[0] * grid[1], gl.num_programs(0)):
-        row, col = _corner(tile, grid, ROWS, COLS)
+        row, col = corner(tile, grid, ROWS, COLS)
         for k in range(0, inner, INNER):
             stage = step % STAGES
             mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
@@ -117,7 +94,7 @@ def _multiply(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * COLS, 16])
     step = 0
     for tile in range(gl.program_id(0), grid[0] * grid[1], gl.num_programs(0)):
-        row, col = _corner(tile, grid, ROWS, COLS)
+        row, col = corner(tile, grid, ROWS, COLS)
         both = gl.zeros((OWN, 2 * COLS), gl.float32, LAYOUT)
         for k in range(0, inner, INNER):
             stage = step % STAGES
@@ -131,7 +108,7 @@ def _multiply(
         both = warpgroup_mma_wait(0, (both,))
         mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
         first, second = gl.split(gl.permute(gl.reshape(both, (OWN, 2, COLS)), (0, 2, 1)))
-        value = _act(first, KIND) * second if GATE_FIRST else _act(second, KIND) * first
+        value = act_of(first, KIND) * second if GATE_FIRST else act_of(second, KIND) * first
         tma.store_wait(0)  # wait until the tile before is written
         place.store(value.to(out.dtype))
         fence_async_shared()
@@ -178,26 +155,6 @@ def _gate_up(
     )
 
 
-def _descriptor(x: Tensor, rows: int, cols: int) -> Any:
-    """A descriptor with which the copy engine reads or writes blocks of this many rows and columns."""
-    block = [rows, cols]
-    return TensorDescriptor(x, [*x.shape], [*x.stride()], block, _layout(rows, cols, x.dtype))
-
-
-@lru_cache(maxsize=16)
-def _layout(rows: int, cols: int, dtype: torch.dtype) -> Any:
-    kind = gl.bfloat16 if dtype is torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([rows, cols], kind)
-
-
-@lru_cache(maxsize=8)
-def _num_programs(device: int) -> int:
-    """Number of programs, one per multiprocessor. 0: the kernel does not run on this device."""
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return 0
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 class GateUp:
     """Compute `gate_up_reference` for one weight, which must not move. For large products only."""
 
@@ -205,8 +162,8 @@ class GateUp:
         both, self.inner = weight.shape
         self.width = both // 2
         self.dtype = weight.dtype
-        self.programs = _num_programs(weight.device.index or 0)
-        self.weight = _descriptor(weight, _COLS, _INNER)
+        self.programs = num_programs(weight.device.index or 0)
+        self.weight = descriptor(weight, _COLS, _INNER)
         self.constants = {
             "ROWS": _ROWS,
             "COLS": _COLS,
@@ -225,7 +182,7 @@ class GateUp:
             return None
         both, inner = weight.shape
         aligned = both % 16 == 0 and inner % 8 == 0 and weight.data_ptr() % 16 == 0
-        if not aligned or not weight.is_contiguous() or not _num_programs(weight.device.index or 0):
+        if not aligned or not weight.is_contiguous() or not num_programs(weight.device.index or 0):
             return None
         return cls(weight, act, gate_first)
 
@@ -244,8 +201,8 @@ class GateUp:
         if not tokens:
             return out
         down, across = cdiv(tokens, _ROWS), cdiv(self.width, _COLS)
-        group = cdiv(down, cdiv(down, _TILE_ROWS_PER_GROUP))  # groups of nearly equal height
-        given = _descriptor(x, _ROWS, _INNER), self.weight, _descriptor(out, _ROWS // 2, _COLS)
+        group = tile_rows_together(down)
+        given = descriptor(x, _ROWS, _INNER), self.weight, descriptor(out, _ROWS // 2, _COLS)
         numbers = tokens, self.width, self.inner, group
         _gate_up[(min(down * across, self.programs),)](*given, *numbers, **self.constants)
         return out

@@ -19,6 +19,7 @@ from torch import Tensor
 
 log = logging.getLogger("penstock.kernels")
 
+MAX_COMPILER_THREADS = 8  # more than that wait for one another
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None and (IS_INTERPRETED or torch.cuda.is_available())
 
@@ -28,12 +29,24 @@ if HAS_TRITON:
 else:
     triton = tl = None
 
+CAN_WAIT = False  # kernels can wait for the one before them; else they are launched after it
+if HAS_TRITON and not IS_INTERPRETED:
+    try:
+        from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+        from triton.language.target_info import cuda_capability_geq
+    except ImportError:
+        log.info("this release of Triton cannot overlap launches")
+    else:
+        CAN_WAIT = True
+
 __all__ = [
     "HAS_GLUON",
     "HAS_TRITON",
     "IS_INTERPRETED",
+    "MAX_COMPILER_THREADS",
     "bind",
     "cdiv",
+    "from_fp8",
     "gluon_jit",
     "is_precompiling",
     "jit",
@@ -44,6 +57,7 @@ __all__ = [
     "set_kernel_devices",
     "tl",
     "use_kernel",
+    "wait_for_inputs",
 ]
 
 
@@ -79,23 +93,67 @@ def use_kernel(x: Tensor) -> bool:
     return bool(_devices) and x.device.type in _devices
 
 
-def jit(*, unspecialized: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
+def jit(
+    *, unspecialized: tuple[str, ...] = (), overlaps: bool = False
+) -> Callable[[Callable[..., Any]], Any]:
     """Make a kernel. `unspecialized` names arguments that change from step to step.
 
     Triton would otherwise compile again when a count becomes a multiple of 16, or when a slice of the step's
-    integers has another alignment.
+    integers has another alignment. With `overlaps` the kernel may be launched while the kernel before it
+    ends: it must call `wait_for_inputs` before it reads or writes anything of a step.
     """
     if not HAS_TRITON:
         return lambda function: function
     if _LAUNCHES_DIRECTLY:
         from penstock.kernels.launch import Kernel
 
-        return lambda function: Kernel(function, unspecialized)
+        return lambda function: Kernel(function, unspecialized, overlaps=overlaps)
     names = list(unspecialized)
     decorate: Callable[[Callable[..., Any]], Any] = triton.jit(
         do_not_specialize=names, do_not_specialize_on_alignment=names
     )
     return decorate
+
+
+if CAN_WAIT:
+
+    @triton.jit
+    def wait_for_inputs() -> None:
+        """Wait until the kernel before this one has ended, and let the next one be launched meanwhile (PDL).
+
+        Without overlapping launches, and before Hopper, this does nothing.
+        """
+        if cuda_capability_geq(9, 0):
+            gdc_wait()
+            gdc_launch_dependents()
+
+    @triton.jit
+    def from_fp8(x: tl.tensor, like: tl.tensor) -> tl.tensor:
+        """Values in the half-precision type of `like`. Before Hopper there is no direct way to bfloat16."""
+        if cuda_capability_geq(9, 0):
+            wide = x.to(like.dtype)
+        else:
+            wide = x.to(tl.float32).to(like.dtype)
+        return wide
+
+elif HAS_TRITON:
+
+    @triton.jit
+    def wait_for_inputs() -> None:
+        """Kernels run one after another."""
+
+    @triton.jit
+    def from_fp8(x: tl.tensor, like: tl.tensor) -> tl.tensor:
+        """Values in the type of `like`."""
+        return x.to(tl.float32).to(like.dtype)
+
+else:
+
+    def wait_for_inputs() -> None:
+        """Called by kernels only."""
+
+    def from_fp8(x: Any, like: Any) -> Any:
+        """Called by kernels only."""
 
 
 def gluon_jit(*, unspecialized: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
@@ -108,7 +166,7 @@ def gluon_jit(*, unspecialized: tuple[str, ...] = ()) -> Callable[[Callable[...,
 
 
 def precompile(threads: int) -> AbstractContextManager[None] | None:
-    """A context in which launches only compile, in several threads. None: this Triton cannot do that."""
+    """A context in which this thread's launches only compile, in several others. None: this Triton cannot."""
     if not _LAUNCHES_DIRECTLY:
         return None
     from penstock.kernels import launch
@@ -117,7 +175,7 @@ def precompile(threads: int) -> AbstractContextManager[None] | None:
 
 
 def is_precompiling() -> bool:
-    """Whether launches only compile. A model should then launch every kernel that it may use later."""
+    """Whether this thread's launches only compile. A model should then launch all kernels that it may use."""
     if not _LAUNCHES_DIRECTLY:
         return False
     from penstock.kernels import launch

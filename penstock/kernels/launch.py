@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial, reduce
+from contextvars import ContextVar
+from functools import lru_cache, partial, reduce
 from operator import attrgetter, itemgetter, or_
 from typing import Any, NamedTuple
 
@@ -29,7 +30,8 @@ from penstock.kernels.triton_internals import (
 
 _INT32 = 1 << 31
 MAX_COMPILED = 1024  # compiled kernels that a `Kernel` remembers
-_precompiling = False  # kernels are compiled and not run
+# Whether kernels are compiled and not run. Only by the thread that says so: others may need their results.
+_precompiling: ContextVar[bool] = ContextVar("penstock_precompiling", default=False)
 
 
 class Compiled(NamedTuple):
@@ -104,9 +106,13 @@ class Kernel(JITFunction):  # type: ignore[misc]
     Positional arguments are tensors and numbers, keyword arguments are constants and compile options.
     """
 
-    def __init__(self, function: Callable[..., Any], unspecialized: tuple[str, ...]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], unspecialized: tuple[str, ...], *, overlaps: bool = False
+    ) -> None:
+        """`overlaps`: see `language.jit`."""
         names = list(unspecialized)
         super().__init__(function, do_not_specialize=names, do_not_specialize_on_alignment=names)
+        self.overlaps = overlaps
         self.compiled_kernels: dict[tuple[Any, ...], Compiled] = {}
         self.num_direct_launches = 0
         parameters = triton_internals.parameters(self)
@@ -147,7 +153,9 @@ class Kernel(JITFunction):  # type: ignore[misc]
 
     def launch_by_triton(self, grid: tuple[int, ...], args: Sequence[Any], constants: dict[str, Any]) -> Any:
         """Launch on Triton's own path and return the compiled kernel. While precompiling, only compile."""
-        return launch_by_triton(self, grid, args, constants, compile_only=_precompiling)
+        if self.overlaps and _can_overlap():
+            constants = {**constants, "launch_pdl": True}  # direct launches take it from what was compiled
+        return launch_by_triton(self, grid, args, constants, compile_only=_precompiling.get())
 
     def bind(self, tensor_order: tuple[int, ...] | None, **constants: Any) -> BoundKernel:
         """The kernel with its constants and compile options; see `language.bind`."""
@@ -165,6 +173,15 @@ class Kernel(JITFunction):  # type: ignore[misc]
         if launcher is None:
             return None
         return Compiled(*launcher, tuple(constants[name] for name in self._constants))
+
+
+@lru_cache(maxsize=1)
+def _can_overlap() -> bool:
+    """Whether the GPUs can launch a kernel before the one ahead of it has ended."""
+    from penstock.kernels.language import CAN_WAIT
+
+    has_gpu = torch.version.cuda is not None and torch.cuda.is_available()
+    return CAN_WAIT and has_gpu and torch.cuda.get_device_capability() >= (9, 0)
 
 
 class GluonKernel(Kernel, GluonJITFunction):  # type: ignore[misc]
@@ -189,21 +206,21 @@ class _Compilers(ThreadPoolExecutor):
 
 @contextmanager
 def precompile(threads: int) -> Iterator[None]:
-    """A context in which launches only compile, in several threads. Outputs keep their old contents.
+    """A context in which launches of this thread only compile, in several threads. Outputs keep their old
+    contents.
 
     All kernels are compiled when the context ends.
     """
-    global _precompiling
     with _Compilers(threads) as pool, triton_internals.compile_in(pool):
-        _precompiling = True
+        token = _precompiling.set(True)
         try:
             yield
         finally:
-            _precompiling = False
+            _precompiling.reset(token)
 
 
 def is_precompiling() -> bool:
-    return _precompiling
+    return _precompiling.get()
 
 
 class BoundKernel:

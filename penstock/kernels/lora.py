@@ -138,13 +138,17 @@ def _change(
     MAX_RANK: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """B (A x) of some lines and columns, fp32."""
-    r = tl.arange(0, RANK)
-    some = tl.load(low + r[None, :], mask=here[:, None] & (r < rank)[None, :], other=0.0)
-    w = tl.load(
-        weight + col[:, None] * MAX_RANK + r[None, :], mask=own[:, None] & (r < rank)[None, :], other=0.0
-    )
-    return tl.dot(some, tl.trans(w), input_precision=PRECISION)
+    """B (A x) of some lines and columns, fp32. Long products of fp32 would take too many registers."""
+    STEP: tl.constexpr = min(RANK, 16 if PRECISION == "ieee" else 128)
+    total = tl.zeros((here.shape[0], col.shape[0]), tl.float32)
+    for first in range(0, RANK, STEP):
+        r = first + tl.arange(0, STEP)
+        some = tl.load(low + r[None, :], mask=here[:, None] & (r < rank)[None, :], other=0.0)
+        w = tl.load(
+            weight + col[:, None] * MAX_RANK + r[None, :], mask=own[:, None] & (r < rank)[None, :], other=0.0
+        )
+        total = tl.dot(some, tl.trans(w), total, input_precision=PRECISION)
+    return total
 
 
 @jit(unspecialized=("order", "tiles"))
@@ -334,7 +338,7 @@ def _bound_shrink(
         MAX_RANK=max_rank,
         TILE=tile,
         BLOCK_N=block,
-        BLOCK_K=64 if tile == LARGE_TILE else 128,
+        BLOCK_K=(128 if tile == LARGE_TILE else 256) // dtype.itemsize,
         PRECISION=_precision(dtype),
         num_warps=4,
     )

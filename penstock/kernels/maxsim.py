@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.errors import BadValue
 from penstock.kernels.language import jit
+from penstock.kernels.limits import H200, Limits, limits_of, num_stages
 
 try:
     import triton
@@ -220,23 +221,33 @@ class Tiling:
 
 
 def choose_tiling(
-    dtype: torch.dtype, dim: int, max_query_length: int, max_document_length: int, pairs: int, one_query: bool
+    dtype: torch.dtype,
+    dim: int,
+    max_query_length: int,
+    max_document_length: int,
+    pairs: int,
+    one_query: bool,
+    limits: Limits = H200,
 ) -> Tiling:
-    """Choose by shape and dtype alone, so that no call is delayed by autotuning."""
+    """Choose by shape, dtype and GPU alone, so that no call is delayed by autotuning."""
     query = min(128, max(16, triton.next_power_of_2(max_query_length)))
     group = 1
     while one_query and group < 16 and group * max_document_length <= 512 and pairs >= 4096 * group:
         group *= 2
     if dtype == torch.float32:  # no tensor cores: larger tiles would spill registers
         return Tiling(min(query, 32), 64, 32, warps=4, stages=3, group=group)
+    # Products that run beside the program keep no operands in its registers.
+    warps = 4 if query < 128 or limits.has_async_products else 8
     width = max(32, triton.next_power_of_2(dim))
     if width * dtype.itemsize > 512:
-        return Tiling(query, 64, 128 // dtype.itemsize, warps=4, stages=4, group=group)
+        return Tiling(query, 64, 128 // dtype.itemsize, warps=warps, stages=4, group=group)
     stages = 3
     if pairs <= 2048 and width * dtype.itemsize <= 256:  # few programs: fastest in benchmarks/gpu_maxsim.py
         short = query <= 32 and max_document_length <= 512
         stages, group = (2, 2 if one_query else 1) if short else (4, group)
-    return Tiling(query, 64, width, warps=4, stages=stages, group=group)
+    row_bytes = width * dtype.itemsize
+    stages = num_stages(stages, 64 * row_bytes, limits, other_bytes=query * row_bytes)
+    return Tiling(query, 64, width, warps=warps, stages=stages, group=group)
 
 
 def maxsim_triton(
@@ -275,7 +286,8 @@ def maxsim_triton(
     if tiling is None:
         longest_query = len(queries) if max_query_length is None else max_query_length
         longest = len(documents) if max_document_length is None else max_document_length
-        tiling = choose_tiling(queries.dtype, dim, longest_query, longest, pairs, one_query)
+        limits = limits_of(queries.device)
+        tiling = choose_tiling(queries.dtype, dim, longest_query, longest, pairs, one_query, limits)
     if tiling.group > 1 and not one_query:
         raise BadValue(f"a tiling with {tiling.group} pairs per program needs a single query")
     if pairs:

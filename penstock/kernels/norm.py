@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import bind, jit, next_power_of_2, num_warps_for, tl
+from penstock.kernels.language import bind, jit, next_power_of_2, num_warps_for, tl, wait_for_inputs
 from penstock.kernels.quantize import Quantized, empty_quantized, store_quantized
 
 
@@ -24,7 +24,7 @@ def add_norm_reference(
     return total, F.layer_norm(total, weight.shape, weight, bias, eps)
 
 
-@jit()
+@jit(overlaps=True)
 def _add_norm(
     x: tl.tensor,
     residual: tl.tensor,
@@ -43,6 +43,7 @@ def _add_norm(
 ) -> None:
     """With KEEP 1 write the sum to `total`, with 2 the normalised sum, with 0 nothing. With QUANTIZE `out`
     is fp8."""
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     at = row * WIDTH
     cols = tl.arange(0, BLOCK)
@@ -144,7 +145,7 @@ def norm_add_norm_reference(
     return total, F.rms_norm(total, weight.shape, weight, eps)
 
 
-@jit()
+@jit(overlaps=True)
 def _norm_add_norm(
     x: tl.tensor,
     residual: tl.tensor,
@@ -158,6 +159,7 @@ def _norm_add_norm(
     BLOCK: tl.constexpr,
     QUANTIZE: tl.constexpr,
 ) -> None:
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     at = row * WIDTH
     cols = tl.arange(0, BLOCK)

@@ -6,11 +6,14 @@ the keys of a row are split between programs, and a second pass merges the parts
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import jit, next_power_of_2, tl
+from penstock.kernels.cached_kv import LayerCache, read_slots
+from penstock.kernels.language import from_fp8, jit, next_power_of_2, tl, wait_for_inputs
 
 
 def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -24,8 +27,7 @@ def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 def paged_attention_reference(
     query: Tensor,  # [rows, heads, dim]
-    keys: Tensor,  # [slots, kv heads, dim]
-    values: Tensor,  # [slots, kv heads, dim]
+    cache: LayerCache,
     tables: Tensor,  # int32 [rows, width], the block table
     counts: Tensor,  # int32 [rows], tokens of each row, including the query
     *,
@@ -43,7 +45,7 @@ def paged_attention_reference(
     seen = places[None, :] < counts[:, None]
     if window is not None:
         seen &= places[None, :] >= counts[:, None] - 1 - window
-    k, v = (x[slots].transpose(1, 2) for x in (keys, values))  # [rows, kv heads, places, dim]
+    k, v = (x.transpose(1, 2) for x in _read(cache, slots, query.dtype))  # [rows, kv heads, places, dim]
     if softcap is None and sinks is None:
         q, mask = query[:, :, None], seen[:, None, None]
         out = F.scaled_dot_product_attention(
@@ -58,11 +60,48 @@ def paged_attention_reference(
     return (weights.to(v.dtype) @ v).reshape(rows, heads * dim)
 
 
-@jit(unspecialized=("tables", "counts", "width"))
+def _read(cache: LayerCache, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values of these slots."""
+    keys = read_slots(cache.keys, cache.key_scales, slots, dtype)
+    return keys, read_slots(cache.values, cache.value_scales, slots, dtype)
+
+
+def paged_attention_runs(
+    query: Tensor,
+    cache: LayerCache,
+    tables: Tensor,
+    counts: Tensor,
+    rows: Tensor,  # int64 [runs, width], rows that read the same blocks; shorter runs repeat a row
+    places: Tensor,  # int64 [rows], of each row in `rows`, flat
+    *,
+    block_size: int,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """`paged_attention_reference`, which gathers the keys of a run once. On a CPU gathering them takes most
+    of the time."""
+    (_, heads, dim), width = query.shape, rows.shape[1]
+    index = torch.arange(tables.shape[1] * block_size, device=query.device)
+    slots = tables[rows[:, 0]].repeat_interleave(block_size, dim=1) * block_size + index % block_size
+    ends = counts[rows][:, :, None]  # [runs, width, 1]
+    seen = index < ends
+    if window is not None:
+        seen &= index >= ends - 1 - window
+    k, v = (x.transpose(1, 2) for x in _read(cache, slots, query.dtype))
+    q = query[rows].transpose(1, 2)  # [runs, heads, width, dim]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen[:, None], scale=scale, enable_gqa=heads != k.shape[1]
+    )
+    return out.transpose(1, 2).reshape(len(rows) * width, heads * dim)[places]
+
+
+@jit(unspecialized=("tables", "counts", "width"), overlaps=True)
 def _paged(
     query: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
+    key_scales: tl.tensor,  # fp32 [slots, KV_HEADS], with FP8
+    value_scales: tl.tensor,
     tables: tl.tensor,
     counts: tl.tensor,
     out: tl.tensor,  # [rows, heads, dim], or with SPLITS fp32 [rows, heads, SPLITS, dim]
@@ -85,6 +124,7 @@ def _paged(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
+    FP8: tl.constexpr,
 ) -> None:
     """One program per row, key/value head and part of the keys, for all query heads that share them."""
     program = tl.program_id(0)
@@ -92,6 +132,9 @@ def _paged(
     kv = (program // SPLITS) % KV_HEADS
     row = program // SPLITS // KV_HEADS
     count = tl.load(counts + row)
+    if count == 0:  # a padding row
+        wait_for_inputs()
+        return
     first = 0
     if WINDOW >= 0:
         first = tl.maximum(count - 1 - WINDOW, 0)
@@ -103,6 +146,7 @@ def _paged(
     comp = tl.arange(0, BLOCK_DIM)
     heads = kv * GROUP + group
     whole = (group[:, None] < GROUP) & (comp[None, :] < DIM)
+    wait_for_inputs()  # counts and block tables come from the host and are there already
     q = tl.load(
         query + row.to(tl.int64) * QUERY_STRIDE + heads[:, None] * DIM + comp[None, :], mask=whole, other=0.0
     )
@@ -117,11 +161,17 @@ def _paged(
         place = start + tl.arange(0, TILE)
         inside = (place < count) & (place >= first)
         page = tl.load(tables + row * width + place // PAGE, mask=place < count, other=0).to(tl.int64)
-        slot = (page * PAGE + place % PAGE) * SLOT_STRIDE + kv * DIM
+        number = page * PAGE + place % PAGE
+        slot = number * SLOT_STRIDE + kv * DIM
         here = inside[:, None] & (comp[None, :] < DIM)
         k = tl.load(keys + slot[:, None] + comp[None, :], mask=here, other=0.0)
         v = tl.load(values + slot[:, None] + comp[None, :], mask=here, other=0.0)
-        scores = tl.dot(q, tl.trans(k)) * scale
+        if FP8:
+            by_key = tl.load(key_scales + number * KV_HEADS + kv, mask=inside, other=0.0)
+            by_value = tl.load(value_scales + number * KV_HEADS + kv, mask=inside, other=0.0)
+            scores = tl.dot(q, tl.trans(from_fp8(k, q))) * (scale * by_key)[None, :]
+        else:
+            scores = tl.dot(q, tl.trans(k)) * scale
         if CAPPED:  # tanh through exp, which stays finite for any cap in use
             scaled = scores / cap
             scores = cap * (1.0 - 2.0 / (tl.exp(2.0 * scaled) + 1.0))
@@ -130,7 +180,11 @@ def _paged(
         decay = tl.exp2(largest - new_largest)
         weights = tl.where(inside[None, :], tl.exp2(scores - new_largest[:, None]), 0.0)
         total = total * decay + tl.sum(weights, axis=1)
-        context = context * decay[:, None] + tl.dot(weights.to(v.dtype), v)
+        if FP8:
+            weighted = tl.dot((weights * by_value[None, :]).to(q.dtype), from_fp8(v, q))
+        else:
+            weighted = tl.dot(weights.to(v.dtype), v)
+        context = context * decay[:, None] + weighted
         largest = new_largest
     if SPLITS == 1:
         context = context / total[:, None]
@@ -143,8 +197,9 @@ def _paged(
         tl.store(sums + place * 2 + 1, total, mask=group < GROUP)
 
 
-@jit()
+@jit(unspecialized=("counts",), overlaps=True)
 def _merge_splits(
+    counts: tl.tensor,
     parts: tl.tensor,  # fp32 [rows, heads, SPLITS, dim]
     sums: tl.tensor,  # fp32 [rows, heads, SPLITS, 2]
     out: tl.tensor,  # [rows, heads, dim]
@@ -155,7 +210,10 @@ def _merge_splits(
     SPLITS: tl.constexpr,
 ) -> None:
     """Merge the parts of one row and head, each weighted by its share of the softmax."""
+    wait_for_inputs()
     program = tl.program_id(0).to(tl.int64)
+    if tl.load(counts + program // HEADS) == 0:
+        return
     part = tl.arange(0, SPLITS)
     comp = tl.arange(0, BLOCK_DIM)
     largest = tl.load(sums + (program * SPLITS + part) * 2)
@@ -168,8 +226,19 @@ def _merge_splits(
     tl.store(out + at + comp, context.to(out.dtype.element_ty), mask=comp < DIM)
 
 
-_TILE_KEYS = 64  # keys per step of a program
 _MIN_PROGRAMS = 512  # with fewer programs, keys are split
+_MIN_SPLIT_KEYS = 256  # of a part, where the keys of a row are split
+
+
+class PagedTiling(NamedTuple):
+    keys: int  # keys per iteration of a program
+    warps: int
+    stages: int
+
+
+def tiling_for(dim: int) -> PagedTiling:
+    """The tiling for heads of this size."""
+    return PagedTiling(64, 4, 3) if dim <= 128 else PagedTiling(32, 4, 2)
 
 
 def num_splits_for(rows: int, kv_heads: int, most: int) -> int:
@@ -178,15 +247,14 @@ def num_splits_for(rows: int, kv_heads: int, most: int) -> int:
     It depends only on numbers of the plan, which are known before anything is launched.
     """
     splits = 1
-    while splits < 16 and rows * kv_heads * splits < _MIN_PROGRAMS and most > 4 * _TILE_KEYS * splits:
+    while splits < 16 and rows * kv_heads * splits < _MIN_PROGRAMS and most > _MIN_SPLIT_KEYS * splits:
         splits *= 2
     return splits
 
 
 def paged_attention(
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    cache: LayerCache,
     tables: Tensor,
     counts: Tensor,
     *,
@@ -197,12 +265,14 @@ def paged_attention(
     sinks: Tensor | None = None,
     out: Tensor,
     splits: int | None = None,
+    tiling: PagedTiling | None = None,
 ) -> None:
     """Compute `paged_attention_reference` into `out` [rows, heads · dim], whose rows may be strided.
 
-    The heads of a token must be contiguous.
+    The heads of a token must be contiguous. Rows without keys are padding: nothing is written for them.
     """
     rows, heads, dim = query.shape
+    keys, values, key_scales, value_scales = cache
     kv_heads, width = keys.shape[1], tables.shape[1]
     assert query.stride()[1:] == (dim, 1) and keys.is_contiguous() and values.is_contiguous()
     if splits is None:
@@ -213,15 +283,18 @@ def paged_attention(
         into = torch.empty((rows, heads, splits, dim), dtype=torch.float32, device=query.device)
         sums = torch.empty((rows, heads, splits, 2), dtype=torch.float32, device=query.device)
     group, block_dim = heads // kv_heads, max(16, next_power_of_2(dim))
+    tiling = tiling or tiling_for(dim)
     _paged[(rows * kv_heads * splits,)](
         query,
         keys,
         values,
+        keys if key_scales is None else key_scales,
+        values if value_scales is None else value_scales,
         tables,
         counts,
         into,
         sums,
-        counts if sinks is None else sinks,
+        query if sinks is None else sinks,
         width,
         float(scale),
         1.0 if softcap is None else float(softcap),
@@ -234,16 +307,18 @@ def paged_attention(
         DIM=dim,
         BLOCK_DIM=block_dim,
         PAGE=block_size,
-        TILE=_TILE_KEYS if block_dim <= 128 else _TILE_KEYS // 2,
+        TILE=tiling.keys,
         SPLITS=splits,
         WINDOW=-1 if window is None else window,
         CAPPED=softcap is not None,
         SINKS=sinks is not None,
-        num_warps=4,
-        num_stages=3 if block_dim <= 128 else 2,
+        FP8=key_scales is not None,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
     )
     if splits > 1:
         _merge_splits[(rows * heads,)](
+            counts,
             into,
             sums,
             out,

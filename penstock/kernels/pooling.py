@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import bind, cdiv, jit, next_power_of_2, num_warps_for, tl
+from penstock.kernels.language import bind, cdiv, jit, next_power_of_2, num_warps_for, tl, wait_for_inputs
 
 METHODS = {"cls": 0, "last": 1, "mean": 2, "mean_sqrt_len": 3, "weighted_mean": 4, "max": 5}
 _EPS = 1e-12  # the same as F.normalize
@@ -66,7 +66,7 @@ def _pool_row(tokens: Tensor, method: str, skip: int) -> Tensor:
             return kept.amax(dim=0)
 
 
-@jit(unspecialized=("cu_lengths", "skip", "chosen"))
+@jit(unspecialized=("cu_lengths", "skip", "chosen"), overlaps=True)
 def _pool(
     hidden: tl.tensor,
     cu_lengths: tl.tensor,
@@ -83,6 +83,7 @@ def _pool(
     CHOSEN: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ) -> None:
+    wait_for_inputs()
     parts: tl.constexpr = (DIMS + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     place = program // parts
@@ -183,7 +184,7 @@ def normalize_rows_reference(
     return F.normalize(vectors.float(), dim=-1).to(dtype)
 
 
-@jit(unspecialized=("chosen", "stride"))
+@jit(unspecialized=("chosen", "stride"), overlaps=True)
 def _normalize_rows(
     vectors: tl.tensor,
     out: tl.tensor,
@@ -194,6 +195,7 @@ def _normalize_rows(
     BLOCK: tl.constexpr,
     CHOSEN: tl.constexpr,
 ) -> None:
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     source = row
     if CHOSEN:
@@ -233,7 +235,7 @@ def copy_rows_reference(vectors: Tensor, source: Tensor, store: Tensor, target: 
     store.index_copy_(0, target.long(), vectors.index_select(0, source))
 
 
-@jit(unspecialized=("source", "target"))
+@jit(unspecialized=("source", "target"), overlaps=True)
 def _copy_rows(
     vectors: tl.tensor,
     store: tl.tensor,
@@ -242,6 +244,7 @@ def _copy_rows(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    wait_for_inputs()
     number = tl.program_id(0)
     begin = tl.load(source + number).to(tl.int64) * WIDTH
     end = tl.load(target + number).to(tl.int64) * WIDTH

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import jit, next_power_of_2, num_warps_for, tl, use_kernel
+from penstock.kernels.language import jit, next_power_of_2, num_warps_for, tl, use_kernel, wait_for_inputs
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # largest value of e4m3
@@ -73,7 +73,7 @@ def store_quantized(
     tl.store(scales + row, largest / 448.0)
 
 
-@jit(unspecialized=("stride",))
+@jit(unspecialized=("stride",), overlaps=True)
 def _quantize_rows(
     x: tl.tensor,
     values: tl.tensor,
@@ -82,6 +82,7 @@ def _quantize_rows(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < WIDTH

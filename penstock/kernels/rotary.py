@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import bind, cdiv, jit, next_power_of_2, num_warps_for, tl
+from penstock.kernels.cached_kv import LayerCache
+from penstock.kernels.language import bind, cdiv, jit, next_power_of_2, num_warps_for, tl, wait_for_inputs
 
 _PAIRS_PER_PROGRAM = 1024  # pairs of components that one program rotates
 
@@ -27,10 +28,9 @@ class HeadNorms(NamedTuple):
 
 
 class KVCacheWrite(NamedTuple):
-    """The KV cache of a layer, and the slot that each token is written to."""
+    """The KV cache of a layer, which is contiguous, and the slot that each token is written to."""
 
-    keys: Tensor  # [slots, kv heads, dim], contiguous
-    values: Tensor  # [slots, kv heads, dim], contiguous
+    cache: LayerCache
     slots: Tensor  # int32 [tokens]; -1: not written
 
 
@@ -75,7 +75,30 @@ def rotate_qkv_reference(
     )
 
 
-@jit(unspecialized=("positions", "slots"))
+@jit()
+def _keep(
+    into: tl.tensor,
+    scales_at: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    one: tl.tensor,
+    two: tl.tensor,
+    is_kept: tl.tensor,
+    is_first: tl.tensor,
+    FP8: tl.constexpr,
+) -> None:
+    """Write both halves of some heads to the KV cache; in fp8 with one scale for each head."""
+    if FP8:
+        wide, other = tl.where(is_kept, one, 0.0).to(tl.float32), tl.where(is_kept, two, 0.0).to(tl.float32)
+        largest = tl.max(tl.maximum(tl.abs(wide), tl.abs(other)), axis=1)
+        largest = tl.maximum(largest, 1e-12)[:, None]
+        one, two = wide * (448.0 / largest), other * (448.0 / largest)
+        tl.store(scales_at + is_first * 0, largest / 448.0 + is_first * 0.0, mask=is_kept & is_first)
+    tl.store(into + low, one.to(into.dtype.element_ty), mask=is_kept)
+    tl.store(into + high, two.to(into.dtype.element_ty), mask=is_kept)
+
+
+@jit(unspecialized=("positions", "slots"), overlaps=True)
 def _rotate(
     qkv: tl.tensor,
     positions: tl.tensor,
@@ -86,6 +109,8 @@ def _rotate(
     keys: tl.tensor,
     values: tl.tensor,
     slots: tl.tensor,
+    key_scales: tl.tensor,  # fp32 [slots, kv heads], with FP8
+    value_scales: tl.tensor,
     eps: tl.tensor,
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -98,7 +123,9 @@ def _rotate(
     INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
     KEEP: tl.constexpr,
+    FP8: tl.constexpr,  # the cache is
 ) -> None:
+    wait_for_inputs()
     parts: tl.constexpr = (TOTAL + HEADS - 1) // HEADS
     program = tl.program_id(0)
     token = program // parts
@@ -139,19 +166,29 @@ def _rotate(
     tl.store(at + high, two, mask=rotated)
     if KEEP:
         slot = tl.load(slots + token).to(tl.int64)
+        kv_heads: tl.constexpr = TOTAL - ROTATED
         is_kept = rotated & (head >= QUERIES) & (slot >= 0)
-        into = keys + slot * ((TOTAL - ROTATED) * DIM) + (head - QUERIES) * DIM
-        tl.store(into + low, one, mask=is_kept)
-        tl.store(into + high, two, mask=is_kept)
+        into = slot * (kv_heads * DIM) + (head - QUERIES) * DIM
+        scales_at = key_scales + slot * kv_heads + (head - QUERIES)
+        _keep(keys + into, scales_at, low, high, one, two, is_kept, pair == 0, FP8)
         is_kept = inside & (head >= ROTATED) & (slot >= 0)
-        into = values + slot * ((TOTAL - ROTATED) * DIM) + (head - ROTATED) * DIM
-        tl.store(into + low, first.to(qkv.dtype.element_ty), mask=is_kept)
-        tl.store(into + high, second.to(qkv.dtype.element_ty), mask=is_kept)
+        into = slot * (kv_heads * DIM) + (head - ROTATED) * DIM
+        scales_at = value_scales + slot * kv_heads + (head - ROTATED)
+        one, two = first.to(qkv.dtype.element_ty), second.to(qkv.dtype.element_ty)
+        _keep(values + into, scales_at, low, high, one, two, is_kept, pair == 0, FP8)
 
 
 @lru_cache(maxsize=256)
 def _bound_rotate(
-    total: int, queries: int, keys: int, dim: int, size: int, interleaved: bool, norm: bool, keep: bool
+    total: int,
+    queries: int,
+    keys: int,
+    dim: int,
+    size: int,
+    interleaved: bool,
+    norm: bool,
+    keep: bool,
+    is_fp8: bool,
 ) -> tuple[Callable[..., Any], int]:
     """The bound kernel, and the number of programs per token."""
     if (norm or keep) and size != dim:
@@ -162,9 +199,10 @@ def _bound_rotate(
     given = 6 if norm else 4
     normed = (4, 5) if norm else (0, 0)
     kept = (given, given + 1, given + 2) if keep else (0, 0, 1)
+    scales = (given + 3, given + 4) if is_fp8 else (0, 0)
     launch = bind(
         _rotate,
-        (0, 1, 2, 3, *normed, *kept),
+        (0, 1, 2, 3, *normed, *kept, *scales),
         WIDTH=total * dim,
         QUERIES=queries,
         ROTATED=queries + keys,
@@ -176,6 +214,7 @@ def _bound_rotate(
         INTERLEAVED=interleaved,
         NORM=norm,
         KEEP=keep,
+        FP8=is_fp8,
         num_warps=num_warps_for(2 * block * pairs),
     )
     return launch, cdiv(heads, block)
@@ -200,7 +239,11 @@ def rotate_qkv_(
     tokens, total, dim = qkv.shape
     queries, keys = heads
     norm, kept = norms is not None, keep is not None
-    launch, parts = _bound_rotate(total, queries, keys, dim, size, interleaved, norm, kept)
+    written: tuple[Tensor, ...] = ()
+    if keep is not None:
+        written = keep.cache.keys, keep.cache.values, keep.slots, *keep.cache.scales
+    is_fp8 = len(written) > 3
+    launch, parts = _bound_rotate(total, queries, keys, dim, size, interleaved, norm, kept, is_fp8)
     assert qkv.is_contiguous()
     if tokens:
         launch(
@@ -210,7 +253,7 @@ def rotate_qkv_(
             cos,
             sin,
             *(() if norms is None else norms[:2]),
-            *(() if keep is None else keep),
+            *written,
             0.0 if norms is None else norms.eps,
         )
     query, key, value = qkv.split_with_sizes((queries, keys, keys), 1)

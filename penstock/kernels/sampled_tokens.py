@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.language import cdiv, jit, tl, use_kernel
+from penstock.kernels.language import cdiv, jit, tl, use_kernel, wait_for_inputs
 
 _BLOCK = 128
 
 
-@jit(unspecialized=("tokens", "slots", "count"))
+@jit(unspecialized=("tokens", "slots", "count"), overlaps=True)
 def _insert_sampled_tokens(
     tokens: tl.tensor, slots: tl.tensor, last: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
+    wait_for_inputs()
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + place, mask=place < count, other=-1)
     token = tl.load(last + slot, mask=slot >= 0, other=0)

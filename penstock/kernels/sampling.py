@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.language import cdiv, jit, next_power_of_2, tl
+from penstock.kernels.language import cdiv, jit, next_power_of_2, tl, wait_for_inputs
 
 LANES = 1024  # distance of the four tokens whose noise comes from one Philox counter
 TOKENS_PER_PROGRAM = 4 * LANES
@@ -22,6 +22,7 @@ PHILOX_ROUNDS = 7  # enough to pass BigCrush
 IN_PROMPT = 1 << 30  # bit of a token count: the token is in the prompt; lower bits: how often it was sampled
 NON_FINITE_LOGITS = -1  # instead of a token: a logit is NaN or +inf
 ALL_TOKENS_MASKED = -2  # instead of a token: every logit is −inf
+MAX_SEQUENCE_ROWS = 32  # of one sequence in a step that verifies proposed tokens
 SLOT_TABLE_WIDTH = 15  # columns of the slot table, which kernels address by number:
 # 0 temperature, 1 top-p, 2 min-p, 3 repetition, 4 presence, 5 frequency, 6–9 seed and stream, 10 top-k,
 # 11 row of `counts`, 12 row of `masks`, 13 row of `work`, 14 min tokens.
@@ -121,7 +122,7 @@ def argmax_tokens(values: Tensor) -> Tensor:
     return at.masked_fill_(~(most < float("inf")), NON_FINITE_LOGITS)
 
 
-@jit(unspecialized=("slots", "stride", "parts"))
+@jit(unspecialized=("slots", "stride", "parts"), overlaps=True)
 def _sample_parts(
     logits: tl.tensor,
     stride: tl.tensor,
@@ -130,6 +131,7 @@ def _sample_parts(
     positions: tl.tensor,
     work: tl.tensor,
     thresholds: tl.tensor,
+    offsets: tl.tensor,
     values: tl.tensor,
     ids: tl.tensor,
     parts: tl.tensor,
@@ -139,7 +141,9 @@ def _sample_parts(
     WIDTH: tl.constexpr,
     EDITED: tl.constexpr,
     FILTERED: tl.constexpr,
+    OFFSETS: tl.constexpr,
 ) -> None:
+    wait_for_inputs()
     program = tl.program_id(0)
     row = program // parts
     part = program % parts
@@ -156,7 +160,10 @@ def _sample_parts(
     if temperature > 0:
         zeros = tl.zeros([LANES], tl.uint32)
         c0 = (part * LANES + lanes).to(tl.uint32)
-        c1 = zeros + tl.load(positions + slot).to(tl.uint32, bitcast=True)
+        position = tl.load(positions + slot)
+        if OFFSETS:
+            position += tl.load(offsets + row)
+        c1 = zeros + position.to(tl.uint32, bitcast=True)
         k0 = zeros + tl.load(line + 6).to(tl.uint32, bitcast=True)
         k1 = zeros + tl.load(line + 7).to(tl.uint32, bitcast=True)
         c2 = zeros + tl.load(line + 8).to(tl.uint32, bitcast=True)
@@ -187,7 +194,7 @@ def _sample_parts(
     tl.store(ids + program, token)
 
 
-@jit(unspecialized=("slots", "parts", "ring"))
+@jit(unspecialized=("slots", "parts", "ring"), overlaps=True)
 def _sample_rows(
     slots: tl.tensor,
     table: tl.tensor,
@@ -206,9 +213,11 @@ def _sample_rows(
     COUNTS: tl.constexpr,
     TAIL: tl.constexpr,
     LAST: tl.constexpr,
+    ADVANCES: tl.constexpr,
     NON_FINITE: tl.constexpr,
     ALL_MASKED: tl.constexpr,
 ) -> None:
+    wait_for_inputs()
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     value = tl.load(values + row * parts + cols, mask=cols < parts, other=float("-inf"))
@@ -219,7 +228,8 @@ def _sample_rows(
     position = tl.load(positions + slot)
     reported = tl.where(most == float("inf"), NON_FINITE, tl.where(most == float("-inf"), ALL_MASKED, token))
     tl.store(out + row, reported)
-    tl.store(positions + slot, position + 1)
+    if ADVANCES:
+        tl.store(positions + slot, position + 1)
     if LAST:
         tl.store(last + slot, token)
     if COUNTS:
@@ -242,12 +252,16 @@ def sample_tokens(
     counts: Tensor | None = None,  # int32 [counted rows, vocab]
     tails: Tensor | None = None,  # int32 [slots, ring]
     last: Tensor | None = None,  # int32 [slots]
+    offsets: Tensor | None = None,  # int32 [rows], earlier rows of the same slot
 ) -> Tensor:
     """Compute `sample_tokens_reference` with the settings of the slots, and record the tokens in the slots.
 
     That advances the position and the count, and writes the ring of recent tokens and the last token. The
     recorded token is always in the vocabulary, even if the row has no valid token. Rows may be strided,
     logits may not.
+
+    With `offsets`, slots may have several rows, each at a position of its own. Then neither positions nor
+    last tokens are recorded; `accept_proposals` does that. Slots with counts or a ring have one row.
     """
     rows, vocab = logits.shape
     parts = cdiv(vocab, TOKENS_PER_PROGRAM)
@@ -264,6 +278,7 @@ def sample_tokens(
         positions,
         values if work is None else work,
         values if thresholds is None else thresholds,
+        ids if offsets is None else offsets,
         values,
         ids,
         parts,
@@ -273,6 +288,7 @@ def sample_tokens(
         WIDTH=SLOT_TABLE_WIDTH,
         EDITED=work is not None,
         FILTERED=thresholds is not None,
+        OFFSETS=offsets is not None,
         num_warps=4,
     )
     _sample_rows[(rows,)](
@@ -292,12 +308,87 @@ def sample_tokens(
         WIDTH=SLOT_TABLE_WIDTH,
         COUNTS=counts is not None,
         TAIL=tails is not None,
-        LAST=last is not None,
+        LAST=last is not None and offsets is None,
+        ADVANCES=offsets is None,
         NON_FINITE=NON_FINITE_LOGITS,
         ALL_MASKED=ALL_TOKENS_MASKED,
         num_warps=1,
     )
     return out
+
+
+def num_accepted_reference(
+    tokens: Tensor,  # int32 [rows], sampled
+    proposed: Tensor,  # int32 [rows], -1: the last row of its sequence
+    offsets: Tensor,  # int32 [rows], earlier rows of the same sequence, which stand before it
+    firsts: Tensor,  # int32 [sequences], the first row of each
+) -> Tensor:
+    """The proposals of each sequence that were sampled, up to the first that was not, int32 [sequences]."""
+    differs = torch.where((tokens == proposed) & (proposed >= 0), MAX_SEQUENCE_ROWS, offsets)
+    sequence = (offsets == 0).cumsum(0) - 1
+    most = torch.full_like(firsts, MAX_SEQUENCE_ROWS)
+    return most.scatter_reduce_(0, sequence, differs.to(most.dtype), "amin")
+
+
+def accept_proposals_reference(
+    tokens: Tensor,
+    proposed: Tensor,
+    offsets: Tensor,
+    firsts: Tensor,
+    slots: Tensor,  # [rows]
+    positions: Tensor,  # int32 [slots]
+    last: Tensor,  # int32 [slots]
+) -> None:
+    """Advance the position of each sequence's slot behind its last accepted row, and record what that row has
+    sampled as the slot's last token."""
+    accepted = num_accepted_reference(tokens, proposed, offsets, firsts)
+    rows, at = (firsts + accepted).long(), slots.long()[firsts.long()]
+    positions.index_add_(0, at, accepted + 1)
+    last.index_copy_(0, at, tokens[rows].clamp_min(0))
+
+
+@jit(unspecialized=("slots", "sequences", "rows"))
+def _accept_proposals(
+    tokens: tl.tensor,
+    proposed: tl.tensor,
+    firsts: tl.tensor,
+    slots: tl.tensor,
+    positions: tl.tensor,
+    last: tl.tensor,
+    sequences: tl.tensor,
+    rows: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    sequence = tl.program_id(0)
+    first = tl.load(firsts + sequence)
+    end = tl.load(firsts + sequence + 1, mask=sequence + 1 < sequences, other=rows)
+    index = tl.arange(0, BLOCK)
+    inside = first + index < end
+    token = tl.load(tokens + first + index, mask=inside, other=-1)
+    wanted = tl.load(proposed + first + index, mask=inside, other=-1)
+    accepted = tl.min(tl.where((token == wanted) & (wanted >= 0), BLOCK, index), axis=0)
+    newest = tl.max(tl.where(index == accepted, token, 0), axis=0)
+    slot = tl.load(slots + first)
+    tl.store(positions + slot, tl.load(positions + slot) + accepted + 1)
+    tl.store(last + slot, newest)
+
+
+def accept_proposals(
+    tokens: Tensor, proposed: Tensor, firsts: Tensor, slots: Tensor, positions: Tensor, last: Tensor
+) -> None:
+    """Compute `accept_proposals_reference` in one launch; a sequence has at most `MAX_SEQUENCE_ROWS` rows."""
+    _accept_proposals[(len(firsts),)](
+        tokens,
+        proposed,
+        firsts,
+        slots,
+        positions,
+        last,
+        len(firsts),
+        len(tokens),
+        BLOCK=MAX_SEQUENCE_ROWS,
+        num_warps=1,
+    )
 
 
 def apply_penalties_reference(

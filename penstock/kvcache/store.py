@@ -1,4 +1,8 @@
-"""The KV cache on the device, addressed by slot: block × block size + offset."""
+"""The KV cache on the device, addressed by slot: block × block size + offset.
+
+In fp8 every head of a token has a scale of its own, so that no key is out of range and no token depends on
+others.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +13,70 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.kernels.cached_kv import LayerCache, read_slots
+from penstock.kernels.quantize import FP8, quantize_rows_reference
+
 
 class KVStore:
     def __init__(
         self, layers: int, slots: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (layers, slots, kv_heads, dim)
+        """`dtype` is that of the model, or `FP8`."""
+        self._shape, self._dtype, self._device = (layers, slots, kv_heads, dim), dtype, device
+        self._allocate()
+
+    def _allocate(self) -> None:
+        shape, dtype, device = self._shape, self._dtype, self._device
         self.keys, self.values = (_zeros(shape, dtype, device) for _ in range(2))
+        self.key_scales = self.value_scales = None
+        if self.is_quantized:
+            self.key_scales, self.value_scales = (_zeros(shape[:-1], torch.float32, device) for _ in range(2))
+
+    @property
+    def is_quantized(self) -> bool:
+        return self._dtype is FP8
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.keys, self.values, self.key_scales, self.value_scales)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def clear(self) -> None:
         """Lose all keys and values. On a CPU this frees their memory until it is written again."""
-        shape, dtype, device = self.keys.shape, self.keys.dtype, self.keys.device
-        del self.keys, self.values
-        self.keys, self.values = (_zeros(shape, dtype, device) for _ in range(2))
+        del self.keys, self.values, self.key_scales, self.value_scales
+        self._allocate()
 
     @staticmethod
     def bytes_per_slot(layers: int, kv_heads: int, dim: int, dtype: torch.dtype) -> int:
-        return 2 * layers * kv_heads * dim * dtype.itemsize
+        scale_bytes = torch.float32.itemsize if dtype is FP8 else 0
+        return 2 * layers * kv_heads * (dim * dtype.itemsize + scale_bytes)
+
+    def layer(self, number: int) -> LayerCache:
+        if self.key_scales is None or self.value_scales is None:
+            return LayerCache(self.keys[number], self.values[number])
+        scales = self.key_scales[number], self.value_scales[number]
+        return LayerCache(self.keys[number], self.values[number], *scales)
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """key, value [n, kv heads, dim] into the slots [n]."""
-        self.keys[layer].index_copy_(0, slots, key)
-        self.values[layer].index_copy_(0, slots, value)
+        cache = self.layer(layer)
+        for into, scales, new in (
+            (cache.keys, cache.key_scales, key),
+            (cache.values, cache.value_scales, value),
+        ):
+            if scales is None:
+                into.index_copy_(0, slots, new)
+                continue
+            quantized = quantize_rows_reference(new.reshape(-1, new.shape[-1]))
+            # Not every device copies fp8 by index.
+            into.view(torch.uint8).index_copy_(0, slots, quantized.values.view(torch.uint8).view(new.shape))
+            scales.index_copy_(0, slots, quantized.scales.view(new.shape[:-1]))
 
-    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        return self.keys[layer].index_select(0, slots), self.values[layer].index_select(0, slots)
+    def read(self, layer: int, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of these slots, in `dtype` where they are quantised."""
+        cache = self.layer(layer)
+        key = read_slots(cache.keys, cache.key_scales, slots, dtype)
+        return key, read_slots(cache.values, cache.value_scales, slots, dtype)
 
 
 class KVCache(NamedTuple):
@@ -46,6 +89,6 @@ class KVCache(NamedTuple):
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on a CPU, pages that were never written take no memory."""
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.zeros((*shape, dtype.itemsize), dtype=torch.uint8, device=device).view(dtype).squeeze(-1)
     raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).view(shape)

@@ -29,12 +29,16 @@ from penstock.kernels.lora import (
     replace_,
     shrink,
 )
+from penstock.kernels.lora_linear import LoraLinear
 from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
 from penstock.layers.adapter_state import AdapterLines, AdapterSlots
-from penstock.layers.linear import LinearLayer
+from penstock.layers.linear import Linear, LinearLayer
 from penstock.weights.adapters import PartWeights
 
+FUSES_PRODUCTS = True  # False: separate launches for the product and its adapters, for measurements
+# Measured from here on. Fewer lines do not fill the multiprocessors with tiles of 128.
+MIN_FUSED_LINES = 2048
 _ALL_ROWS = slice(None)
 _IDENTITY_ROWS = 1024  # of the identity matrix that a weight is read with at a time
 
@@ -99,6 +103,7 @@ class AdaptedLinear:
         self.replaces: list[bool] = []  # whether a slot has a whole weight of its own
         self._low: LowRank | None = None
         self._whole: tuple[Tensor, Tensor, Tensor] | None = None  # weight, bias and flag of each slot
+        self._fused: LoraLinear | None = None  # None: this layer has no adapters yet, or does not support it
 
     @property
     def storage_rank(self) -> int:
@@ -114,11 +119,15 @@ class AdaptedLinear:
         return self.state.lines is not None and (self._low is not None or self._whole is not None)
 
     def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        lines = self.state.lines
-        if lines is None or (self._low is None and self._whole is None):
+        lines, low = self.state.lines, self._low
+        if lines is None or (low is None and self._whole is None):
             return self.base(x, residual, out)
         if not isinstance(x, Tensor):
             x = dequantize(x, self.dtype)
+        fused = self._fused_product(x, lines) if self.gate is None else None
+        if fused is not None and low is not None:
+            y = fused(x, low, lines.slots, self.state.rank, out)
+            return y if residual is None else y + residual
         y = self.plain(x, None, out)
         if use_kernel(y):
             y = self._with_kernels(y, x, lines)
@@ -134,9 +143,32 @@ class AdaptedLinear:
             return None
         if not isinstance(x, Tensor):
             x = dequantize(x, self.dtype)
+        if self.gate == (act, gate_first) and (fused := self._fused_product(x, lines)) is not None:
+            return fused(x, low, lines.slots, self.state.rank)
         both = self.plain(x, None, out)
         shrunk = shrink(x, low, lines.tiled, self.state.rank)
         return expand_gated(both, shrunk, low, lines.tiled, act, gate_first=gate_first)
+
+    def _fused_product(self, x: Tensor, lines: AdapterLines) -> LoraLinear | None:
+        """The product with the adapters inside, where it can take these lines and is the faster way. It was
+        in all layers measured while x is read once; where tiles have more slots, separate launches win."""
+        fused = self._fused
+        if fused is None or self._low is None or self._whole is not None or not FUSES_PRODUCTS:
+            return None
+        if len(x) < MIN_FUSED_LINES or not use_kernel(x):
+            return None
+        if self.state.tile_slots > fused.slots_per_pass(min(self.state.rank, self.storage_rank)):
+            return None
+        return fused if fused.serves(x, self._low, lines.slots, self.state.rank) else None
+
+    def _make_fused(self) -> LoraLinear | None:
+        plain = self.plain
+        if type(plain) is not Linear or (self.act is not None and self.fused_act is None):
+            return None
+        if self.gate is not None:
+            act, gate_first = self.gate
+            return LoraLinear.of(plain.weight, plain.bias, self.ends, act, gate_first)
+        return LoraLinear.of(plain.weight, plain.bias, self.ends, self.fused_act)
 
     def compile_kernels(self, rank: int, *, has_gain: bool) -> None:
         """Compile what a step would launch for an adapter of this rank, so that none has to wait for it."""
@@ -153,6 +185,11 @@ class AdaptedLinear:
             expand_(y, shrunk, low, tiled, self.fused_act)
             if self.gate is not None:
                 expand_gated(y, shrunk, low, tiled, self.gate[0], gate_first=self.gate[1])
+        # Not the one of steps: its counts must not be used on two streams at once.
+        fused = self._make_fused()
+        if fused is not None and fused.serves(x, low, lines[0, :1], rank):
+            for cols in fused.column_choices(min(rank, width)):
+                fused(x, low, lines[0, :1], rank, cols=cols)
 
     def _with_kernels(self, y: Tensor, x: Tensor, lines: AdapterLines) -> Tensor:
         if self._whole is not None:
@@ -192,7 +229,8 @@ class AdaptedLinear:
         """Leave a slot without an adapter on this layer."""
         if self._low is not None and self.ranks[slot]:
             self.ranks[slot] = ()
-            self._low.ranks[slot].fill_(0)
+            for values in (self._low.ranks, self._low.down, self._low.up):
+                values[slot].zero_()
         if self._whole is not None and self.replaces[slot]:
             self.replaces[slot] = False
             self._whole[2][slot].fill_(0)
@@ -209,6 +247,7 @@ class AdaptedLinear:
                 torch.zeros((slots, len(self.ends)), dtype=torch.int32, device=self.device),
                 self.ends,
             )
+            self._fused = self._make_fused()
         if has_gain:
             gain = torch.ones((slots, self.out_features), device=self.device)
             low = low._replace(gain=gain, shift=torch.zeros_like(gain))
@@ -237,9 +276,12 @@ class AdaptedLinear:
                 gain, shift = low.gain[slot, begin:end], low.shift[slot, begin:end]
                 gain.fill_(1) if part.gain is None else gain.copy_(part.gain, non_blocking=True)
                 shift.zero_() if part.shift is None else shift.copy_(part.shift, non_blocking=True)
+            down, up = low.down[slot, number * width : (number + 1) * width], low.up[slot, begin:end]
             if part.down is not None and part.up is not None:
-                low.down[slot, number * width :][: part.rank].copy_(part.down, non_blocking=True)
-                low.up[slot, begin:end, : part.rank].copy_(part.up, non_blocking=True)
+                down[: part.rank].copy_(part.down, non_blocking=True)
+                up[:, : part.rank].copy_(part.up, non_blocking=True)
+            down[part.rank :].zero_()  # the fused product does not ask for ranks
+            up[:, part.rank :].zero_()
             low.ranks[slot, number].fill_(part.rank)
         ranks = tuple(parts[number].rank if number in parts else 0 for number in range(len(self.ends)))
         self.ranks[slot] = ranks if any(ranks) else ()

@@ -8,7 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.kernels.lora import tile_lines_for
+from penstock.kernels.lora_linear import TILE_LINES
 from penstock.types import Ints, cumulative, runs
+
+MANY_SLOTS = 8  # more than 5 in most tiles of the fused product
 
 
 class LinePlan(NamedTuple):
@@ -57,3 +60,19 @@ def _tiles(slots: Ints, begins: Ints, ends: Ints, size: int) -> Ints:
 def max_tiles(lines: int, num_slots: int) -> int:
     """The most tiles that so many lines can need."""
     return -(-lines // tile_lines_for(lines)) + min(num_slots + 1, lines)
+
+
+def slots_per_tile(slots: Ints, lengths: Ints) -> int:
+    """About how many slots a tile of the fused product has on average: 1, 2, 4 or `MANY_SLOTS`. A graph
+    serves only steps with the same number."""
+    if not len(slots):
+        return MANY_SLOTS
+    ends = np.cumsum(lengths)
+    is_last = np.ones(len(slots), dtype=bool)
+    is_last[:-1] = slots[1:] != slots[:-1]  # neighbours with one slot are one run
+    run_ends = ends[is_last]
+    run_begins = np.concatenate([np.zeros(1, dtype=run_ends.dtype), run_ends[:-1]])
+    has_adapter = (slots[is_last] >= 0) & (run_ends > run_begins)
+    tiles_of_run = (run_ends - 1) // TILE_LINES - run_begins // TILE_LINES + 1
+    average = tiles_of_run[has_adapter].sum() / max(-(-int(ends[-1]) // TILE_LINES), 1)
+    return next((size for size in (1, 2, 4) if average <= 1.25 * size), MANY_SLOTS)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.lora import LineTiles
-from penstock.layers.adapter_lines import LinePlan, plan_lines
+from penstock.layers.adapter_lines import MANY_SLOTS, LinePlan, plan_lines
 from penstock.types import Ints
 
 LineKind = Literal["tokens", "outputs", "rows"]
@@ -51,6 +51,7 @@ class AdapterState:
     def __init__(self) -> None:
         self.lines: AdapterLines | None = None  # None: no line has one
         self.rank = 0  # a bucket that no adapter of the step exceeds
+        self.tile_slots = MANY_SLOTS  # of the lines; see `slots_per_tile`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,22 +64,26 @@ class StepAdapters:
     rows: AdapterLines | None = None  # of what heads read: pooled rows, or the rows that sample
     outputs: AdapterLines | None = None  # of the tokens that are left behind the last attention
     row_slots: Ints | None = None  # [rows], on the CPU; None in a graph
+    tile_slots: int = MANY_SLOTS  # of the tokens; see `slots_per_tile`
 
     def use(self, kind: LineKind) -> None:
         """Say which lines the layers are given from here on."""
         self.state.lines, self.state.rank = getattr(self, kind), self.rank
+        self.state.tile_slots = self.tile_slots if kind == "tokens" else MANY_SLOTS
 
     def use_runs(self, slots: Ints, lengths: Ints) -> None:
         """Say that the layers are given other lines: runs with a slot each."""
         lines = AdapterLines.send(plan_lines(slots, lengths), self.tokens.slots.device)
-        self.state.lines, self.state.rank = lines, self.rank
+        self.state.lines, self.state.rank, self.state.tile_slots = lines, self.rank, MANY_SLOTS
 
     def stop(self) -> None:
         self.state.lines = None
 
     def of_outputs(self) -> StepAdapters:
         """Those of a batch that has only its output tokens."""
-        return self if self.outputs is None else replace(self, tokens=self.outputs, outputs=None)
+        if self.outputs is None:
+            return self
+        return replace(self, tokens=self.outputs, outputs=None, tile_slots=MANY_SLOTS)
 
     def distinct_slots(self) -> tuple[Ints, Tensor]:
         """The slots of the step, and which of them each row has, int64 [rows]."""

@@ -27,7 +27,12 @@ from penstock.kernels.attention import (
     write_kv_cache,
 )
 from penstock.kernels.language import use_kernel
-from penstock.kernels.paged import paged_attention, paged_attention_reference, softmax_with_sinks
+from penstock.kernels.paged import (
+    paged_attention,
+    paged_attention_reference,
+    paged_attention_runs,
+    softmax_with_sinks,
+)
 from penstock.kvcache.store import KVStore
 from penstock.layers.batch import (
     MAX_HEAD_DIM,
@@ -37,6 +42,7 @@ from penstock.layers.batch import (
     PagedTensors,
     reads_in_place,
 )
+from penstock.layers.branch import Branch
 from penstock.layers.cpu_shapes import zero_padding
 from penstock.layers.distance_bias import MAX_BIASED_QUERIES, DistanceBias
 from penstock.layers.scratch import AttentionRoute, QKVViews, RepeatedLaunch
@@ -89,7 +95,7 @@ def attend(
             return _attend_generation(query, key, value, batch, kv, kv.paged, kind, layer, sinks)
         if bias is None and kind.softcap is None and reads_in_place(kv.store):
             if not kv_written:  # before reading: a row may share a prefix that another writes in this step
-                write_kv_cache(key, value, kv.store.keys[layer], kv.store.values[layer], kv.token_slots)
+                write_kv_cache(key, value, kv.store.layer(layer), kv.token_slots)
             return _attend_cached(query, key, value, batch, kv, kind, layer, sinks)
         key, value = kv.write_and_gather(layer, key, value)
     if (
@@ -117,12 +123,18 @@ def _attend_generation(
     """A generation step, whose keys and values are written already: the leading rows of one token read the
     cache through block tables; the others are chunks of prompts."""
     (tokens, heads, dim), decodes = query.shape, paged.num_rows
-    if decodes < tokens:
-        out = _attend_prompts(query, key, value, batch, kv, decodes, kind, layer, sinks)
-    else:
-        out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
-    if decodes:
-        _attend_paged(query[:decodes], kv.store, paged, kind, layer, out[:decodes], sinks)
+    out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
+    if decodes == tokens:
+        _attend_paged(query, kv.store, paged, kind, layer, out, sinks)
+        return out
+    if not decodes:
+        _attend_prompts(query, key, value, batch, kv, kind, layer, sinks, out)
+        return out
+    branch = Branch(query.device)
+    with branch.aside():
+        _attend_prompts(query, key, value, batch, kv, kind, layer, sinks, out)
+    _attend_paged(query[:decodes], kv.store, paged, kind, layer, out[:decodes], sinks)
+    branch.join()
     return out
 
 
@@ -132,17 +144,16 @@ def _attend_prompts(
     value: Tensor,
     batch: Batch,
     kv: KVAccess,
-    first_row: int,
     kind: AttentionKind,
     layer: int,
     sinks: Tensor | None,
-) -> Tensor:
-    """The rows from `first_row` on, each row before which has one token; [tokens, heads · dim], of which the
-    tokens before them are left uninitialised."""
-    tokens, heads, dim = query.shape
+    out: Tensor,
+) -> None:
+    """Write the rows behind the paged ones, each of which has one token, to `out` [tokens, heads · dim]. What
+    stands before these rows may be overwritten."""
+    dim, first_row = query.shape[2], 0 if kv.paged is None else kv.paged.num_rows
     if kind.softcap is None and query.dtype in _HALF_DTYPES and use_kernel(query):
-        out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
-        return flash_attention(
+        flash_attention(
             query,
             key,
             value,
@@ -152,12 +163,15 @@ def _attend_prompts(
             scale=dim**-0.5 if kind.scale is None else kind.scale,
             causal=kind.causal,
             window=kind.window,
-            cached=CachedKeyValues(kv.store.keys[layer], kv.store.values[layer], kv.read_slots),
+            cached=CachedKeyValues(kv.store.layer(layer), kv.read_slots),
             out=out,
             sinks=sinks,
         )
+        return
+    groups = tuple(batch.groups)  # before keys are gathered: those of a graph are not known
     keys, values = kv.gather(layer, key[first_row:], value[first_row:])
-    return _attend_groups(query, keys, values, batch.groups, kind, sinks=sinks)
+    _fill_groups(out, groups, query, keys, values, kind, None, sinks)
+    zero_padding(out, groups)
 
 
 def _attend_paged(
@@ -169,10 +183,15 @@ def _attend_paged(
     out: Tensor,
     sinks: Tensor | None,
 ) -> None:
-    cache = (store.keys[layer], store.values[layer], paged.block_tables, paged.num_keys)
+    cache = (store.layer(layer), paged.block_tables, paged.num_keys)
     scale = query.shape[-1] ** -0.5 if kind.scale is None else kind.scale
     size, window, cap = paged.block_size, kind.window, kind.softcap
-    if use_kernel(query) and query.dtype in _HALF_DTYPES:
+    if paged.runs is not None and cap is None and sinks is None and not use_kernel(query):
+        rows, places = paged.runs
+        out.copy_(
+            paged_attention_runs(query, *cache, rows, places, block_size=size, scale=scale, window=window)
+        )
+    elif use_kernel(query) and query.dtype in _HALF_DTYPES:
         paged_attention(
             query, *cache, block_size=size, scale=scale, window=window, softcap=cap, sinks=sinks, out=out
         )
@@ -452,7 +471,7 @@ def _attend_cached(
         scale=query.shape[-1] ** -0.5 if kind.scale is None else kind.scale,
         causal=kind.causal,
         window=kind.window,
-        cached=CachedKeyValues(kv.store.keys[layer], kv.store.values[layer], kv.read_slots),
+        cached=CachedKeyValues(kv.store.layer(layer), kv.read_slots),
         sinks=sinks,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from penstock.kernels.attention import write_kv_cache
 from penstock.kernels.language import use_kernel
+from penstock.kernels.quantize import FP8
 from penstock.kernels.rotary import KVCacheWrite
 from penstock.kvcache.store import KVStore
 from penstock.layers.adapter_state import StepAdapters
@@ -23,8 +25,15 @@ MAX_HEAD_DIM = 128  # of the heads that our attention kernels are tuned for
 
 def reads_in_place(store: KVStore) -> bool:
     """Whether attention reads cached keys from their slots, by a kernel, instead of gathering them first."""
-    is_half = store.keys.dtype in (torch.bfloat16, torch.float16)
+    is_half = store.keys.dtype in (torch.bfloat16, torch.float16, FP8)
     return is_half and store.keys.shape[-1] <= MAX_HEAD_DIM and use_kernel(store.keys)
+
+
+class PagedRuns(NamedTuple):
+    """Rows that follow one another and read the same blocks, as rows of one sequence do."""
+
+    rows: Tensor  # int64 [runs, most rows of a run]; shorter ones repeat their last row
+    places: Tensor  # int64 [rows], of each row in `rows`, flat
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +44,7 @@ class PagedTensors:
     block_tables: Tensor  # int32 [rows, max blocks]
     num_keys: Tensor  # int32 [rows]
     block_size: int
+    runs: PagedRuns | None = None  # on a CPU, where sequences have several rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,12 +87,12 @@ class KVAccess:
             self.paged is None and (capped or not reads_in_place(self.store))
         ):
             return None
-        return KVCacheWrite(self.store.keys[layer], self.store.values[layer], self.token_slots)
+        return KVCacheWrite(self.store.layer(layer), self.token_slots)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write the keys and values of a step all of whose tokens are cached."""
         if use_kernel(self.store.keys):
-            write_kv_cache(key, value, self.store.keys[layer], self.store.values[layer], self.token_slots)
+            write_kv_cache(key, value, self.store.layer(layer), self.token_slots)
         else:
             count = len(self.write_slots)  # padding tokens follow
             self.store.write(layer, self.write_slots, key[:count], value[:count])
@@ -99,7 +109,7 @@ class KVAccess:
         """Cached keys and values before the step's own, row by row."""
         if not len(self.read_slots):
             return key, value
-        cached_key, cached_value = self.store.read(layer, self.read_slots)
+        cached_key, cached_value = self.store.read(layer, self.read_slots, key.dtype)
         total = len(self.read_slots) + len(self.new_key_at)
         keys = key.new_empty((total, *key.shape[1:]))
         values = value.new_empty((total, *value.shape[1:]))

@@ -102,6 +102,12 @@ class LayerBuilder:
                 [prefix + name for name in names], [other_prefix + name for name in others]
             )
 
+    def alias_prefix(self, prefix: str, other: str) -> None:
+        """Let adapters write `other` for what all names of layers with `prefix` begin with."""
+        if self.adapters is not None:
+            names = [name for name in self.adapters.layers if name.startswith(prefix)]
+            self.adapters.add_aliases(names, [other + name.removeprefix(prefix) for name in names])
+
     def adapted_table(self, name: str, weight: Tensor) -> AdaptedTable | None:
         """What adapters may change about a table; None if the model takes none."""
         if (sites := self.adapters) is None:

@@ -1,4 +1,4 @@
-"""The sum of token, position and segment embeddings for a ragged batch."""
+"""The sum of token, position and segment embeddings for a ragged batch, with images in places of tokens."""
 
 from __future__ import annotations
 
@@ -37,13 +37,16 @@ class EncoderEmbedding:
         self.adapted: tuple[AdaptedTable | None, AdaptedTable | None] = (None, None)  # words and segments
 
     def __call__(self, batch: Batch) -> Tensor:
-        if any(table is not None and table.is_active for table in self.adapted):
-            out = self._adapted_sum(batch)
-            return out if self.norm is None else self.norm(out)
-        if use_kernel(self.words):
+        if batch.images is None and use_kernel(self.words) and not self._is_adapted:
             return self._fused(batch)
-        out = self.sum(batch)
+        out = self._adapted_sum(batch) if self._is_adapted else self.sum(batch)
+        if batch.images is not None:
+            out = batch.images.embed(out)
         return out if self.norm is None else self.norm(out)
+
+    @property
+    def _is_adapted(self) -> bool:
+        return any(table is not None and table.is_active for table in self.adapted)
 
     def _fused(self, batch: Batch) -> Tensor:
         norm = None if self.norm is None else (self.norm.weight, self.norm.bias, self.norm.eps)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +27,7 @@ from penstock.kernels.experts import (
     route_reference,
     run_experts,
 )
-from penstock.kernels.language import use_kernel
+from penstock.kernels.language import MAX_COMPILER_THREADS, cdiv, precompile, use_kernel
 from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
 from penstock.layers.build import LayerBuilder
@@ -33,7 +35,7 @@ from penstock.layers.fp8_blocks import ExpertStack, supports_fp8_blocks
 from penstock.layers.parallel import Group
 from penstock.weights.stream import Wanted
 
-ROUTING_SIZES = (1, 17, 33, 65, 129)  # tokens; each compiles another form of the routing kernel
+ROUTED_SLOTS = (1, 1025, 2049, 4097)  # chosen experts of all tokens; each compiles another form of routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,8 @@ class SparseMLP:
         fp8 = isinstance(self.gate_up, BlockQuantized)
         for _, plan in FP8_TILINGS if fp8 else HALF_TILINGS:
             self._run(kernel, x, None, plan)
-        for tokens in ROUTING_SIZES:
+        for slots in ROUTED_SLOTS:
+            tokens = cdiv(slots, self.shape.num_chosen)
             self._run(kernel, x.expand(tokens, -1).contiguous(), None)
 
     def _kernel_for(self, x: Tensor) -> str | None:
@@ -239,7 +242,7 @@ def _product(x: Tensor, weight: Tensor | BlockQuantized, expert: int, halves: in
 
 
 class CompilingBeside:
-    """Compiles the kernels of the first sparse layer on a thread while the weights of others are read."""
+    """Compiles the kernels of the first sparse layer on threads while the weights of others are read."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="compile")
@@ -260,7 +263,13 @@ class CompilingBeside:
 
     @staticmethod
     def _compile(mlp: SparseMLP) -> None:
-        with torch.inference_mode(), torch.cuda.device_of(mlp.router):  # not inherited by threads
+        if not mlp.router.is_cuda:
+            return
+        with (
+            torch.inference_mode(),  # not inherited by threads
+            torch.cuda.device_of(mlp.router),
+            precompile(min(os.cpu_count() or 1, MAX_COMPILER_THREADS)) or nullcontext(),
+        ):
             mlp.compile()
 
 

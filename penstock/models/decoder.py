@@ -236,33 +236,12 @@ def jina_ranking(build: LayerBuilder, config: Mapping[str, Any], head: Task | No
 
 def gemma(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     """The first Gemma, used by bge-reranker-v2-gemma."""
-    bias = bool(config.get("attention_bias"))
-    shape = replace(
-        _shape(config, None, lambda layer: False),
-        act=config.get("hidden_activation") or "gelu_pytorch_tanh",
-        qkv_bias=bias,
-        out_bias=bias,
-        norm_plus_one=True,
-        embedding_scale=math.sqrt(config["hidden_size"]),
-    )
-    return _with_head(Decoder(build, shape), build, config, head)
+    return _with_head(Decoder(build, gemma_shape(config)), build, config, head)
 
 
 def gemma2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     """Every other layer has a sliding window, and scores are soft-capped."""
-    window, bias = config.get("sliding_window", 4096), bool(config.get("attention_bias"))
-    shape = replace(
-        _shape(config, window, lambda layer: layer % 2 == 0, capped=True),
-        act=config.get("hidden_activation") or "gelu_pytorch_tanh",
-        scale=float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
-        softcap=config.get("attn_logit_softcapping", 50.0),
-        qkv_bias=bias,
-        out_bias=bias,
-        sandwich=True,
-        norm_plus_one=True,
-        embedding_scale=math.sqrt(config["hidden_size"]),
-    )
-    return _with_head(Decoder(build, shape), build, config, head)
+    return _with_head(Decoder(build, gemma2_shape(config)), build, config, head)
 
 
 def gemma3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
@@ -335,6 +314,33 @@ def _with_clamped_experts(
     bias = bool(config.get("attention_bias", True))
     eps = config.get("rms_norm_eps", 1e-5)
     return replace(shape, eps=eps, qkv_bias=bias, out_bias=bias, clamped_experts=experts)
+
+
+def gemma_shape(config: Mapping[str, Any]) -> DecoderShape:
+    bias = bool(config.get("attention_bias"))
+    return replace(
+        _shape(config, None, lambda layer: False),
+        act=config.get("hidden_activation") or "gelu_pytorch_tanh",
+        qkv_bias=bias,
+        out_bias=bias,
+        norm_plus_one=True,
+        embedding_scale=math.sqrt(config["hidden_size"]),
+    )
+
+
+def gemma2_shape(config: Mapping[str, Any]) -> DecoderShape:
+    window, bias = config.get("sliding_window", 4096), bool(config.get("attention_bias"))
+    return replace(
+        _shape(config, window, lambda layer: layer % 2 == 0, capped=True),
+        act=config.get("hidden_activation") or "gelu_pytorch_tanh",
+        scale=float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
+        softcap=config.get("attn_logit_softcapping", 50.0),
+        qkv_bias=bias,
+        out_bias=bias,
+        sandwich=True,
+        norm_plus_one=True,
+        embedding_scale=math.sqrt(config["hidden_size"]),
+    )
 
 
 def llama_shape(config: Mapping[str, Any]) -> DecoderShape:

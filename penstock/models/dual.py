@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.dual import image_processor, vision_options
 from penstock.checkpoint.image_processor import ImageProcessorSpec
+from penstock.checkpoint.vision_tower import image_processor, vision_options
 from penstock.layers.attention import BIDIRECTIONAL, CAUSAL
 from penstock.layers.batch import Batch, OutputTokens, patch_batch
 from penstock.layers.build import LayerBuilder

@@ -1,4 +1,4 @@
-"""EmbeddingGemma 2, its text tower: bidirectional attention whose head size differs by layer.
+"""EmbeddingGemma 2: bidirectional attention whose head size differs by layer, over text and images.
 
 Each layer ends with a third residual block, gated by a projection of the token's embedding ("per-layer
 embedding"). A last projection widens the states to the size of the vectors.
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.checkpoint.gemma_vision import read_gemma_vision
 from penstock.errors import ModelLoadError
 from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
@@ -23,17 +24,20 @@ from penstock.layers.attention import AttentionKind, attend
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
 from penstock.layers.head import TaskHead
+from penstock.layers.images import VisionTower
 from penstock.layers.linear import make_linear
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.norm import RMSNorm, sandwich
 from penstock.layers.rotary import Angles, Rotary
+from penstock.models.gemma_vision import GemmaVisionTower
 from penstock.models.options import option, require, rope_options, with_defaults
 from penstock.types import Task
 
 log = logging.getLogger("penstock.models")
 
-# Towers for images, video and audio, which requests cannot send.
-IGNORED = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
+# Towers for what requests cannot send: audio, and images where no file says how they are prepared.
+_AUDIO = ("audio_tower.", "embed_audio.")
+IGNORED = ("vision_tower.", "embed_vision.", *_AUDIO)
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 _WIDE_HEAD_DIM, _WIDE_KV_HEADS = 512, 1  # of layers with full attention, where config.json does not say
 
@@ -121,13 +125,16 @@ class Layer:
 
 
 class EmbeddingGemma2:
-    """token ids → projected hidden states, [tokens, embedding size]."""
+    """token ids → projected hidden states, [tokens, embedding size]. A model of texts has no `vision`."""
 
-    def __init__(self, build: LayerBuilder, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, build: LayerBuilder, config: Mapping[str, Any], vision: VisionTower | None = None
+    ) -> None:
         require(config, is_causal=False)
         hidden, layers, weights = config["hidden_size"], config["num_hidden_layers"], build.weights
         prefix = weights.prefix_of("embed_tokens.weight")
         self.embedding = _word_table(build, prefix, config)
+        self.vision = vision
         # The scale is rounded to the model's precision before it is applied.
         self.embedding_scale = float(torch.tensor(math.sqrt(hidden), dtype=weights.dtype))
         shapes = layer_shapes(config)
@@ -152,10 +159,12 @@ class EmbeddingGemma2:
         self.is_causal = False
         self.prunes_last_layer = True
         self.heads: dict[Task, TaskHead] = {}
-        self.ignored_tensors = IGNORED
+        self.ignored_tensors = IGNORED if vision is None else _AUDIO
 
     def __call__(self, batch: Batch) -> Tensor:
         embedded = F.embedding(batch.token_ids, self.embedding).mul_(self.embedding_scale)
+        if batch.images is not None:
+            embedded = batch.images.embed(embedded)
         angles = {shape: rotary.angles(batch) for shape, rotary in self.rotaries.items()}
         hidden = embedded
         for norm, layer, shape, project in zip(
@@ -168,11 +177,16 @@ class EmbeddingGemma2:
 
 
 def embedding_gemma2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> EmbeddingGemma2:
-    if towers := [name for name in ("vision_config", "audio_config") if config.get(name)]:
+    found = read_gemma_vision(build.folder, config)
+    vision = None if found is None else GemmaVisionTower(build, found, config["hidden_size"])
+    if config.get("audio_config"):
+        log.warning("EmbeddingGemma 2 is served without audio: the tower in audio_config is not loaded")
+    if vision is None and config.get("vision_config"):
         log.warning(
-            "EmbeddingGemma 2 is served for text: the towers in %s are not loaded", " and ".join(towers)
+            "EmbeddingGemma 2 is served for text: the tower in vision_config is not loaded, because no file "
+            "says how images are prepared; processor_config.json of the model's repository does"
         )
-    return EmbeddingGemma2(build, with_defaults(config, **_DEFAULTS))
+    return EmbeddingGemma2(build, with_defaults(config, **_DEFAULTS), vision)
 
 
 _DEFAULTS: dict[str, Any] = {
@@ -200,7 +214,12 @@ def layer_shapes(config: Mapping[str, Any]) -> list[LayerShape]:
             "num_key_value_heads": option(config, "num_global_key_value_heads", default=_WIDE_KV_HEADS),
         }
         own = {str(layer): wide for layer, kind in enumerate(types) if kind == "full_attention"}
-    return [_layer_shape(config, layer, kind, own.get(str(layer)) or {}) for layer, kind in enumerate(types)]
+    if unknown := [key for key in own if not key.isdecimal()]:
+        raise ModelLoadError(
+            f"per_layer_config in config.json has {unknown[0]!r}, which is no layer's number"
+        )
+    numbered = {int(key): values for key, values in own.items()}  # some files write 05 for 5
+    return [_layer_shape(config, layer, kind, numbered.get(layer) or {}) for layer, kind in enumerate(types)]
 
 
 def _layer_shape(config: Mapping[str, Any], layer: int, kind: str, own: Mapping[str, Any]) -> LayerShape:

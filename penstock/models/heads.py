@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.checkpoint.labels import label_count
 from penstock.checkpoint.late import COLBERT_DIM
+from penstock.checkpoint.pages import PROJECTIONS
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
 from penstock.layers.head import Stack, TaskHead
@@ -99,6 +100,15 @@ def add_token_projection(model: HasHeads, build: LayerBuilder, config: Mapping[s
     dim: int = config[COLBERT_DIM]
     weight = build.weights.take("linear.weight", dim, model.hidden_size)  # small, so never quantised
     project = build.adapted(Linear(weight, None), ["linear"], [dim], bias=False)
+    model.heads[Task.TOKEN_EMBED] = TaskHead("all", project, dim)
+
+
+def add_page_projection(model: HasHeads, build: LayerBuilder, config: Mapping[str, Any]) -> None:
+    """Add the token vectors of a retriever of pages; the projection is small, so never quantised."""
+    prefix, dim = build.weights.prefix_of(*(f"{name}.weight" for name in PROJECTIONS)), config[COLBERT_DIM]
+    name = next((each for each in PROJECTIONS if build.weights.has(f"{prefix}{each}.weight")), PROJECTIONS[0])
+    plain = LayerBuilder(build.weights).linear(prefix + name, model.hidden_size, dim)
+    project = build.adapted(plain, [prefix + name], [dim], bias=True)
     model.heads[Task.TOKEN_EMBED] = TaskHead("all", project, dim)
 
 

@@ -19,8 +19,9 @@ from penstock.models.decoder import qwen3_shape
 from penstock.models.decoder_layers import Decoder
 from penstock.models.eurobert import eurobert_shape
 from penstock.types import Task
-from penstock.weights.adapters import ModuleWeights, PartWeights, PeftMergedSource
-from penstock.weights.stream import DummySource
+from penstock.weights.adapters import ModuleWeights, PartWeights
+from penstock.weights.merged import PeftMergedSource
+from penstock.weights.stream import DummySource, WeightSource
 
 _TASKS = "task_names"
 
@@ -43,7 +44,9 @@ def jina_embeddings_v5(build: LayerBuilder, config: Mapping[str, Any], head: Tas
         raise ModelLoadError(
             f"lora_task is {task!r}, which is not among the model's adapters: {', '.join(known) or 'none'}"
         )
-    merged = PeftMergedSource(build.weights, read_lora(_folder(folder, task), task))
+    merged: WeightSource = build.weights
+    if not isinstance(merged, DummySource):
+        merged = PeftMergedSource(merged, read_lora(_folder(folder, task), task))
     own = LayerBuilder(merged, build.quantization, build.unquantized)
     own.adapters = build.adapters
     model = Decoder(own, shape)

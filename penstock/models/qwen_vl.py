@@ -12,16 +12,14 @@ from typing import Any
 
 from penstock.checkpoint.image_processor import ImageProcessorSpec, PixelRange
 from penstock.checkpoint.image_processor_files import read_image_processor
-from penstock.checkpoint.late import COLBERT_DIM
-from penstock.checkpoint.pages import PROJECTIONS
 from penstock.checkpoint.qwen_vision import QwenVisionShape, read_qwen_vision, tower_kind
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
-from penstock.layers.head import TaskHead
 from penstock.layers.mrope import pair_axes
 from penstock.layers.rotary import Rope
 from penstock.models.decoder import qwen2_shape, qwen3_shape
 from penstock.models.decoder_layers import Decoder, DecoderShape
+from penstock.models.heads import add_page_projection
 from penstock.models.options import with_defaults
 from penstock.models.qwen_vision import QwenVisionTower
 from penstock.types import Task
@@ -57,15 +55,21 @@ def qwen3_vl(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) 
 
 
 def col_qwen2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> QwenVL:
-    return _with_projection(_model(build, config, tower_kind("qwen2_vl", config)), build, config)
+    return _retriever(build, config, "qwen2_vl")
 
 
 def col_qwen2_5(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> QwenVL:
-    return _with_projection(_model(build, config, tower_kind("qwen2_5_vl", config)), build, config)
+    return _retriever(build, config, "qwen2_5_vl")
 
 
 def col_qwen3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> QwenVL:
-    return _with_projection(_model(build, config, tower_kind("qwen3_vl", config)), build, config)
+    return _retriever(build, config, "qwen3_vl")
+
+
+def _retriever(build: LayerBuilder, config: Mapping[str, Any], default: str) -> QwenVL:
+    model = _model(build, config, tower_kind(default, config))
+    add_page_projection(model, build, config)
+    return model
 
 
 def _model(build: LayerBuilder, config: Mapping[str, Any], kind: str) -> QwenVL:
@@ -119,12 +123,3 @@ def _processor(build: LayerBuilder, config: Mapping[str, Any], shape: QwenVision
             param="model",
         )
     return spec
-
-
-def _with_projection(model: QwenVL, build: LayerBuilder, config: Mapping[str, Any]) -> QwenVL:
-    """Add vectors of tokens, in the place of the language-model head; small, so never quantised."""
-    prefix, dim = build.weights.prefix_of(*(f"{name}.weight" for name in PROJECTIONS)), config[COLBERT_DIM]
-    name = next((each for each in PROJECTIONS if build.weights.has(f"{prefix}{each}.weight")), PROJECTIONS[0])
-    project = LayerBuilder(build.weights).linear(prefix + name, model.hidden_size, dim)
-    model.heads[Task.TOKEN_EMBED] = TaskHead("all", project, dim)
-    return model

@@ -1,4 +1,5 @@
-"""SigLIP's vision tower: a pre-norm encoder over patches, and a pooling head that attends to them."""
+"""SigLIP's vision tower: a pre-norm encoder over patches. A pooling head attends to them, or they become
+tokens of a text model."""
 
 from __future__ import annotations
 
@@ -10,18 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.checkpoint.image_processor import ImageProcessorSpec, MaxPatches
+from penstock.errors import ModelLoadError
 from penstock.kernels.attention import flash_attention
 from penstock.kernels.language import use_kernel
 from penstock.layers.batch import patch_batch
 from penstock.layers.build import LayerBuilder
 from penstock.layers.images import ImageBatch
-from penstock.layers.linear import make_linear
+from penstock.layers.linear import LinearLayer, make_linear
 from penstock.layers.mlp import MLP
 from penstock.models.patches import PatchEmbedding
 from penstock.models.pre_norm import LayerShape, PreNormStack
 from penstock.types import Ints
 
 MAX_GRIDS = 64  # grids whose interpolated positions are kept
+# Of a tower whose patches are read: a head that pools them, which the checkpoint may store without using it.
+SIGLIP_HEAD = ("vision_tower.head.", "vision_model.head.", "embeddings.position_ids")
 
 
 class SiglipVision:
@@ -56,6 +60,38 @@ class SiglipVision:
     def __call__(self, images: ImageBatch) -> Tensor:
         assert self.head is not None
         return self.head(self.states(images), images)
+
+
+def tower_builder(build: LayerBuilder) -> tuple[LayerBuilder, str]:
+    """What builds the tower of a text model, in its own precision and without adapters, and its prefix."""
+    prefix = build.weights.prefix_of("embeddings.patch_embedding.weight")
+    if build.is_quantized(f"{prefix}encoder.layers.0.self_attn.q_proj"):
+        raise ModelLoadError(
+            f"the checkpoint stores {prefix}encoder in a quantised form, which is not supported for a vision "
+            "tower; take one that leaves it as it is",
+            param="model",
+        )
+    return LayerBuilder(build.weights), prefix
+
+
+class SiglipTokens:
+    """A SigLIP tower whose patches are projected to tokens of a text model. Squares of `merge` × `merge`
+    patches become one token, row after row ("pixel shuffle"). All images have the same grid."""
+
+    def __init__(self, tower: SiglipVision, project: LinearLayer, merge: int = 1) -> None:
+        self.tower, self.project, self.merge = tower, project, merge
+        self.feature_width = project.out_features
+
+    def layout(self, grids: Ints) -> list[Ints]:
+        return self.tower.layout(grids)
+
+    def __call__(self, images: ImageBatch) -> Tensor:
+        states, merge = self.tower.states(images), self.merge
+        if merge > 1:
+            rows, columns = images.grids[0].tolist()
+            squares = states.view(images.num_images, rows // merge, merge, columns // merge, merge, -1)
+            states = squares.transpose(2, 3).reshape(len(states) // merge**2, -1)
+        return self.project(states)
 
 
 class FixedPositions:

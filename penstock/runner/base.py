@@ -53,6 +53,19 @@ class BackgroundSteps(Protocol):
         ...
 
 
+class IdleWork(Protocol):
+    """Work of a runner that no request waits for: it makes later steps faster."""
+
+    @property
+    def min_idle_s(self) -> float | None:
+        """How long nothing must have run or waited before `run_idle`; None: there is nothing to do."""
+        ...
+
+    def run_idle(self) -> None:
+        """Do one short piece of it. Nothing may be in flight."""
+        ...
+
+
 class AdapterInfo(NamedTuple):
     """An adapter that was loaded, in numbers."""
 

@@ -23,11 +23,16 @@ TOKENS = (
     *range(4608, 8193, 512),
     *range(9216, 16385, 1024),
 )
-ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024)
-MAX_LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+ROWS = (1, 4, 16, 64, 128, 256, 512, 1024)
+# Up to the first of them, attention holds all scores of a row; shorter rows gain nothing from a size of their
+# own.
+MAX_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CACHED_KEYS = (4096, 16384, 65536)  # keys that a step reads from the KV cache, of all rows
 _TILE = 64  # tokens; attention splits rows between programs in tiles of this size
-_MIN_TILES = 512  # this many tiles cost nothing even if most are empty
+FREE_TILES = 512  # this many tiles cost nothing even if most are empty
+# This many cost a step of 2,048 tokens less than a fifth, by measurement; launching its kernels one by one
+# costs it more than its own time.
+_MAX_TILES = 2048
 
 
 class Bucket(NamedTuple):
@@ -43,11 +48,22 @@ def bucket_of(tokens: int, rows: int, max_length: int) -> Bucket | None:
         return None
     size = TOKENS[bisect_left(TOKENS, tokens)]
     count = min(ROWS[bisect_left(ROWS, rows)], size)
-    length = size if rows == 1 else min(MAX_LENGTHS[bisect_left(MAX_LENGTHS, max_length)], size)
-    tiles = count * -(-length // _TILE)
-    if tiles > max(_MIN_TILES, 4 * (size // _TILE + count)):
-        return None
-    return Bucket(size, count, length)
+    length = size if rows == 1 else min(_roomy_length(count, max_length), size)
+    bucket = Bucket(size, count, length)
+    return bucket if num_tiles(bucket) <= max(_MAX_TILES, 4 * (size // _TILE + count)) else None
+
+
+def _roomy_length(rows: int, max_length: int) -> int:
+    """The size for the longest row. Beyond short rows it is the largest one that costs nothing, so that steps
+    share graphs whatever their longest row is."""
+    length = MAX_LENGTHS[bisect_left(MAX_LENGTHS, max_length)]
+    free = FREE_TILES // rows * _TILE
+    return length if length == MAX_LENGTHS[0] else max(length, min(free, MAX_LENGTHS[-1]))
+
+
+def num_tiles(bucket: Bucket) -> int:
+    """Programs of attention for each head."""
+    return bucket.rows * -(-bucket.max_length // _TILE)
 
 
 def cached_keys_of(num_cached: int) -> int | None:
@@ -90,9 +106,9 @@ class KVLayout:
     max_cached_keys: int
 
     def write(self, out: Ints, kv: KVPlan) -> None:
-        _fill(out[self.cu_keys], kv.cu_keys, padding=int(kv.cu_keys[-1]))
-        _fill(out[self.token_slots], kv.token_slots, padding=-1)
-        _fill(out[self.read_slots], kv.read_slots)
+        fill(out[self.cu_keys], kv.cu_keys, padding=int(kv.cu_keys[-1]))
+        fill(out[self.token_slots], kv.token_slots, padding=-1)
+        fill(out[self.read_slots], kv.read_slots)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,9 +127,9 @@ class LineLayout:
 
     def write(self, out: Ints, lines: LinePlan) -> None:
         """Padding lines are in no tile, so they are left as they are."""
-        _fill(out[self.slots], lines.slots, padding=-1)
-        _fill(out[self.order], lines.order)
-        _fill(out[self.tiles], lines.tiles)
+        fill(out[self.slots], lines.slots, padding=-1)
+        fill(out[self.order], lines.order)
+        fill(out[self.tiles], lines.tiles)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,20 +189,20 @@ class Layout:
     def write(self, out: Ints, plan: StepPlan) -> None:
         """Write the step's integers, and padding behind each array: rows without tokens, and tokens with id
         0 at position 0 that are written to no cache slot."""
-        _fill(out[self.cu_lengths], plan.cu_lengths, padding=int(plan.cu_lengths[-1]))
-        _fill(out[self.lengths], plan.lengths)
-        _fill(out[self.token_ids], plan.token_ids)
-        _fill(out[self.positions], plan.positions)
+        fill(out[self.cu_lengths], plan.cu_lengths, padding=int(plan.cu_lengths[-1]))
+        fill(out[self.lengths], plan.lengths)
+        fill(out[self.token_ids], plan.token_ids)
+        fill(out[self.positions], plan.positions)
         if isinstance(plan, PoolPlan):
             if self.type_ids is not None:
-                _fill(out[self.type_ids], plan.type_ids)
+                fill(out[self.type_ids], plan.type_ids)
             if self.skip is not None:
-                _fill(out[self.skip], plan.skip)
+                fill(out[self.skip], plan.skip)
         if self.kv is not None and plan.kv is not None:
             self.kv.write(out, plan.kv)
 
 
-def _fill(part: Ints, array: Ints | None, padding: int = 0) -> None:
+def fill(part: Ints, array: Ints | None, padding: int = 0) -> None:
     if array is None:  # the graph takes what this step has none of
         part[:] = 0
         return

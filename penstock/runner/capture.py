@@ -133,12 +133,15 @@ class Captures(Generic[K, G]):
         again."""
         if self.captured:
             log.warning("memory ran out: %d graphs are dropped", len(self.captured))
-        self.forget()
+        self._forget()
         self._pause_captures()
 
     def forget(self) -> None:
         """Drop all graphs: the tensors that they read will have other addresses. The next may be captured at
         once."""
+        self._forget()
+
+    def _forget(self) -> None:
         self.captured.clear()
         self._not_before = 0.0
         if isinstance(self.capture, CudaCapture):

@@ -26,18 +26,20 @@ from penstock.models.registry import Model
 from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.buckets import BufferSpace, LineLayout, NoGroups
 from penstock.runner.capture import Capture, Captures
-from penstock.runner.generator import GeneratedTensors, Generator
+from penstock.runner.generator import GeneratedTensors, Generator, verify_arrays
 from penstock.runner.graphs import padded_lines
 from penstock.runner.inputs import AdapterPlan
 from penstock.runner.staging import Staging
 from penstock.sampling.plan import EDITS, Need
-from penstock.types import GeneratePlan, Ints
+from penstock.sampling.sampler import VerifyTensors
+from penstock.types import GeneratePlan, Ints, SamplePlan
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 MAX_BLOCKS = (16, 64, 256, 1024, 4096, 16384)  # blocks of the longest row
 MAX_GRAPHS = 192
+MAX_VERIFY_WARM_UP_ROWS = 128  # in steps with proposed tokens; larger ones are captured when they come
 USES_BEFORE_CAPTURE = 4  # of a shape: while the batch grows, most shapes come only once
-_AFTER_GRAPH = Need.LOGPROBS | Need.TAIL | EDITS  # what is done after the graph, on its logits
+AFTER_GRAPH = Need.LOGPROBS | Need.TAIL | EDITS  # what is done after the graph, on its logits
 
 
 class Key(NamedTuple):
@@ -158,8 +160,8 @@ class DecodeGraphs(Captures[Key, Graph]):
         self.store = store
         self._uses: Counter[Key] = Counter()
         # Graphs read from the addresses they were captured with, so the buffer fits the largest at once.
-        rows = _bucket(ROWS, generator.padding_slot)
-        max_blocks = _bucket(MAX_BLOCKS, store.keys.shape[1] // BLOCK_SIZE)
+        rows = bucket_size(ROWS, generator.max_rows)
+        max_blocks = bucket_size(MAX_BLOCKS, store.keys.shape[1] // BLOCK_SIZE)
         # None: the model takes no adapters.
         self.adapter_sites: AdapterSites | None = getattr(model, "adapter_sites", None)
         size = Layout.of(rows, max_blocks, self._num_slots).size
@@ -176,9 +178,9 @@ class DecodeGraphs(Captures[Key, Graph]):
             return None
         if sample.prompts is not None or plan.num_rows > ROWS[-1] or paged.max_blocks > MAX_BLOCKS[-1]:
             return None
-        rows, max_blocks = _bucket(ROWS, plan.num_rows), _bucket(MAX_BLOCKS, paged.max_blocks)
+        rows, max_blocks = bucket_size(ROWS, plan.num_rows), bucket_size(MAX_BLOCKS, paged.max_blocks)
         need = self.generator.sampler.plan.need(sample.sampled_slots)
-        samples = not need & _AFTER_GRAPH and use_kernel(self.generator.last)
+        samples = not need & AFTER_GRAPH and sample.verify is None and use_kernel(self.generator.last)
         rank = 0 if adapters is None else adapters.rank
         return Key(rows, max_blocks, samples, samples and bool(need & Need.FILTER), rank)
 
@@ -200,7 +202,7 @@ class DecodeGraphs(Captures[Key, Graph]):
         graph.replay()
         self.replays += 1
         if not key.samples:
-            return self.generator.choose(graph.output[:count], sample, graph.slots[:count])
+            return choose(self.generator, self.staging, graph.output[:count], sample, graph.slots[:count])
         sampler.plan.step(sample.sampled_slots)
         return GeneratedTensors(graph.output[:count])
 
@@ -289,14 +291,30 @@ class DecodeGraphs(Captures[Key, Graph]):
         )
 
 
-def _bucket(sizes: tuple[int, ...], needed: int) -> int:
+def bucket_size(sizes: tuple[int, ...], needed: int) -> int:
     return sizes[min(bisect_left(sizes, needed), len(sizes) - 1)]
+
+
+def choose(
+    generator: Generator, staging: Staging, logits: Tensor, sample: SamplePlan, slots: Tensor
+) -> GeneratedTensors:
+    """Sample from the logits of a graph, and verify proposed tokens if there are some."""
+    verify = None
+    if sample.verify is not None:
+        verify = VerifyTensors(*staging.send(verify_arrays(sample.verify)))
+    return generator.choose(logits, sample, slots, verify)
 
 
 def warm_up_keys(max_rows: int) -> list[Key]:
     """Graphs for short sequences, up to `max_rows` at a time; a few of them apply filters."""
-    plain = [Key(size, MAX_BLOCKS[0], True, False) for size in ROWS if size <= _bucket(ROWS, max_rows)]
+    plain = [Key(size, MAX_BLOCKS[0], True, False) for size in ROWS if size <= bucket_size(ROWS, max_rows)]
     filtering = [
         Key(key.rows, MAX_BLOCKS[0], True, True) for key in (plain[0], plain[len(plain) // 2], plain[-1])
     ]
     return [*dict.fromkeys(filtering), *reversed(plain)]
+
+
+def verify_warm_up_keys(max_rows: int) -> list[Key]:
+    """Graphs of steps that verify proposed tokens of few short sequences: they end with logits."""
+    sizes = [size for size in ROWS if size <= min(bucket_size(ROWS, max_rows), MAX_VERIFY_WARM_UP_ROWS)]
+    return [Key(size, MAX_BLOCKS[0], False, False) for size in reversed(sizes)]

@@ -15,8 +15,8 @@ from penstock.layers.adapter_state import StepAdapters
 from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
 from penstock.sampling.logprobs import LogprobTensors
-from penstock.sampling.sampler import Sampler
-from penstock.types import Ints, PromptPlan, SamplePlan
+from penstock.sampling.sampler import Sampler, VerifyTensors
+from penstock.types import Ints, PromptPlan, SamplePlan, VerifyPlan
 
 TOKENS_AT_ONCE = 256  # prompt tokens whose logits exist at the same time
 
@@ -37,12 +37,15 @@ class SampleTensors(NamedTuple):
     fed_tokens: Tensor  # int32 [fed]
     fed_slots: Tensor  # int32 [fed]
     prompts: PromptTensors | None
+    verify: VerifyTensors | None = None
 
     @staticmethod
     def arrays(sample: SamplePlan) -> list[Ints]:
         arrays = [sample.sampled_tokens, sample.sampled_slots, sample.fed_tokens, sample.fed_slots]
         if sample.prompts is not None:
             arrays += (sample.prompts.tokens, sample.prompts.next_tokens)
+        if sample.verify is not None:
+            arrays += verify_arrays(sample.verify)
         return arrays
 
     @classmethod
@@ -50,7 +53,13 @@ class SampleTensors(NamedTuple):
         """Those of `arrays`, in the same order."""
         sampled_tokens, sampled_slots, fed_tokens, fed_slots = next(sent), next(sent), next(sent), next(sent)
         prompts = None if sample.prompts is None else _prompt_tensors(sample.prompts, sent)
-        return cls(sampled_tokens, sampled_slots, fed_tokens, fed_slots, prompts)
+        verify = None if sample.verify is None else VerifyTensors(next(sent), next(sent), next(sent))
+        return cls(sampled_tokens, sampled_slots, fed_tokens, fed_slots, prompts, verify)
+
+
+def verify_arrays(verify: VerifyPlan) -> list[Ints]:
+    """Those of `VerifyTensors`, in the same order."""
+    return [verify.proposed, verify.offsets, verify.firsts]
 
 
 def _prompt_tensors(prompts: PromptPlan, sent: Iterator[Tensor]) -> PromptTensors:
@@ -81,6 +90,7 @@ class Generator:
         self.head = head
         self.sampler = Sampler(head.outputs, slots, device, seed)
         self.padding_slot = slots
+        self.max_rows = slots  # that sample in one step; more where sequences run proposed tokens
         self.last = self.sampler.last  # the newest token of each slot
 
     def update_slots(self, sample: SamplePlan) -> None:
@@ -112,7 +122,7 @@ class Generator:
             if adapters is not None:
                 adapters.use("rows")
             logits = self.head.project(hidden.index_select(0, tensors.sampled_tokens))
-            sampled = self.choose(logits, sample, tensors.sampled_slots)
+            sampled = self.choose(logits, sample, tensors.sampled_slots, tensors.verify)
         if (prompts := tensors.prompts) is None:
             return sampled
         states = hidden.index_select(0, prompts.tokens)
@@ -122,9 +132,11 @@ class Generator:
         logprobs = self._prompt_logprobs(states, prompts, adapters, slots)
         return sampled._replace(prompt_logprobs=logprobs)
 
-    def choose(self, logits: Tensor, sample: SamplePlan, slots: Tensor) -> GeneratedTensors:
+    def choose(
+        self, logits: Tensor, sample: SamplePlan, slots: Tensor, verify: VerifyTensors | None = None
+    ) -> GeneratedTensors:
         """Sample from logits [sampled, vocabulary]; slots int32 [sampled]."""
-        sampled = self.sampler(logits, sample.sampled_slots, slots)
+        sampled = self.sampler(logits, sample.sampled_slots, slots, verify)
         return GeneratedTensors(sampled.token_ids, sampled.logprobs)
 
     def _prompt_logprobs(

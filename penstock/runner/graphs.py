@@ -1,8 +1,8 @@
 """Small pooling steps, and steps of prompt chunks, as CUDA graphs: one copy in, one replay, one copy out.
 
-Launching a small step's kernels one by one costs the host more than the step costs the device. A graph is
-captured for a bucket once steps of that shape have come repeatedly and were found to wait for the host.
-Until then, and wherever a graph cannot be captured, steps run eagerly.
+Launching a small step's kernels one by one costs the host more than the step costs the device. `graph_policy`
+decides when a graph is captured for a bucket. Until then a step is replayed by a larger graph, if its padding
+costs less than launching; otherwise, and wherever a graph cannot be captured, steps run eagerly.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -30,8 +30,8 @@ from penstock.pooling.heads import to_output
 from penstock.pooling.methods import CARRIED
 from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.buckets import (
+    CACHED_KEYS,
     ROWS,
-    Bucket,
     KVLayout,
     Layout,
     LineLayout,
@@ -40,45 +40,21 @@ from penstock.runner.buckets import (
     cached_keys_of,
     max_layout_size,
 )
-from penstock.runner.capture import Capture, Captures
+from penstock.runner.capture import Capture, Captures, Work
+from penstock.runner.graph_keys import Key
+from penstock.runner.graph_policy import MAX_KNOWN, GraphPolicy
 from penstock.runner.inputs import AdapterPlan
 from penstock.runner.staging import Staging
 from penstock.types import GeneratePlan, PooledResult, PoolingParams, PoolPlan, StepPlan, Task, Variant
 
 log = logging.getLogger("penstock.graphs")
 
-USES_BEFORE_CAPTURE = 2  # of a shape
 MAX_GRAPHS = 256
 MAX_OUTPUT_BYTES = 1 << 30  # of the graphs' outputs; they share all their other memory
 # The last layer is computed for the output tokens alone from this many tokens × hidden size on, and only if
 # they are at most this share of all tokens: selecting them takes a few small kernels.
 MIN_PRUNED_SIZE, MAX_PRUNED_SHARE = 1 << 20, 0.75
-_CAPTURE_PAUSE = 4.0  # times a capture's own duration pass before the next capture
-_ALWAYS_SMALL = 512  # tokens; steps up to this size wait for the host whatever the model is
-_MAX_DEVICE_SHARE = 1.5  # a step that keeps the device busy this many times the host's work gains nothing
-
-
-class Key(NamedTuple):
-    """The steps that one graph serves. `params` are pooled inside the graph; None: it ends with the model."""
-
-    bucket: Bucket
-    has_types: bool
-    has_skip: bool
-    params: PoolingParams | None
-    max_cached_keys: int | None = None  # None: the step does not use the KV cache
-    is_prompt: bool = False  # it runs chunks of prompts, and ends with the model
-    adapter_rank: int = 0  # the bucket of its adapters' ranks; 0: the step has none
-
-    def serves(self, other: Key) -> bool:
-        """Whether this key's graph can replay the steps of another key at little extra device time."""
-        if (self.max_cached_keys is None) != (other.max_cached_keys is None):
-            return False
-        fits = all(size >= needed for size, needed in zip(self.bucket, other.bucket, strict=True))
-        fits = fits and (self.max_cached_keys or 0) >= (other.max_cached_keys or 0)
-        fits = fits and self.has_types >= other.has_types and self.has_skip >= other.has_skip  # absent: zeros
-        same = (self.params, self.is_prompt) == (other.params, other.is_prompt)
-        same = same and self.adapter_rank == other.adapter_rank
-        return fits and same and self.bucket.tokens <= 2 * other.bucket.tokens
+_CAPTURE_PAUSE = 4.0  # times a capture's own duration pass before the next capture under load
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,20 +97,11 @@ class ReplayedStates(NamedTuple):
     batch: Batch
 
 
-@dataclass(slots=True)
-class _Seen:
-    """What is known of the steps of one key."""
+class _GraphWork(NamedTuple):
+    """What a graph computes for a bucket."""
 
-    uses: int = 0
-    was_served_by_larger: bool = False  # so the time that they take without a graph is not known
-    host_s: float = float("inf")
-    device_s: float = float("inf")
-
-    @property
-    def is_worth_capturing(self) -> bool:
-        is_measured = self.host_s < float("inf")
-        waits_for_host = is_measured and self.device_s < _MAX_DEVICE_SHARE * self.host_s
-        return self.was_served_by_larger or waits_for_host
+    batch: Batch
+    run: Work
 
 
 class Graphs(Captures[Key, Graph]):
@@ -146,8 +113,11 @@ class Graphs(Captures[Key, Graph]):
         capture: Capture | None = None,
         clock: Callable[[], float] = time.perf_counter,
         cache: KVCache | None = None,
+        policy: GraphPolicy | None = None,
     ) -> None:
+        """`policy`: what is known of earlier graphs of the same model."""
         super().__init__(staging, capture, clock)
+        self.policy = GraphPolicy() if policy is None else policy
         self.model = model
         self.pooler = pooler
         self.cache = cache
@@ -158,7 +128,8 @@ class Graphs(Captures[Key, Graph]):
         self.integers = torch.zeros(size, dtype=torch.int32, device=staging.device)
         self.row_numbers = torch.arange(ROWS[-1] + 1, dtype=torch.int32, device=staging.device)
         self.output_bytes = 0
-        self._seen: dict[Key, _Seen] = {}
+        self.last_replayed: Graph | None = None
+        self._larger_keys: dict[Key, Key | None] = {}  # the smallest captured one that serves each
         self._captures_on_first_use = False
 
     @contextlib.contextmanager
@@ -181,7 +152,9 @@ class Graphs(Captures[Key, Graph]):
     def key_of(self, plan: StepPlan, adapters: AdapterPlan | None = None) -> Key | None:
         """None: such a step is never replayed."""
         key = self._pool_key(plan) if isinstance(plan, PoolPlan) else self._prompt_key(plan)
-        return key if key is None or adapters is None else key._replace(adapter_rank=adapters.rank)
+        if key is None or adapters is None:
+            return key
+        return key._replace(adapter_rank=adapters.rank, tile_slots=adapters.tile_slots(plan))
 
     def _pool_key(self, plan: PoolPlan) -> Key | None:
         if plan.limits is not None or _is_multimodal(plan):
@@ -231,9 +204,14 @@ class Graphs(Captures[Key, Graph]):
 
     def prepare(self, key: Key, plan: StepPlan, adapters: AdapterPlan | None = None) -> Graph | None:
         """The graph for a step, with the copy of the step's integers under way. None: run it eagerly."""
+        self.policy.note_use(key)
         graph = self.captured.get(key)
-        if graph is None and not self._is_due(key) and (graph := self._larger_graph(key)) is None:
-            return None
+        if graph is None:
+            larger = self._larger_key(key)
+            if not self._is_due(key, larger):
+                if larger is None:
+                    return None
+                graph = self.captured[larger]
         layout = self._layout_of(key) if graph is None else graph.layout
         pinned = self.staging.pinned_ints(layout.size)
         layout.write(pinned.numpy(), plan)
@@ -249,6 +227,7 @@ class Graphs(Captures[Key, Graph]):
     def replay_pooled(self, graph: PooledGraph, plan: PoolPlan) -> PooledResult:
         """Replay a prepared step; its arrays are valid once the device has passed this point."""
         self.replays += 1
+        self.last_replayed = graph
         graph.replay()
         count = plan.num_tokens if plan.variants[0].params.per_token else plan.num_rows
         values, size = graph.values, graph.row_bytes
@@ -266,6 +245,7 @@ class Graphs(Captures[Key, Graph]):
     ) -> ReplayedStates:
         """Replay a prepared step up to its hidden states."""
         self.replays += 1
+        self.last_replayed = graph
         graph.replay()
         tokens, rows, padded = plan.num_tokens, plan.num_rows, graph.batch
         kv = padded.kv
@@ -286,32 +266,90 @@ class Graphs(Captures[Key, Graph]):
         return ReplayedStates(graph.hidden[:tokens], batch)
 
     def observe(self, key: Key, host_s: float, device_s: float) -> None:
-        """Note what a step of this shape took without a graph. The minimum counts, because first steps
-        include lazy set-up. A step whose kernels were only compiled, not run, is ignored."""
-        seen = self._seen.get(key)
-        if seen is not None and not is_precompiling():
-            seen.host_s, seen.device_s = min(seen.host_s, host_s), min(seen.device_s, device_s)
+        """Note what a step of this shape took without a graph. A step whose kernels were only compiled, not
+        run, is ignored."""
+        if not is_precompiling():
+            self.policy.times.ran_eagerly(key.bucket.tokens, host_s, device_s)
 
-    def _larger_graph(self, key: Key) -> Graph | None:
-        """The smallest larger graph, for a small step whose own graph is not captured (yet)."""
-        if key.bucket.tokens > _ALWAYS_SMALL:
-            return None
-        serving = [other for other in self.captured if other.serves(key)]
-        if not serving:
-            return None
-        if (seen := self._seen.get(key)) is not None:
-            seen.was_served_by_larger = True
-        return self.captured[min(serving, key=lambda other: (other.bucket, other.max_cached_keys or 0))]
+    def observe_replay(self, graph: Graph, device_s: float) -> None:
+        """Note what a step took by a graph."""
+        self.policy.times.replayed(graph.layout.bucket.tokens, device_s)
 
-    def _is_due(self, key: Key) -> bool:
-        if key in self.refused or self.gave_up or self.is_full:
+    def _larger_key(self, key: Key) -> Key | None:
+        """The smallest larger graph, for a step whose own graph is not captured (yet). None: there is none,
+        or its padding would cost more than a step without a graph."""
+        if key in self._larger_keys:
+            larger = self._larger_keys[key]
+        else:
+            serving = [other for other in self.captured if other.serves(key)]
+            larger = min(serving, key=lambda other: (other.bucket, other.max_cached_keys or 0), default=None)
+            if len(self._larger_keys) >= MAX_KNOWN:
+                self._larger_keys.clear()
+            self._larger_keys[key] = larger
+        return larger if larger is not None and self.policy.may_borrow(key, larger) else None
+
+    @property
+    def _may_capture(self) -> bool:
+        return not (self.gave_up or self.is_full)
+
+    def _is_due(self, key: Key, larger: Key | None) -> bool:
+        """Whether to capture a graph for a step that is about to run."""
+        if key in self.refused or not self._may_capture:
             return False
-        seen = self._seen.setdefault(key, _Seen())
-        seen.uses += 1
         if self._captures_on_first_use:
             return True
-        is_frequent = seen.uses > USES_BEFORE_CAPTURE
-        return is_frequent and seen.is_worth_capturing and self.clock() >= self._not_before
+        return self.policy.is_due(key, larger) and self.clock() >= self._not_before
+
+    def can_capture(self, key: Key) -> bool:
+        """Whether a step may have this key: one that was written down may not fit the engine any more."""
+        if key.bucket != bucket_of(*key.bucket) or key.adapter_rank:
+            return False
+        if key.params is not None and self._params_inside((Variant(key.params, None),)) != key.params:
+            return False
+        if key.max_cached_keys is None:
+            return not key.is_prompt
+        if key.is_prompt:
+            return key.params is None and self._reads_in_place() and key.max_cached_keys in CACHED_KEYS
+        if key.params is not None and not key.params.per_token:
+            return False
+        return key.max_cached_keys == self._cached_keys(key.max_cached_keys)
+
+    @property
+    def has_idle_work(self) -> bool:
+        """Whether `capture_next` may have something to do."""
+        if not self._may_capture or self.clock() < self._not_before:
+            return False
+        return self.policy.has_idle_work(self.captured.keys() | self.refused)
+
+    def capture_next(self, *, is_planned: bool = False) -> bool:
+        """Capture one graph while no step runs; `is_planned`: one of those that were planned. False: there is
+        nothing to capture."""
+        if not self._may_capture or self.clock() < self._not_before:
+            return False
+        unavailable = self.captured.keys() | self.refused
+        key = (self.policy.next_planned if is_planned else self.policy.next_idle)(unavailable)
+        if key is None:
+            return False
+        if not self.can_capture(key):
+            self.refused.add(key)
+        elif self._capture(key, self._empty_layout(key)) is not None:
+            self._not_before = self.clock()  # nobody waits, so no pause is needed
+        return True
+
+    def compile_ahead(self, keys: Iterable[Key]) -> None:
+        """Launch the kernels of such graphs, while launches only compile."""
+        for key in keys:
+            if self.can_capture(key):
+                self._work_of(key, self._empty_layout(key)).run()
+
+    def _empty_layout(self, key: Key) -> Layout:
+        """The layout of a step of padding alone, whose integers are on the device: its rows are empty, and
+        its tokens are written to no cache slot."""
+        layout = self._layout_of(key)
+        self.integers[: layout.size].zero_()
+        if layout.kv is not None:
+            self.integers[layout.kv.token_slots].fill_(-1)
+        return layout
 
     def _capture(self, key: Key, layout: Layout) -> Graph | None:
         began = self.clock()
@@ -319,34 +357,58 @@ class Graphs(Captures[Key, Graph]):
         graph = self._try_capture(key, lambda: self._make_graph(key, layout), steps)
         if graph is None:
             return None
-        self._not_before = began + (self.clock() - began) * (1 + _CAPTURE_PAUSE)
+        elapsed = self.clock() - began
+        self._not_before = began + elapsed * (1 + _CAPTURE_PAUSE)
+        self.policy.captured(key, elapsed)
+        self._larger_keys.clear()
         self.output_bytes += sum(output.nbytes for output in graph.outputs)
         if self.is_full:
             log.info("%d graphs are captured; steps of other shapes run eagerly", len(self.captured))
         return graph
 
     def forget(self) -> None:
+        """They are captured again while nobody waits."""
+        self.policy.plan(key for key in self.captured if not key.adapter_rank)
+        self._forget()
+
+    def _forget(self) -> None:
         self.output_bytes = 0
-        super().forget()
+        self.last_replayed = None
+        self._larger_keys.clear()
+        super()._forget()
+
+    def drop(self) -> None:
+        self.policy.plan_nothing()  # memory is scarce
+        super().drop()
+
+    def forget_where(self, is_stale: Callable[[Key], bool]) -> None:
+        self._larger_keys.clear()
+        super().forget_where(is_stale)
 
     def _make_graph(self, key: Key, layout: Layout) -> Graph:
+        batch, run = self._work_of(key, layout)
+        if key.params is None:
+            replay, (hidden,) = self.capture(run)
+            return HiddenGraph(layout, batch, replay, hidden)
+        replay, (packed, values, *finite) = self.capture(run)
+        row_bytes = values[0].numel() * values.itemsize
+        return PooledGraph(layout, replay, values, finite[0] if finite else None, packed, row_bytes)
+
+    def _work_of(self, key: Key, layout: Layout) -> _GraphWork:
         batch = _padded_batch(layout, self.integers, self.cache)
         batch = replace(batch, adapters=self._padded_adapters(key, layout))
         if key.is_prompt and batch.kv is not None:
             batch = replace(batch, is_generation=True, kv=_without_decodes(batch.kv))
-        if key.params is None:
+        if key.params is not None:
+            return self._pooled_work(key, key.params, batch)
 
-            def states() -> list[Tensor]:
-                with adapting(batch.adapters):
-                    return [self.model(batch)]
+        def states() -> list[Tensor]:
+            with adapting(batch.adapters):
+                return [self.model(batch)]
 
-            replay, (hidden,) = self.capture(states)
-            return HiddenGraph(layout, batch, replay, hidden)
-        return self._make_pooled_graph(key, key.params, layout, batch)
+        return _GraphWork(batch, states)
 
-    def _make_pooled_graph(
-        self, key: Key, params: PoolingParams, layout: Layout, batch: Batch
-    ) -> PooledGraph:
+    def _pooled_work(self, key: Key, params: PoolingParams, batch: Batch) -> _GraphWork:
         variants, tensors = (Variant(params, None),), (VariantTensors(),)
         method, rows = self._pruning_method(key, params), self.row_numbers[: key.bucket.rows + 1]
 
@@ -363,9 +425,7 @@ class Graphs(Captures[Key, Graph]):
             raw = [output.view(-1).view(torch.uint8) for output in outputs]
             return [raw[0] if len(raw) == 1 else torch.cat(raw), *outputs]
 
-        replay, (packed, values, *finite) = self.capture(work)
-        row_bytes = values[0].numel() * values.itemsize
-        return PooledGraph(layout, replay, values, finite[0] if finite else None, packed, row_bytes)
+        return _GraphWork(batch, work)
 
     def _pruning_method(self, key: Key, params: PoolingParams) -> str | None:
         """The pooling method, where it reads one token of each row and the last layer is better computed for
@@ -397,6 +457,7 @@ class Graphs(Captures[Key, Graph]):
             key.adapter_rank,
             padded_lines(tokens, self.integers),
             padded_lines(rows, self.integers),
+            tile_slots=key.tile_slots,
         )
 
     def _step_adapters(self, layout: Layout, adapters: AdapterPlan, plan: StepPlan) -> StepAdapters | None:

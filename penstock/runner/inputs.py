@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from penstock.kvcache.store import KVCache
-from penstock.layers.adapter_lines import LinePlan, plan_lines
+from penstock.layers.adapter_lines import LinePlan, plan_lines, slots_per_tile
 from penstock.layers.adapter_state import AdapterLines, AdapterState, StepAdapters
 from penstock.layers.batch import (
     Batch,
@@ -21,6 +22,7 @@ from penstock.layers.batch import (
     KeyLimitTensors,
     KVAccess,
     OutputTokens,
+    PagedRuns,
     PagedTensors,
     reads_in_place,
 )
@@ -62,6 +64,9 @@ class AdapterPlan(NamedTuple):
     def of_tokens(self, plan: StepPlan, tile_lines: int | None = None) -> LinePlan:
         return plan_lines(self.row_slots, plan.lengths, tile_lines)
 
+    def tile_slots(self, plan: StepPlan) -> int:
+        return slots_per_tile(self.row_slots, plan.lengths)
+
     def of_outputs(self, outputs: OutputPlan) -> LinePlan:
         return plan_lines(self.row_slots, outputs.lengths)
 
@@ -84,6 +89,7 @@ class AdapterInputs:
         """`rows`: those that heads read; None: all."""
         self.adapters = adapters
         self.tokens = adapters.of_tokens(plan)
+        self.tile_slots = adapters.tile_slots(plan)
         self.rows = adapters.of_rows(rows)
         self.outputs = None if outputs is None else adapters.of_outputs(outputs)
 
@@ -99,6 +105,7 @@ class AdapterInputs:
             AdapterLines.take(self.rows, sent),
             None if self.outputs is None else AdapterLines.take(self.outputs, sent),
             self.adapters.row_slots,
+            self.tile_slots,
         )
 
 
@@ -292,7 +299,18 @@ def _kv_access(kv: KVPlan, cache: KVCache | None, sent: Sent, paged: PagedPlan |
 
 def _paged_tensors(paged: PagedPlan, sent: Sent) -> PagedTensors:
     tables = next(sent).view(paged.num_rows, paged.max_blocks)
-    return PagedTensors(paged.num_rows, tables, next(sent), BLOCK_SIZE)
+    runs = None if paged.offsets is None or tables.is_cuda else _paged_runs(paged.offsets)
+    return PagedTensors(paged.num_rows, tables, next(sent), BLOCK_SIZE, runs)
+
+
+def _paged_runs(offsets: Ints) -> PagedRuns:
+    """By the number of earlier rows of each row's sequence."""
+    firsts = np.flatnonzero(offsets == 0)
+    counts = np.diff(firsts, append=len(offsets))
+    width = int(counts.max(initial=1))
+    rows = firsts[:, None] + np.minimum(np.arange(width), counts[:, None] - 1)
+    places = np.repeat(np.arange(len(firsts)) * width, counts) + offsets
+    return PagedRuns(torch.from_numpy(rows), torch.from_numpy(places))
 
 
 def _key_limits(limits: KeyLimits, sent: Sent) -> KeyLimitTensors:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
 
+from penstock.checkpoint.adapters import read_lora
 from penstock.checkpoint.files import usable_values
 from penstock.checkpoint.quantization import stored_format
 from penstock.checkpoint.sharding import check_shards
@@ -19,9 +20,9 @@ from penstock.checkpoint.sizes import check_memory, check_weight_files
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, Machine, Resolved, available_cpus, resolve
 from penstock.errors import ConfigError, DeviceFailed, ModelLoadError
-from penstock.runner.base import BLOCK_SIZE, AdapterStore, BackgroundSteps, Runner, Sleeper
+from penstock.runner.base import BLOCK_SIZE, AdapterStore, BackgroundSteps, IdleWork, Runner, Sleeper
 from penstock.runner.cpu_memory import total_memory_bytes
-from penstock.types import Task
+from penstock.types import PoolingParams, Task
 
 if TYPE_CHECKING:
     import torch
@@ -36,9 +37,12 @@ if TYPE_CHECKING:
     from penstock.pooling.build import Pooler
     from penstock.runner.adapters import AdapterPool
     from penstock.runner.generator import Generator
+    from penstock.runner.graph_history import GraphHistory
+    from penstock.runner.graphs import Graphs
     from penstock.runner.images import ImageRunner
     from penstock.runner.model_runner import ModelRunner
     from penstock.scoring.pairs import PairScorer
+    from penstock.weights.stream import WeightSource
 
 
 log = logging.getLogger("penstock.load")
@@ -77,6 +81,9 @@ class Loaded:
     sleeper: Sleeper | None = None  # None: the runner cannot sleep
     background: BackgroundSteps | None = None  # None: the runner's steps cannot be interrupted
     adapters: AdapterStore | None = None  # None: no request has one
+    # Whether steps of prompts beside decodes run as CUDA graphs now. None: no step does.
+    replays_mixed_steps: Callable[[], bool] | None = None
+    idle_work: IdleWork | None = None  # None: the runner has none
     # Calls a function, on another thread, if the device is lost while no step runs.
     watch: Callable[[OnDeviceFailed], None] | None = None
 
@@ -172,12 +179,13 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
         graphs=settings.graphs,
         images=images,
     )
+    runner.graph_history = _graph_history(spec, settings) if runner.graphs is not None else None
     adapters = runner.adapters = _adapter_pool(model, settings, runner)
     warm_up_runner(runner, spec, settings, blocks, watch)
     log.info("%s", watch)
     warn_of_unmarked(spec)
     # The KV cache must have as many blocks again, however much memory is free then.
-    cache_bytes = 0 if cache is None else cache.store.keys.nbytes + cache.store.values.nbytes
+    cache_bytes = 0 if cache is None else cache.store.nbytes
     again = msgspec.structs.replace(settings, kv_cache_bytes=cache_bytes)
 
     def install() -> None:
@@ -198,7 +206,23 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
         ModelSleeper(runner, spec.path, install),
         background=runner.background,
         adapters=runner.adapters,
+        replays_mixed_steps=(lambda: runner.mixed is None or runner.mixed.is_usable)
+        if settings.graphs
+        else None,
+        idle_work=runner if runner.graphs is not None else None,
     )
+
+
+def _graph_history(spec: ModelSpec, settings: Resolved) -> GraphHistory | None:
+    """The shapes of earlier runs of the same model with the same settings on the same kind of GPU."""
+    import torch
+
+    from penstock.checkpoint.revision import loaded_revision
+    from penstock.runner.graph_history import GraphHistory
+
+    revision = loaded_revision(spec, msgspec.to_builtins(settings)) if settings.graph_history else ""
+    gpu = torch.cuda.get_device_name(settings.device) if settings.device.startswith("cuda") else "cpu"
+    return GraphHistory(f"{revision} {gpu} {torch.__version__}") if revision else None
 
 
 def adapter_sites(model: Model) -> AdapterSites | None:
@@ -262,6 +286,8 @@ def _build_parts(spec: ModelSpec, settings: Resolved, watch: Stopwatch) -> Parts
     with watch.timed("memory"):
         if settings.generates:
             generator = Generator(model.heads[Task.GENERATE], settings.max_num_seqs, device)
+            if settings.speculation is not None:
+                generator.max_rows *= 1 + settings.speculation.num_speculative_tokens
         if settings.chunked or settings.generates:
             cache, blocks = make_cache(cast("CausalModel", model), settings, dtype, device)
         images = _image_runner(model, settings, dtype, device)
@@ -337,9 +363,9 @@ def warm_up_runner(
     kernels are compiled together before the steps run."""
     import torch
 
-    from penstock.kernels.language import precompile
-    from penstock.runner import warmup
-    from penstock.runner.decode import warm_up_keys
+    from penstock.kernels.language import MAX_COMPILER_THREADS, precompile
+    from penstock.runner import mixed, warmup
+    from penstock.runner.decode import verify_warm_up_keys, warm_up_keys
 
     lengths = warmup.KERNEL_LENGTHS if runner.device.type == "cuda" else warmup.LENGTHS
     longest = min(settings.max_model_len, settings.max_num_batched_tokens)
@@ -355,27 +381,65 @@ def warm_up_runner(
     if (
         runner.device.type == "cuda"
         and precompiles
-        and (compiling := precompile(min(available_cpus(), _MAX_COMPILER_THREADS))) is not None
+        and (compiling := precompile(min(available_cpus(), MAX_COMPILER_THREADS))) is not None
     ):
         with watch.timed("kernels"), suppress(Exception), compiling:  # the real steps will raise the error
             pooled()
+            if runner.graphs is not None:
+                with torch.inference_mode():
+                    runner.graphs.compile_ahead(warmup.kernel_keys(_first_params(spec), settings))
     with watch.timed("first steps"):
         pooled()
         if runner.generator is not None and generates:
             room = min(settings.max_model_len - 3, settings.max_num_batched_tokens)
-            warmup.warm_up_generation(runner, runner.generator.sampler, blocks, room)
+            for speculates in (False, True) if settings.speculation is not None else (False,):
+                warmup.warm_up_generation(
+                    runner, runner.generator.sampler, blocks, room, speculates=speculates
+                )
     if runner.graphs is None:
         return
     with watch.timed("graphs"):
-        max_tokens, has_skip = settings.max_num_batched_tokens, spec.pooling.after is not None
-        task = Task.EMBED if spec.reads_labels else spec.tasks[0]
-        warmup.capture_graphs(runner, runner.graphs, task, longest, max_tokens, has_skip=has_skip)
+        _capture_likely_graphs(runner, runner.graphs, spec, settings)
         if runner.decode is not None and generates:
+            keys, max_s = warm_up_keys(settings.max_num_seqs), settings.graph_capture_seconds
             with torch.inference_mode():
-                warmup.capture_decode_graphs(runner.decode, warm_up_keys(settings.max_num_seqs))
+                if settings.speculation is not None and runner.generator is not None:
+                    keys = [*keys, *verify_warm_up_keys(runner.generator.max_rows)]
+                left = warmup.capture_decode_graphs(runner.decode, keys, max_s)
+                if runner.mixed is not None and settings.target_itl_s:
+                    warmup.capture_mixed_graphs(runner.mixed, mixed.warm_up_keys(settings.max_num_seqs))
+            runner.planned_decodes.extend(left)
 
 
-_MAX_COMPILER_THREADS = 8  # more than that wait for one another
+def _first_params(spec: ModelSpec) -> PoolingParams:
+    """What most requests to a model ask for."""
+    return PoolingParams(Task.EMBED if spec.reads_labels else spec.tasks[0])
+
+
+def _capture_likely_graphs(runner: ModelRunner, graphs: Graphs, spec: ModelSpec, settings: Resolved) -> None:
+    """Capture what the first seconds need: shapes of earlier runs, then those of natural texts."""
+    import torch
+
+    from penstock.runner import warmup
+
+    longest = min(settings.max_model_len, settings.max_num_batched_tokens)
+    params = _first_params(spec)
+    max_tokens, has_skip = settings.max_num_batched_tokens, spec.pooling.after is not None
+    graphs.policy.uses.clear()  # no request has come yet
+    warmup.time_steps(runner, params, longest, max_tokens, has_skip=has_skip)
+    graphs.policy.plan(warmup.likely_keys(graphs, params, longest, settings, has_skip=has_skip))
+    if runner.graph_history is not None:
+        known = runner.graph_history.load()
+        graphs.policy.plan(key for key in known if key.params is None or key.params.task in spec.tasks)
+    graphs.policy.plan_largest_first()
+    with torch.inference_mode():
+        warmup.capture_graphs(graphs, settings.graph_capture_seconds)
+    if graphs.captured:
+        graphs.policy.uses.clear()
+        warmup.time_steps(runner, params, longest, max_tokens, has_skip=has_skip)
+    graphs.policy.uses.clear()
+
+
 _ROW_VECTORS = 4096  # queries with one vector each, as many as one request may have
 _LATE_VECTORS = 1 << 16  # token vectors of queries
 
@@ -434,6 +498,8 @@ def _model(
     with closing(open_weights(spec.path, settings.load_format, settings.seed, dtype, device)) as weights:
         if settings.load_format != "dummy":
             check_weight_files(spec.path, sizes, min_bits)
+        if spec.merges_adapter and settings.load_format != "dummy":
+            weights = _with_adapter(spec, weights)
         build = LayerBuilder(weights, settings.quantization, settings.unquantized_layers)
         build.folder = spec.path
         build.shard = shard
@@ -447,6 +513,13 @@ def _model(
             score_tokens=tokens,
             generates=settings.generates,
         )
+
+
+def _with_adapter(spec: ModelSpec, weights: WeightSource) -> WeightSource:
+    """The weights with the adapter that the model's folder was assembled with."""
+    from penstock.weights.merged import PeftMergedSource
+
+    return PeftMergedSource(weights, read_lora(spec.root_path, spec.name))
 
 
 def _static_model(
@@ -505,6 +578,22 @@ def make_cache(
     return allocate_cache(model, settings, dtype, device, blocks), blocks
 
 
+def _cache_dtype(settings: Resolved, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The number format of the KV cache of a model in `dtype`."""
+    import torch
+
+    from penstock.kernels.quantize import FP8
+
+    if not settings.kv_cache_is_fp8:
+        return dtype
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError(
+            "kv_cache_dtype = 'fp8' needs a GPU that converts fp8 (Ada, Hopper or later); use 'auto'",
+            param="kv_cache_dtype",
+        )
+    return FP8
+
+
 def count_blocks(model: CausalModel, settings: Resolved, dtype: torch.dtype, device: torch.device) -> int:
     """The blocks of the KV cache: as many as were granted, and at least those of one row."""
     import torch
@@ -512,7 +601,8 @@ def count_blocks(model: CausalModel, settings: Resolved, dtype: torch.dtype, dev
     from penstock.kvcache.store import KVStore
 
     layers, kv_heads, dim = model.kv_shape
-    block_bytes = BLOCK_SIZE * KVStore.bytes_per_slot(layers, kv_heads, dim, dtype)
+    cached = _cache_dtype(settings, dtype, device)
+    block_bytes = BLOCK_SIZE * KVStore.bytes_per_slot(layers, kv_heads, dim, cached)
     needed = -(-settings.max_model_len // BLOCK_SIZE)
     enough = needed * settings.max_num_seqs
     granted = settings.kv_cache_bytes or int(settings.kv_share * torch.cuda.mem_get_info(device)[0])
@@ -540,7 +630,8 @@ def allocate_cache(
     from penstock.kvcache.store import KVCache, KVStore
 
     layers, kv_heads, dim = model.kv_shape
-    store = KVStore(layers, blocks * BLOCK_SIZE, kv_heads, dim, dtype, device)
+    cached = _cache_dtype(settings, dtype, device)
+    store = KVStore(layers, blocks * BLOCK_SIZE, kv_heads, dim, cached, device)
     sums = torch.zeros(
         (blocks if settings.chunked else 0, model.hidden_size), dtype=torch.float32, device=device
     )

@@ -7,6 +7,7 @@ second thread waits for its event, so the engine loop never blocks on a device.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
@@ -30,9 +31,13 @@ from penstock.runner.adapters import AdapterPool
 from penstock.runner.cpu_memory import HeapTrimmer
 from penstock.runner.cuda_device import use_device
 from penstock.runner.decode import DecodeGraphs
+from penstock.runner.decode import Key as DecodeKey
 from penstock.runner.faults import typed_faults
 from penstock.runner.generator import GeneratedTensors, Generator, SampleTensors
-from penstock.runner.graphs import MAX_PRUNED_SHARE, Graphs, HiddenGraph, Key, PooledGraph
+from penstock.runner.graph_history import GraphHistory
+from penstock.runner.graph_keys import Key
+from penstock.runner.graph_policy import GraphPolicy
+from penstock.runner.graphs import MAX_PRUNED_SHARE, Graphs, HiddenGraph, PooledGraph
 from penstock.runner.images import ImageRunner
 from penstock.runner.inputs import (
     AdapterInputs,
@@ -47,6 +52,7 @@ from penstock.runner.inputs import (
     variant_tensors,
 )
 from penstock.runner.interruptible import InterruptibleSteps
+from penstock.runner.mixed import MixedGraphs
 from penstock.runner.staging import Staging
 from penstock.scoring.external_vectors import compare_in_parts
 from penstock.types import (
@@ -67,6 +73,7 @@ from penstock.types import (
 # Without a graph the last layer is computed for the output tokens alone from this many tokens × hidden size
 # on: in a smaller step, selecting them costs more host time than it saves.
 MIN_PRUNED_SIZE_EAGER = 1 << 23
+HISTORY_INTERVAL_S = 60.0  # between two times that the shapes of steps are written down
 
 
 def run_model(model: Model, batch: Batch, *, pads: bool) -> Tensor:
@@ -94,6 +101,10 @@ class ModelRunner:
         self.device = device
         self.staging = Staging(device, depth)
         self._uses_graphs = graphs
+        self._graph_policy = GraphPolicy()
+        self.graph_history: GraphHistory | None = None  # None: shapes are not kept for the next start
+        self._history_saved_s = time.monotonic()
+        self.planned_decodes: deque[DecodeKey] = deque()  # graphs of decode steps to capture in idle gaps
         self.adapters: AdapterPool | None = None  # None: no plan has adapters
         self.install(model, pooler, cache, generator, images)
         self._events: list[_Events] = []  # one pair more than there are steps in flight
@@ -124,38 +135,49 @@ class ModelRunner:
         self.pooler = pooler
         self.cache = cache
         self.generator = generator
-        self.graphs = Graphs(model, pooler, self.staging, cache=cache) if self._uses_graphs else None
+        self.graphs: Graphs | None = None
+        if self._uses_graphs:
+            self.graphs = Graphs(model, pooler, self.staging, cache=cache, policy=self._graph_policy)
         self.decode: DecodeGraphs | None = None
+        self.mixed: MixedGraphs | None = None  # steps of prompts beside decodes
         if self.graphs is not None and generator is not None and cache is not None:
             self.decode = DecodeGraphs(model, generator, self.staging, cache.store, self.graphs.capture)
+            self.mixed = MixedGraphs(model, generator, self.staging, cache.store, self.graphs.capture)
 
     def uninstall(self) -> None:
         """Let go of everything that `install` was given; steps fail until it is called again."""
+        if self.graphs is not None:
+            self.graphs.forget()
         del self.model, self.pooler
-        self.cache = self.generator = self.graphs = self.decode = self.images = None
+        self.cache = self.generator = self.graphs = self.decode = self.mixed = self.images = None
         if self.adapters is not None:
             self.adapters.detach()
 
     def forget_adapter_graphs(self) -> None:
         """Drop the graphs of steps with adapters: a layer has taken memory for them."""
-        for graphs in (self.graphs, self.decode):
+        for graphs in (self.graphs, self.decode, self.mixed):
             if graphs is not None:
                 graphs.forget_where(lambda key: key.adapter_rank > 0)
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
         if self.device.type == "cpu":
             return self._submit(lambda: self._run_on_cpu(plan))
-        if self._launching_thread != (thread := get_ident()):
-            use_device(self.device)
-            self._launching_thread = thread
+        self._use_device()
+        self._save_history()
         try:
             with typed_faults(self.device):
                 return self._launch_on_cuda(plan)
         except DeviceOutOfMemory:
-            for graphs in (self.graphs, self.decode):
+            for graphs in (self.graphs, self.decode, self.mixed):
                 if graphs is not None:
                     graphs.drop()  # before the engine runs the rows again
             raise
+
+    def _use_device(self) -> None:
+        """Let this thread use the runner's device."""
+        if self._launching_thread != (thread := get_ident()):
+            use_device(self.device)
+            self._launching_thread = thread
 
     def _submit(self, work: Callable[[], StepResult]) -> Future[StepResult]:
         """Run on the runner's thread, where device errors are translated as they are on the caller's."""
@@ -199,6 +221,31 @@ class ModelRunner:
         self._thread.shutdown(wait=True, cancel_futures=True)
         if self.adapters is not None:
             self.adapters.close()
+        if self.graph_history is not None:
+            self.graph_history.close(self._graph_policy.most_used())
+
+    @property
+    def min_idle_s(self) -> float | None:
+        """How long nothing must have run before `run_idle` may be called; None: there is nothing to do. See
+        `IdleWork`."""
+        has_work = self.graphs is not None and self.graphs.has_idle_work
+        has_work |= self.decode is not None and bool(self.planned_decodes)
+        return self._graph_policy.min_idle_s if has_work else None
+
+    def run_idle(self) -> None:
+        """Capture one graph. Nothing may be in flight."""
+        self._use_device()
+        with torch.inference_mode():
+            if self.graphs is not None and self.graphs.has_idle_work:
+                self.graphs.capture_next()
+            elif self.decode is not None and self.planned_decodes:
+                self.decode.ensure(self.planned_decodes.popleft())
+
+    def _save_history(self) -> None:
+        """Write down the shapes of this run now and then: a process that is killed does not close."""
+        if self.graph_history is not None and time.monotonic() > self._history_saved_s + HISTORY_INTERVAL_S:
+            self._history_saved_s = time.monotonic()
+            self.graph_history.save_in_background(self._graph_policy.most_used())
 
     def _adapter_plan(self, plan: StepPlan) -> AdapterPlan | None:
         """The slots of a step's adapters, which are on the device when it runs."""
@@ -235,8 +282,9 @@ class ModelRunner:
             raise ValueError("a plan that generates needs a runner with a generator")
         generator.update_slots(sample)
         adapters = adapters or self._adapter_plan(plan)
-        if self.decode is not None and (replayed := self.decode(plan, adapters)) is not None:
-            return replayed
+        for graphs in (self.decode, self.mixed):
+            if graphs is not None and (replayed := graphs(plan, adapters)) is not None:
+                return replayed
         inputs = None if adapters is None else AdapterInputs(adapters, plan, rows=sample.sampled_rows)
         if self.graphs is not None and (key := self.graphs.key_of(plan, adapters)) is not None:
             graph = self.graphs.prepare(key, plan, adapters)
@@ -346,15 +394,18 @@ class ModelRunner:
         if graphs is not None and key is not None and isinstance(plan, PoolPlan):
             result = self._replay(graphs, key, plan, adapters)
         step = self._step(plan, adapters) if result is None else result
-        was_replayed = graphs is not None and graphs.replays > replays_before
+        replayed = graphs.last_replayed if graphs is not None and graphs.replays > replays_before else None
         events.end.record()
         host_s = time.perf_counter() - began
 
         def collect() -> StepResult:
             events.end.synchronize()
             device_s = events.begin.elapsed_time(events.end) / 1000
-            if graphs is not None and key is not None and not was_replayed:
-                graphs.observe(key, host_s, device_s)
+            if graphs is not None and key is not None:
+                if replayed is None:
+                    graphs.observe(key, host_s, device_s)
+                elif isinstance(plan, PoolPlan):
+                    graphs.observe_replay(replayed, device_s)
             return step.timed(device_s)
 
         return self._submit(collect)

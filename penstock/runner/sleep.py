@@ -265,7 +265,7 @@ class ModelSleeper:
                 )
 
     def _forget_graphs(self) -> None:
-        for graphs in (self.runner.graphs, self.runner.decode):
+        for graphs in (self.runner.graphs, self.runner.decode, self.runner.mixed):
             if graphs is not None:
                 graphs.forget()
 
@@ -275,8 +275,7 @@ class ModelSleeper:
         roots: list[object] = [runner.model, runner.pooler, runner.cache, runner.generator, runner.images]
         if runner.graphs is not None:
             roots += (runner.graphs.integers, runner.graphs.row_numbers)
-        if runner.decode is not None:
-            roots.append(runner.decode.integers)
+        roots += [graphs.integers for graphs in (runner.decode, runner.mixed) if graphs is not None]
         return roots
 
     def _caches(self) -> list[object]:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import BLOCK_SIZE, Runner
+from penstock.runner.buckets import bucket_of
+from penstock.runner.graph_keys import Key
+from penstock.runner.graph_policy import USES_BEFORE_CAPTURE
+from penstock.runner.likely_shapes import likely_buckets
 from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
 from penstock.scheduler.image_cache import ImageCache
 from penstock.scheduler.plan import build_plan
+from penstock.scheduler.prompt_lookup import PromptLookup
 from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import (
     PoolingParams,
@@ -28,8 +33,12 @@ from penstock.types import (
 
 if TYPE_CHECKING:
     from penstock.checkpoint.spec import ModelSpec
-    from penstock.runner.decode import DecodeGraphs, Key
+    from penstock.config import Resolved
+    from penstock.runner.decode import DecodeGraphs
+    from penstock.runner.decode import Key as DecodeKey
     from penstock.runner.graphs import Graphs
+    from penstock.runner.mixed import Key as MixedKey
+    from penstock.runner.mixed import MixedGraphs
 
 log = logging.getLogger("penstock.warmup")
 
@@ -43,13 +52,10 @@ class FreesSlots(Protocol):
 LENGTHS = (1, 64)
 # On CUDA kernels are compiled on first use; each of these lengths needs another variant.
 KERNEL_LENGTHS = (1, 17, 64, 256)
-# Steps captured before the first request, as (rows, length): single rows, and batches of short ones. Other
-# shapes are captured once they come repeatedly; until then small steps use the next larger of these graphs.
-SHAPES = (
-    *((1, 16), (1, 32), (1, 64), (1, 128), (1, 256), (1, 512)),
-    *((16, 32), (32, 32), (64, 32), (4, 64), (8, 64), (16, 64)),
-)
-MAX_CAPTURE_S = 3.0
+# Steps that are run several times, as (rows, length): they show what the host and the device need for steps
+# of different sizes, and take the pinned buffers that later steps use.
+TIMED_SHAPES = ((1, 64), (16, 64), (64, 64), (64, 128))
+MAX_MIXED_CAPTURE_S = 12.0  # most of it for kernels that are compiled for the first time on this machine
 
 
 def warm_up(runner: Runner, max_tokens: int, lengths: tuple[int, ...] = LENGTHS) -> None:
@@ -90,42 +96,76 @@ def warm_up_images(runner: Runner, spec: ModelSpec, max_tokens: int) -> None:
         runner.launch(build_plan([share], image_cache=ImageCache(tokens))).result()
 
 
-def capture_graphs(
-    runner: Runner,
-    graphs: Graphs,
-    task: Task,
-    max_length: int,
-    max_tokens: int,
-    *,
-    has_skip: bool = False,
-    max_s: float = MAX_CAPTURE_S,
+def time_steps(
+    runner: Runner, params: PoolingParams, max_length: int, max_tokens: int, *, has_skip: bool = False
 ) -> None:
-    """Capture graphs of one task, for at most `max_s` seconds. `has_skip`: pooling leaves out leading tokens
+    """Run steps of a few sizes, with graphs or without: the second of each shows its usual time. They are too
+    few to be captured for themselves."""
+    for rows, length in TIMED_SHAPES:
+        if length <= max_length and rows * length <= max_tokens:
+            for _ in range(USES_BEFORE_CAPTURE):
+                runner.launch(_plan(rows, length, params, has_skip)).result()
+
+
+def kernel_keys(params: PoolingParams, settings: Resolved) -> list[Key]:
+    """Graphs that together launch every kernel that other graphs do: short and long rows, and enough tokens
+    that the last layer is computed for the output tokens only."""
+    shapes = ((1, 32), (16, 64), (16, 128), (64, 128))
+    fitting = [(rows, length) for rows, length in shapes if rows * length <= settings.max_num_batched_tokens]
+    buckets = [bucket_of(rows * length, rows, length) for rows, length in fitting]
+    return [Key(bucket, False, False, params) for bucket in buckets if bucket is not None]
+
+
+def likely_keys(
+    graphs: Graphs, params: PoolingParams, max_length: int, settings: Resolved, *, has_skip: bool = False
+) -> list[Key]:
+    """Graphs for natural texts, those that save the most first. `has_skip`: pooling leaves out leading tokens
     of its texts; such graphs serve texts without them too."""
-    began = time.perf_counter()
-    shapes = [
-        (rows, length) for rows, length in SHAPES if length <= max_length and rows * length <= max_tokens
-    ]
-    with graphs.capture_on_first_use():
-        for done, (rows, length) in enumerate(shapes):
-            if time.perf_counter() - began > max_s:
-                break
-            runner.launch(_plan(rows, length, PoolingParams(task), has_skip)).result()
-            _show_progress(done + 1, len(shapes))
+    gain_s = graphs.policy.times.gain_s
+    counts = likely_buckets(max_length, settings.max_num_batched_tokens, settings.max_num_seqs)
+    order = sorted(counts, key=lambda bucket: counts[bucket] * gain_s(bucket.tokens), reverse=True)
+    return [Key(bucket, False, has_skip, params) for bucket in order]
+
+
+def capture_graphs(graphs: Graphs, max_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
+    """Capture planned graphs, for at most about `max_s` seconds; the last one may take longer."""
+    began, num_planned = clock(), graphs.policy.num_planned
+    while clock() - began < max_s and graphs.capture_next(is_planned=True):
+        _show_progress(num_planned - graphs.policy.num_planned, num_planned)
+    log.info(
+        "captured %d graphs in %.1f s; %d more while nobody waits",
+        len(graphs.captured),
+        clock() - began,
+        graphs.policy.num_planned,
+    )
+
+
+def capture_decode_graphs(
+    graphs: DecodeGraphs, keys: Sequence[DecodeKey], max_s: float
+) -> Sequence[DecodeKey]:
+    """Capture graphs of decode steps, for at most `max_s` seconds. Returns the keys that are left."""
+    began, done = time.perf_counter(), 0
+    while done < len(keys) and time.perf_counter() - began < max_s:
+        graphs.ensure(keys[done])
+        done += 1
+        _show_progress(done, len(keys))
     elapsed = time.perf_counter() - began
-    log.info("captured %d of %d graphs in %.1f s", len(graphs.captured), len(shapes), elapsed)
+    log.info("captured %d of %d decode graphs in %.1f s", len(graphs.captured), len(keys), elapsed)
+    return keys[done:]
 
 
-def capture_decode_graphs(graphs: DecodeGraphs, keys: Sequence[Key], max_s: float = MAX_CAPTURE_S) -> None:
-    """Capture graphs of decode steps, for at most `max_s` seconds."""
+def capture_mixed_graphs(
+    graphs: MixedGraphs, keys: Sequence[MixedKey], max_s: float = MAX_MIXED_CAPTURE_S
+) -> None:
+    """Capture graphs of steps of prompts beside decodes, for at most `max_s` seconds."""
     began = time.perf_counter()
     for done, key in enumerate(keys):
-        if time.perf_counter() - began > max_s:
+        if graphs.gave_up or time.perf_counter() - began > max_s:
             break
         graphs.ensure(key)
         _show_progress(done + 1, len(keys))
     elapsed = time.perf_counter() - began
-    log.info("captured %d of %d decode graphs in %.1f s", len(graphs.captured), len(keys), elapsed)
+    log.info("captured %d of %d graphs of mixed steps in %.1f s", len(graphs.captured), len(keys), elapsed)
 
 
 def _show_progress(done: int, total: int) -> None:
@@ -143,13 +183,18 @@ def _plan(rows: int, length: int, params: PoolingParams, has_skip: bool = False)
     return build_plan([ScheduledRows(request, np.arange(rows, dtype=np.int32))])
 
 
-def warm_up_generation(runner: Runner, sampler: FreesSlots, num_blocks: int, max_tokens: int) -> None:
-    """Run a prompt and generate a few tokens, on blocks and a slot that are freed afterwards."""
+def warm_up_generation(
+    runner: Runner, sampler: FreesSlots, num_blocks: int, max_tokens: int, *, speculates: bool = False
+) -> None:
+    """Run a prompt and generate a few tokens, on blocks and a slot that are freed afterwards. `speculates`:
+    the tokens of the prompt are proposed again."""
     length = min(17, max_tokens)
     generation = GenerationScheduler(
         BlockPool(num_blocks, BLOCK_SIZE),
         GenerationLimits(1, max_tokens, max_tokens, length + 3, length, prefix_caching=False),
     )
+    if speculates:
+        generation.enable_speculation(lambda slots: PromptLookup(slots, 1, 1, 1), is_adaptive=False)
     tokens = np.ones(length, dtype=np.int32)
     sampling = SamplerParams(max_tokens=3, temperature=0)
     lengths = np.array([length], dtype=np.int32)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,13 @@ from torch import Tensor
 
 from penstock.kernels.language import use_kernel
 from penstock.kernels.logit_thresholds import logit_thresholds
-from penstock.kernels.sampling import argmax_tokens, sample_tokens, sample_tokens_reference
+from penstock.kernels.sampling import (
+    accept_proposals,
+    accept_proposals_reference,
+    argmax_tokens,
+    sample_tokens,
+    sample_tokens_reference,
+)
 from penstock.sampling.filters import floats, min_kept_logits
 from penstock.sampling.logprobs import LogprobTensors, token_logprobs
 from penstock.sampling.plan import EDITS, WIDTH, Column, Need, SlotPlan
@@ -36,6 +42,14 @@ class Sampled:
     token_ids: Tensor  # int32 [n], negative if none can be sampled (see `kernels.sampling`)
     logprobs: LogprobTensors | None = None  # [rows that asked, 1 + the most that one of them asked for]
     logprob_rows: Ints | None = None  # [rows that asked], their rows in the step; on the host
+
+
+class VerifyTensors(NamedTuple):
+    """A `VerifyPlan` on the device."""
+
+    proposed: Tensor  # int32 [n]
+    offsets: Tensor  # int32 [n]
+    firsts: Tensor  # int32 [sequences]
 
 
 class Sampler:
@@ -80,7 +94,11 @@ class Sampler:
         if self._processors.mask(slot, bitmask):
             self._changed.add(slot)
 
-    def __call__(self, logits: Tensor, slots: Ints, slots_device: Tensor) -> Sampled:
+    def __call__(
+        self, logits: Tensor, slots: Ints, slots_device: Tensor, verify: VerifyTensors | None = None
+    ) -> Sampled:
+        """With `verify`, slots whose logits nothing edits may have several rows, whose noise is that of the
+        positions that follow. The slot goes on behind the last row with an accepted proposal before it."""
         if logits.shape != (len(slots), self.plan.vocab_size):
             raise ValueError(
                 f"logits have shape {tuple(logits.shape)}, not {(len(slots), self.plan.vocab_size)}"
@@ -88,12 +106,16 @@ class Sampler:
         self.flush()
         need = self.plan.step(slots)
         self._reset_rows(slots)
+        offsets = None if verify is None else verify.offsets
         if not use_kernel(logits):
-            tokens = self._by_torch(logits, slots, slots_device, need)
+            tokens = self._by_torch(logits, slots, slots_device, need, verify)
         elif need & EDITS:
-            tokens = self._by_kernels(logits, slots_device, need)
+            tokens = self._by_kernels(logits, slots_device, need, offsets)
         else:
-            tokens = self.plain(logits, slots_device, bool(need & Need.FILTER))
+            tokens = self.plain(logits, slots_device, bool(need & Need.FILTER), offsets)
+        if verify is not None and use_kernel(logits):
+            proposed, _, firsts = verify
+            accept_proposals(tokens, proposed, firsts, slots_device, self.positions, self.last)
         if not need & Need.LOGPROBS:
             return Sampled(tokens)
         rows, at = self._rows(Need.LOGPROBS, slots)
@@ -102,14 +124,22 @@ class Sampler:
         chosen = (tokens if all_asked else tokens.index_select(0, at)).clamp_min(0)
         return Sampled(tokens, token_logprobs(logits, chosen, top, None if all_asked else at), rows)
 
-    def plain(self, logits: Tensor, slots_device: Tensor, filtered: bool = False) -> Tensor:
+    def plain(
+        self, logits: Tensor, slots_device: Tensor, filtered: bool = False, offsets: Tensor | None = None
+    ) -> Tensor:
         """Tokens of rows that need no more than a temperature and, with `filtered`, top-k, top-p or min-p.
 
         It neither plans nor sends, so a graph can capture it. The graph's owner checks `plan.need` first,
         calls `flush` before the replay, and calls `plan.step` once for it."""
         bounds = logit_thresholds(logits, slots_device, self.table) if filtered else None
         return sample_tokens(
-            logits, slots_device, self.table, self.positions, thresholds=bounds, last=self.last
+            logits,
+            slots_device,
+            self.table,
+            self.positions,
+            thresholds=bounds,
+            last=self.last,
+            offsets=offsets,
         )
 
     def flush(self) -> None:
@@ -127,7 +157,7 @@ class Sampler:
             self._changed.clear()
         self._processors.flush_tails(self.positions, self._send)
 
-    def _by_kernels(self, logits: Tensor, slots: Tensor, need: Need) -> Tensor:
+    def _by_kernels(self, logits: Tensor, slots: Tensor, need: Need, offsets: Tensor | None) -> Tensor:
         processors = self._processors
         processors.apply_by_kernel(logits, slots, self.table, self.positions, need)
         work = processors.work
@@ -142,14 +172,22 @@ class Sampler:
             counts=processors.counts.table if need & Need.COUNTS else None,
             tails=processors.tails if need & Need.TAIL else None,
             last=self.last,
+            offsets=offsets,
         )
 
-    def _by_torch(self, logits: Tensor, slots: Ints, slots_device: Tensor, need: Need) -> Tensor:
+    def _by_torch(
+        self, logits: Tensor, slots: Ints, slots_device: Tensor, need: Need, verify: VerifyTensors | None
+    ) -> Tensor:
         at = slots_device.long()
         positions = self.positions[at]
+        if verify is not None:
+            positions = positions + verify.offsets
         tokens = self._tokens(logits, slots, at, positions, need)
         noted = tokens.clamp_min(0)
         self._processors.record(self.table, at, positions, noted, need)
+        if verify is not None:
+            accept_proposals_reference(tokens, *verify, at, self.positions, self.last)
+            return tokens
         self.last.index_copy_(0, at, noted)
         self.positions.index_add_(0, at, torch.ones_like(positions))
         return tokens

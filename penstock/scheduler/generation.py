@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,9 +27,11 @@ from penstock.scheduler.generation_images import num_features, with_images
 from penstock.scheduler.image_cache import ImageCache
 from penstock.scheduler.limits import GenerationLimits
 from penstock.scheduler.logprobs import Logprobs, PromptLogprobs, split_logprobs
+from penstock.scheduler.prefill_budget import PrefillBudget, PrefillDemand
 from penstock.scheduler.queue import HEAD_START_S
 from penstock.scheduler.sequence import Constraint, SequenceState
 from penstock.scheduler.slots import SlotTable
+from penstock.scheduler.speculation import ProposedRows, Proposer, Speculation, is_last_of_run
 from penstock.scheduler.start_deadlines import StartDeadlines
 from penstock.scheduler.steps import SamplerChanges, SequenceMemory, StepRows, generation_plan
 from penstock.scheduler.suspects import MayRun, SuspectRequests
@@ -84,6 +86,8 @@ class GenerationScheduler:
         self.limits = limits
         self.max_adapters = 0  # different ones in one step; 0: no limit
         self.image_cache = image_cache
+        self.can_mix_steps: Callable[[], bool] = lambda: True  # prompts may run beside decodes
+        self.speculation: Speculation | None = None  # None: every sequence runs one token a step
         self.num_preemptions = 0
         self.queued_tokens = 0  # without those of background requests
         self.queued_background_tokens = 0
@@ -97,6 +101,7 @@ class GenerationScheduler:
         self._waiting.head_start_tokens = STEPS_IN_HEAD_START * limits.max_tokens
         self._background = FairQueue[SequenceState]()  # background sequences with neither
         self._background_ids: set[str] = set()  # of unfinished background requests
+        self._unreplayable_ids: set[str] = set()  # of those whose prompts no graph runs beside decodes
         self._mean_output = 0.0  # tokens of finished sequences
         self._unfinished: dict[str, list[SequenceState]] = {}  # of each request
         self._failures: dict[str, PenstockError] = {}  # requests that cannot continue, until `take_failures`
@@ -104,7 +109,15 @@ class GenerationScheduler:
         self._may_have_deadlines = False
         self._start_by = StartDeadlines(self._waits_to_start)
         self._last_was_prefill = False
+        self._prefill_budget = PrefillBudget(limits.target_itl_s)
         self._count = itertools.count()
+
+    def enable_speculation(
+        self, make_proposer: Callable[[SlotTable], Proposer], *, is_adaptive: bool = True
+    ) -> None:
+        """Let sequences run tokens that a proposer expects; without `is_adaptive`, even where that loses."""
+        proposer = make_proposer(self._slots)
+        self.speculation = Speculation(self._slots, self.pool, proposer, is_adaptive=is_adaptive)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._unfinished
@@ -175,6 +188,8 @@ class GenerationScheduler:
         if request.is_background:
             start += _BEHIND_ALL
             self._background_ids.add(request.id)
+        if _is_unreplayable(request, sampling):
+            self._unreplayable_ids.add(request.id)
         size = self.pool.block_size
         sequences = [
             SequenceState(request, sampling, row, (start, number, row), PrefixKeys(request, row, size))
@@ -204,6 +219,7 @@ class GenerationScheduler:
         for sequence in self._unfinished.pop(request_id, ()):
             self._drop(sequence)
         self._background_ids.discard(request_id)
+        self._unreplayable_ids.discard(request_id)
         self._suspects.discard(request_id)
 
     def clear(self) -> list[str]:
@@ -268,6 +284,7 @@ class GenerationScheduler:
         assert self.queued_tokens == sum(len(sequence.prompt) for sequence in waiting)
         assert self.queued_background_tokens == sum(len(sequence.prompt) for sequence in background)
         assert self._background_ids <= self._unfinished.keys()
+        assert self._unreplayable_ids <= self._unfinished.keys()
         self.pool.check()
         if not self._unfinished:
             assert self.pool.available == self.pool.num_blocks, "blocks are held though no sequence is left"
@@ -307,16 +324,45 @@ class GenerationScheduler:
 
     def _next_step(self, turn: _Turn) -> GeneratePlan | None:
         """A step of the requests whose turn it is."""
-        if self.limits.separate_prefill:
+        if self._separates_prefill:
             return self._prefill_or_decode(turn)
         decode = self._grow(self._decoding(turn))
-        max_tokens, max_rows = turn.max_tokens - len(decode), self.limits.max_rows - len(decode)
+        proposed = self._propose(decode, turn.max_tokens)
+        num_decoding = len(decode) + (0 if proposed is None else proposed.total)
+        max_tokens, max_rows = turn.max_tokens - num_decoding, self.limits.max_rows - len(decode)
+        if self.limits.target_itl_s and not turn.is_background:
+            max_tokens = self._prefill_budget.max_tokens(self._demand(num_decoding, max_tokens))
         prefill = list(self._prefill(turn, max_tokens, max_rows))
         if not prefill:
-            return self._plan(decode, np.ones(len(decode), dtype=np.int32)) if len(decode) else None
+            return self._plan_decode(decode, proposed) if len(decode) else None
         slots, counts = np.array(prefill, dtype=np.int32).T
-        return self._plan(
-            np.concatenate([decode, slots]), np.concatenate([np.ones(len(decode), dtype=np.int32), counts])
+        counts = np.concatenate([np.ones(len(decode), dtype=np.int32), counts])
+        return self._plan_prefill(np.concatenate([decode, slots]), counts, proposed)
+
+    @property
+    def _separates_prefill(self) -> bool:
+        """Whether a step has either prompts or decodes."""
+        if self.limits.separate_prefill or not self.can_mix_steps():
+            return True
+        return self.limits.mixed_needs_graph and bool(self._unreplayable_ids)
+
+    def _demand(self, num_decoding: int, max_tokens: int) -> PrefillDemand:
+        """The prompts that have begun, and those that could begin with the slots and blocks that are free."""
+        table, pool = self._slots, self.pool
+        running = np.array(self._running, dtype=np.int32)
+        lengths = table.num_tokens[running]
+        begun = lengths[lengths - table.num_computed[running] > 1]
+        preempted = sum(int(table.num_tokens[sequence.slot]) for sequence in self._preempted)
+        num_prompts, num_tokens = len(begun) + len(self._preempted), int(begun.sum()) + preempted
+        if num_waiting := len(self._waiting):
+            mean_length = self.queued_tokens / num_waiting
+            num_fitting = pool.available // max(1, pool.blocks_for(int(mean_length)))
+            num_waiting = min(num_waiting, table.num_free, num_fitting)
+        return PrefillDemand(
+            num_decoding,
+            num_prompts + num_waiting,
+            num_tokens + (int(num_waiting * mean_length) if num_waiting else 0),
+            max_tokens,
         )
 
     def _prefill_or_decode(self, turn: _Turn) -> GeneratePlan | None:
@@ -327,15 +373,37 @@ class GenerationScheduler:
                 # A sequence whose prefix is cached but for one token decodes with the others.
                 several = [(slot, count) for slot, count in found if self._num_to_run(slot) > 1]
                 slots, counts = np.array(several, dtype=np.int32).reshape(-1, 2).T
+                plan = self._plan_prefill(slots, counts) if len(slots) else None
             else:
                 slots = self._grow(self._decoding(turn))
-                counts = np.ones(len(slots), dtype=np.int32)
-            if len(slots):
+                proposed = self._propose(slots, turn.max_tokens)
+                plan = self._plan_decode(slots, proposed) if len(slots) else None
+            if plan is not None:
                 self._last_was_prefill = is_prefill
-                return self._plan(slots, counts)
+                return plan
         return None
 
-    def _plan(self, slots: Ints, counts: Ints) -> GeneratePlan:
+    def _propose(self, decoding: Ints, max_tokens: int) -> ProposedRows | None:
+        if self.speculation is None:
+            return None
+        room = (max_tokens - len(decoding)) // 2  # the other half is left to prompts
+        return self.speculation.propose(decoding, room)
+
+    def _plan_prefill(self, slots: Ints, counts: Ints, proposed: ProposedRows | None = None) -> GeneratePlan:
+        """A step with prompts in it."""
+        if self.speculation is not None:
+            self.speculation.interrupted()
+        return self._plan(slots, counts, proposed)
+
+    def _plan_decode(self, slots: Ints, proposed: ProposedRows | None) -> GeneratePlan:
+        """A step of sequences that decode, without prompts."""
+        plan = self._plan(slots, np.ones(len(slots), dtype=np.int32), proposed)
+        if self.speculation is not None:
+            self.speculation.planned(self._now_s, slots, 0 if proposed is None else proposed.total)
+        return plan
+
+    def _plan(self, slots: Ints, counts: Ints, proposed: ProposedRows | None = None) -> GeneratePlan:
+        """A step of these sequences; the first of them have the proposed tokens."""
         table = self._slots
         begins, prompts = table.num_computed[slots], self._prompt_logprobs.requested(slots)
         samples = table.schedule(slots, counts)
@@ -350,6 +418,12 @@ class GenerationScheduler:
             visits=table.visit[slots],
             adapters=self._adapters_of(slots),
         )
+        if proposed is not None:
+            num_proposed = np.zeros(len(slots), dtype=np.int32)
+            num_proposed[: len(proposed.counts)] = proposed.counts
+            rows = rows.with_proposals(num_proposed, table.token_ids)
+            if prompts is not None:
+                prompts = prompts._replace(lengths=np.repeat(prompts.lengths, num_proposed + 1))
         memory = SequenceMemory(table.token_ids, table.block_tables, self.pool.block_size)
         masks = self._masks(slots[samples & table.is_constrained[slots]])
         changes = SamplerChanges(table.take_leaves(), table.take_joins(), masks)
@@ -399,6 +473,8 @@ class GenerationScheduler:
         running = np.array(chosen, dtype=np.int32)
         length = table.num_tokens[running]
         ready = (length - table.num_computed[running] == 1) & (length < table.max_length[running])
+        if self.speculation is not None and self.speculation.must_wait(running[ready]):
+            return running[:0]
         if table.is_constrained.any():
             ready &= ~table.is_constrained[running] | (table.num_known[running] == length)
         decoding: Ints = running if ready.all() else running[ready]
@@ -428,9 +504,12 @@ class GenerationScheduler:
         """Slots that prefill, with the number of tokens of each."""
         if max_tokens <= 0 or max_rows <= 0:
             return
-        num_image_features = 0
+        num_image_features, num_partial = 0, 0
         for slot in self._prefilling(turn):
-            count = min(self._num_to_run(slot), self.limits.max_chunk_tokens, max_tokens)
+            num_left = self._num_to_run(slot)
+            count = min(num_left, self.limits.max_chunk_tokens, max_tokens)
+            if count < num_left and (num_partial := num_partial + 1) > self.limits.max_partial_prefills > 0:
+                return
             if self.image_cache is not None and self._slots.has_images[slot]:
                 first = int(self._slots.num_computed[slot])
                 needed = num_features(self._slots[slot], first, first + count)
@@ -520,36 +599,61 @@ class GenerationScheduler:
         """Take in the tokens of a step, publish the blocks that it filled, and finish sequences that end.
         Sequences that merely continue share one `DecodedTokens`."""
         sample, table = plan.sample, self._slots
+        self._prefill_budget.times.record(plan.num_tokens, result.device_s)
         current = table.is_current(sample)
         table.device_s[sample.slots[current]] += result.device_s
         new = result.token_ids
         keep = current[sample.sampled_rows]
+        if self.speculation is not None and sample.verify is not None:
+            keep &= self.speculation.verify(sample, sample.verify, new, keep)
         if (new < 0).any():
             self._fail_without_token(sample.sampled_slots[keep & (new < 0)], new[keep & (new < 0)])
             current = table.is_current(sample)
-            keep = current[sample.sampled_rows]
+            keep &= current[sample.sampled_rows]
         slots, token_ids = sample.sampled_slots[keep], new[keep]
-        table.append(slots, token_ids)
+        offsets = None if sample.verify is None else sample.verify.offsets[keep]
+        if offsets is None:
+            table.append(slots, token_ids)
+        else:
+            has_blocks = table.visit[slots] == sample.visits[sample.sampled_rows][keep]
+            table.append_runs(slots, token_ids, offsets, has_blocks)
         if self.limits.prefix_caching:
             self._publish(sample, current)
         stopped, full = table.stopped(slots, token_ids), table.is_full(slots)
+        if offsets is not None:
+            full &= is_last_of_run(offsets)
         if sample.prompts is not None and result.prompt_logprobs is not None:
             for sequence in self._prompt_logprobs.store(sample.prompts, sample, result.prompt_logprobs):
                 self._failures[sequence.request.id] = RowFailed(_NOT_FINITE)
         if self._suspects and len(slots):
             self._suspects.clear({request_id for request_id, _ in table.sequence_ids(slots)})
         in_detail = stopped | full | table.needs_details[slots]
+        if offsets is not None:
+            in_detail = np.isin(slots, slots[in_detail])  # all tokens of a sequence in their order
         if not in_detail.any():
-            return [DecodedTokens(table.sequence_ids(slots), token_ids)] if len(slots) else []
+            return [*self._decoded(slots, token_ids, offsets)]
+        others = ~in_detail
         outcomes: list[DecodedTokens | GeneratedTokens] = []
-        if not in_detail.all():
-            others = ~in_detail
-            outcomes.append(DecodedTokens(table.sequence_ids(slots[others]), token_ids[others]))
+        if others.any():
+            outcomes += self._decoded(
+                slots[others], token_ids[others], None if offsets is None else offsets[others]
+            )
         logprobs = split_logprobs(result.logprobs, sample.num_logprobs, keep)
         for i in np.flatnonzero(in_detail).tolist():
             ends = bool(stopped[i]), bool(full[i])
             outcomes.append(self._output(table[int(slots[i])], token_ids[i : i + 1], *ends, logprobs[i]))
         return outcomes
+
+    def _decoded(self, slots: Ints, token_ids: Ints, offsets: Ints | None) -> list[DecodedTokens]:
+        """New tokens of sequences that merely continue: the first of each, then the second of some, …"""
+        if not len(slots):
+            return []
+        if offsets is None or not offsets.any():
+            return [DecodedTokens(self._slots.sequence_ids(slots), token_ids)]
+        columns = [offsets == offset for offset in range(int(offsets.max()) + 1)]
+        return [
+            DecodedTokens(self._slots.sequence_ids(slots[column]), token_ids[column]) for column in columns
+        ]
 
     def _fail_without_token(self, slots: Ints, codes: Ints) -> None:
         """Fail the requests for which no token could be sampled, and unpublish what invalid ones wrote."""
@@ -567,7 +671,8 @@ class GenerationScheduler:
         """Publish the blocks that a step has filled with known tokens, for sequences with the same prefix."""
         table, slots, size = self._slots, sample.slots, self.pool.block_size
         current = current & (table.visit[slots] == sample.visits)
-        ends = np.minimum(sample.ends, table.num_known[slots])
+        # Behind the computed tokens stand those of rejected proposals.
+        ends = np.minimum(sample.ends, np.minimum(table.num_known[slots], table.num_computed[slots]))
         for i in np.flatnonzero(current & (ends // size > table.num_published[slots])).tolist():
             slot, num_full = int(slots[i]), int(ends[i]) // size
             sequence = table[slot]
@@ -618,7 +723,7 @@ class GenerationScheduler:
         """Recover from a failed step: its sequences start over from their known tokens. With `isolate` their
         requests run one at a time; a request that was alone in the step is dropped and returned."""
         sample, table = plan.sample, self._slots
-        slots = sample.slots[table.is_current(sample)].tolist()
+        slots = dict.fromkeys(sample.slots[table.is_current(sample)].tolist())
         sequences = [sequence for slot in slots if (sequence := table.find(slot)) is not None]
         requests = {sequence.request.id: sequence.request for sequence in sequences}
         if isolate and len(requests) == 1:
@@ -658,6 +763,7 @@ class GenerationScheduler:
         if not sequences:
             del self._unfinished[sequence.request.id]
             self._background_ids.discard(sequence.request.id)
+            self._unreplayable_ids.discard(sequence.request.id)
         self._drop(sequence)
 
     def _drop(self, sequence: SequenceState) -> None:
@@ -683,6 +789,12 @@ class GenerationScheduler:
         if runs:
             line.charge(client, runs)
         line.remove(client, sequence.rank)
+
+
+def _is_unreplayable(request: Request, sampling: SamplerParams) -> bool:
+    """Whether no graph runs a request's prompt beside decodes."""
+    has_images = request.images is not None or request.rope_positions is not None
+    return has_images or sampling.prompt_logprobs is not None
 
 
 def _nothing_follows(sequence: SequenceState) -> PenstockError:

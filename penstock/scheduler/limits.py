@@ -17,7 +17,10 @@ class GenerationLimits:
     max_queued_tokens: int  # of prompts that wait
     prefix_caching: bool = True  # keep full blocks for sequences with the same prefix
     vocab_size: int = 1 << 31
-    separate_prefill: bool = False  # prefill and decode steps alternate, because each is replayed as a graph
+    separate_prefill: bool = False  # prefill and decode steps alternate
+    mixed_needs_graph: bool = False  # prompts run beside decodes only in steps that a graph can replay
+    target_itl_s: float = 0.0  # the time between two tokens that prompts may cause; 0: any
+    max_partial_prefills: int = 0  # prompts of which a step runs a part and leaves the rest; 0: any number
 
     def check(self, request: Request, params: SamplerParams) -> None:
         """`BadValue` for a request that can never run."""

@@ -66,6 +66,10 @@ class SlotTable:
         return bool(self._free)
 
     @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
     def used_slots(self) -> list[int]:
         return [slot for slot, sequence in enumerate(self._sequences) if sequence is not None]
 
@@ -171,6 +175,20 @@ class SlotTable:
         self.token_ids[slots, self.num_known[slots]] = token_ids
         self.num_known[slots] += 1
 
+    def append_runs(self, slots: Ints, token_ids: Ints, offsets: Ints, computed: NDArray[np.bool_]) -> None:
+        """The CPU has read several tokens of some sequences: the first was expected, the others ran in the
+        same step, as accepted proposals. `offsets` count from 0 within each run. `computed`: where keys and
+        values of these are still the sequence's."""
+        self.token_ids[slots, self.num_known[slots] + offsets] = token_ids
+        added = np.zeros(self.num_slots, dtype=np.int32)
+        added[slots] = offsets + 1  # of equal slots the last one stays
+        self.num_known += added
+        more = np.maximum(added - 1, 0)
+        self.num_tokens += more
+        lost = np.zeros(self.num_slots, dtype=bool)
+        lost[slots[~computed]] = True
+        self.num_computed += np.where(lost, 0, more).astype(np.int32)
+
     def schedule(self, slots: Ints, counts: Ints) -> NDArray[np.bool_]:
         """Count tokens as computed. Returns which sequences sample: those whose last token is among them."""
         ends = self.num_computed[slots] + counts
@@ -184,13 +202,15 @@ class SlotTable:
         current: NDArray[np.bool_] = self.epoch[sample.slots] == sample.epochs
         return current
 
-    def stopped(self, slots: Ints, token_ids: Ints) -> NDArray[np.bool_]:
-        """Which sequences end with a stop token as their latest."""
+    def stopped(self, slots: Ints, token_ids: Ints, offsets: Ints | None = None) -> NDArray[np.bool_]:
+        """Which sequences end with a stop token as their latest; with `offsets`, as the token that is to come
+        so many behind the known ones."""
         stopped: NDArray[np.bool_] = (self.stop_ids.take(slots, axis=1) == token_ids).any(axis=0)
         if self._more_stops:
             for row in np.flatnonzero(np.isin(slots, list(self._more_stops))).tolist():
                 stopped[row] = int(token_ids[row]) in self._more_stops[int(slots[row])]
-        stopped &= self.num_known[slots] > self.min_length[slots]
+        lengths = self.num_known[slots] if offsets is None else self.num_known[slots] + offsets + 1
+        stopped &= lengths > self.min_length[slots]
         return stopped
 
     def is_full(self, slots: Ints) -> NDArray[np.bool_]:

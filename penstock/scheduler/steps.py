@@ -16,6 +16,7 @@ from penstock.types import (
     PagedPlan,
     PromptPlan,
     SamplePlan,
+    VerifyPlan,
     cumulative,
     runs,
 )
@@ -35,6 +36,31 @@ class StepRows(NamedTuple):
     epochs: Ints
     visits: Ints
     adapters: Ints | None = None  # ids of adapters, -1: none; None: no row has one
+    proposed: Ints | None = None  # the token that should follow a row, -1: none; None: nothing is proposed
+    offsets: Ints | None = None  # rows of the same sequence before it; None: all 0
+
+    def with_proposals(self, counts: Ints, token_ids: Ints) -> StepRows:
+        """The same with `counts` [rows] proposed tokens more of each row, each a row of its own. They stand
+        behind the known tokens in `token_ids` [slots, length]."""
+        source = np.repeat(np.arange(len(counts)), counts + 1)
+        rows = self.ordered(source)
+        firsts = np.repeat(np.cumsum(counts + 1) - counts - 1, counts + 1)
+        offsets = (np.arange(len(source)) - firsts).astype(np.int32)
+        begins = rows.begins + offsets
+        is_last = offsets == counts[source]
+        following = token_ids[rows.slots, np.minimum(begins + rows.counts, token_ids.shape[1] - 1)]
+        return rows._replace(
+            begins=begins,
+            num_known=rows.num_known + counts[source],
+            proposed=np.where(is_last, np.int32(-1), following),
+            offsets=offsets,
+        )
+
+    @property
+    def first_begins(self) -> Ints:
+        """The first token of the sequence's first row. Rows are ordered by it: those of a sequence stay
+        together."""
+        return self.begins if self.offsets is None else self.begins - self.offsets
 
     def ordered(self, order: NDArray[np.intp]) -> StepRows:
         return StepRows(
@@ -47,6 +73,8 @@ class StepRows(NamedTuple):
             self.epochs[order],
             self.visits[order],
             None if self.adapters is None else self.adapters[order],
+            None if self.proposed is None else self.proposed[order],
+            None if self.offsets is None else self.offsets[order],
         )
 
 
@@ -79,7 +107,7 @@ def generation_plan(
     """Rows of one token come first and read their keys by block table; all others read a run of keys."""
     if prompts is None and len(rows.counts) and int(rows.counts.max()) == 1:
         return _decode_plan(rows, memory, changes)
-    order = np.lexsort((rows.begins, rows.counts))
+    order = np.lexsort((rows.first_begins, rows.counts))
     rows = rows.ordered(order)
     slots, begins, counts = rows.slots, rows.begins, rows.counts
     cu_lengths = cumulative(counts)
@@ -101,7 +129,7 @@ def generation_plan(
         groups=_groups(begins, counts, cu_lengths, num_paged),
         adapters=rows.adapters,
         kv=_kv_plan(tables, rows, positions, num_paged, memory.block_size),
-        paged=_paged_plan(tables, begins, num_paged, memory.block_size),
+        paged=_paged_plan(tables, rows, num_paged, memory.block_size),
         sample=SamplePlan(
             slots=slots,
             epochs=rows.epochs,
@@ -117,13 +145,14 @@ def generation_plan(
             joins=changes.joins,
             masks=changes.masks,
             prompts=prompt_plan,
+            verify=_verify_plan(rows, sampled),
         ),
     )
 
 
 def _decode_plan(rows: StepRows, memory: SequenceMemory, changes: SamplerChanges) -> GeneratePlan:
     """`generation_plan` for steps in which every row runs one token, as most do: no ragged run is built."""
-    order = np.argsort(rows.begins, kind="stable")
+    order = np.argsort(rows.first_begins, kind="stable")
     rows = rows.ordered(order)
     slots, positions, size = rows.slots, rows.begins, memory.block_size
     indices = np.arange(len(order) + 1, dtype=np.int32)
@@ -133,7 +162,7 @@ def _decode_plan(rows: StepRows, memory: SequenceMemory, changes: SamplerChanges
         sampled = np.flatnonzero(rows.samples).astype(np.int32)
         sampled_slots, num_logprobs = slots[sampled], num_logprobs[sampled]
     num_keys = positions + 1
-    max_blocks = -(-int(num_keys[-1]) // size)
+    max_blocks = -(-int(num_keys.max()) // size)
     block, offset = np.divmod(positions, np.int32(size))
     token_slots = memory.block_tables[slots, block] * np.int32(size) + offset
     return GeneratePlan(
@@ -158,6 +187,7 @@ def _decode_plan(rows: StepRows, memory: SequenceMemory, changes: SamplerChanges
             max_blocks=max_blocks,
             block_tables=memory.block_tables[slots, :max_blocks].reshape(-1),
             num_keys=num_keys,
+            offsets=rows.offsets,
         ),
         sample=SamplePlan(
             slots=slots,
@@ -173,8 +203,16 @@ def _decode_plan(rows: StepRows, memory: SequenceMemory, changes: SamplerChanges
             leaves=changes.leaves,
             joins=changes.joins,
             masks=changes.masks,
+            verify=_verify_plan(rows, sampled),
         ),
     )
+
+
+def _verify_plan(rows: StepRows, sampled: Ints) -> VerifyPlan | None:
+    if rows.proposed is None or rows.offsets is None:
+        return None
+    offsets = rows.offsets[sampled]
+    return VerifyPlan(rows.proposed[sampled], offsets, np.flatnonzero(offsets == 0).astype(np.int32))
 
 
 def _known_ids(token_ids: Ints, slots: Ints, positions: Ints) -> Ints:
@@ -256,7 +294,8 @@ def _kv_plan(
     )
 
 
-def _paged_plan(tables: Ints, begins: Ints, num_rows: int, block_size: int) -> PagedPlan:
+def _paged_plan(tables: Ints, rows: StepRows, num_rows: int, block_size: int) -> PagedPlan:
+    begins = rows.begins
     longest = int(begins[:num_rows].max(initial=0)) + 1
     max_blocks = -(-longest // block_size)
     return PagedPlan(
@@ -264,4 +303,5 @@ def _paged_plan(tables: Ints, begins: Ints, num_rows: int, block_size: int) -> P
         max_blocks=max_blocks,
         block_tables=np.ascontiguousarray(tables[:num_rows, :max_blocks]).reshape(-1),
         num_keys=begins[:num_rows] + 1,
+        offsets=None if rows.offsets is None else rows.offsets[:num_rows],
     )

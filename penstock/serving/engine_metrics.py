@@ -60,6 +60,30 @@ PREEMPTED_ROWS = Gauge(
     ["model"],
     multiprocess_mode="livesum",
 )
+DRAFTS = Gauge(
+    "penstock_speculative_drafts",
+    "Proposals of tokens that steps have verified, one for a sequence and a step",
+    ["model"],
+    multiprocess_mode="livesum",
+)
+DRAFT_TOKENS = Gauge(
+    "penstock_speculative_draft_tokens",
+    "Proposed tokens that steps have verified",
+    ["model"],
+    multiprocess_mode="livesum",
+)
+ACCEPTED_TOKENS = Gauge(
+    "penstock_speculative_accepted_tokens",
+    "Proposed tokens that were accepted, by their position in the proposal, from 0",
+    ["model", "position"],
+    multiprocess_mode="livesum",
+)
+SPECULATIVE_SPEEDUP = Gauge(
+    "penstock_speculative_speedup",
+    "How many times as fast sequences decode with speculation, as estimated; 1 while it is off",
+    _ENGINE,
+    multiprocess_mode="livesum",
+)
 SHARED_ROWS = Gauge(
     "penstock_shared_rows",
     "Deduplicated rows: they took the result of an identical row",
@@ -209,6 +233,16 @@ class EngineMetrics:
         self.step_rows.inc(stats.rows)
         self.batch_fill.observe(stats.fill)
 
+    def _publish_speculation(self, core: EngineCore) -> None:
+        if core.generation is None or (speculation := core.generation.speculation) is None:
+            return
+        model, number = self._labels
+        DRAFTS.labels(model).set(speculation.counts.num_drafts)
+        DRAFT_TOKENS.labels(model).set(speculation.counts.num_draft_tokens)
+        for position, accepted in enumerate(speculation.accepted_at.tolist()):
+            ACCEPTED_TOKENS.labels(model, str(position)).set(accepted)
+        SPECULATIVE_SPEEDUP.labels(model, number).set(speculation.speedup)
+
     def publish(self, core: EngineCore) -> bool:
         """Write the current values, at most ten times a second. Returns whether they were written."""
         now = core.clock()
@@ -243,6 +277,7 @@ class EngineMetrics:
             self.shared_bytes.set(self._shared_memory.used_bytes)
         if generation is not None:
             self.preempted_rows.set(generation.num_preemptions)
+            self._publish_speculation(core)
         if (pool := core.pool) is not None:
             self.kv_capacity.set(pool.num_blocks)
             self.held_blocks.set(pool.num_blocks - pool.available)

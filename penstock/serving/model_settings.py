@@ -56,6 +56,6 @@ def describe_loaded(
     """The same for a model that an operator loads; the server's own flags hold where the order has none."""
     if refused := sorted(settings.keys() & {"model", "profile", "download_dir"}):
         raise ConfigError(f"settings cannot have {refused[0]}; leave it out", param="settings")
-    not_shared = ("model", "served_model_name", "lora_modules")
+    not_shared = ("model", "served_model_name", "lora_modules", "base_model")
     shared = {name: value for name, value in defaults.items() if name not in not_shared}
     return describe_model({**shared, **settings, "model": model}, server)

@@ -1,5 +1,5 @@
-"""Reads low-rank adapters, in two layouts. One adapter, or none, is merged as a tensor is read; or all are
-returned.
+"""Reads low-rank adapters, in two layouts. Of the first, one adapter, or none, is merged as a tensor is read;
+or all are returned. `merged.py` merges those of the second.
 
 torch's parametrisation stores them next to the weights they change: a weight `x.weight` is stored as
 `x.parametrizations.weight.original`, with `….0.lora_A` and `….0.lora_B` for all adapters at once. PEFT stores
@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from penstock.checkpoint.adapters import PREFIX, LoraSpec, match_modules
+from penstock.checkpoint.adapters import PREFIX, LoraSpec, of_task
 from penstock.errors import ModelLoadError
 from penstock.weights.stream import WeightSource
 
@@ -133,55 +133,11 @@ def read_lora_file(spec: LoraSpec) -> dict[str, Tensor]:
         tensors = load_file(spec.file)
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(f"{spec.file} cannot be read: {error}", param="lora_path") from None
-    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    found = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    return of_task(found, spec.task) if spec.task else found
 
 
 def low_rank_pair(spec: LoraSpec, module: str, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """A [rank, inputs] and scale · B [outputs, rank] of a module, fp32."""
     down, up = tensors[f"{module}.lora_A.weight"], tensors[f"{module}.lora_B.weight"]
     return down.float(), up.float() * spec.targets[module].scale
-
-
-class PeftMergedSource(WeightSource):
-    """A checkpoint with one adapter merged into the weights of its layers."""
-
-    def __init__(self, inner: WeightSource, spec: LoraSpec) -> None:
-        super().__init__(inner.dtype, inner.device)
-        if spec.saved or spec.tokens or any(target.is_dora for target in spec.targets.values()):
-            raise ModelLoadError(f"{spec.file} cannot be merged: it changes more than products of layers")
-        self._inner = inner
-        self._spec = spec
-        self._tensors = read_lora_file(spec)
-        self._left = set(spec.targets)
-
-    def has(self, name: str) -> bool:
-        return self._inner.has(name)
-
-    def check(self, name: str, shape: Sequence[int]) -> None:
-        self._inner.check(name, shape)
-
-    def read(self, name: str, shape: Sequence[int]) -> Tensor:
-        weight = self._inner.read(name, shape)
-        module, _, kind = name.rpartition(".")
-        if kind != "weight" or not (found := match_modules([module], self._spec.targets)):
-            return weight
-        (target,) = found.values()
-        down, up = low_rank_pair(self._spec, target, self._tensors)
-        if (len(up), down.shape[1]) != tuple(shape):
-            raise ModelLoadError(
-                f"{self._spec.file} changes {target} by a matrix of {len(up)} × {down.shape[1]}; the model's "
-                f"has {' × '.join(map(str, shape))}"
-            )
-        self._left.discard(target)
-        return weight.float() + (up @ down).to(weight.device)
-
-    def prefix_of(self, *names: str) -> str:
-        return self._inner.prefix_of(*names)
-
-    def check_all_read(self, ignored_tensors: Iterable[str]) -> list[str]:
-        if self._left:
-            raise ModelLoadError(
-                f"{self._spec.file} changes {len(self._left)} modules that this model does not have: "
-                f"{', '.join(sorted(self._left)[:4])}"
-            )
-        return self._inner.check_all_read(ignored_tensors)

@@ -84,12 +84,13 @@ class BulkReader:
         On return all bytes are read. Work that the current stream is given later sees them in place.
         """
         flat = out.view(-1).view(torch.uint8) if out.numel() else out.new_empty(0, dtype=torch.uint8)
+        parts = _merged(parts)
         ends = list(accumulate(part.size for part in parts))
         total = ends[-1] if ends else 0
         if total != len(flat):
             raise ValueError(f"{total} bytes do not fill a tensor of {len(flat)} bytes")
-        for part in parts:
-            self._open(part.path)
+        for path in {part.path for part in parts}:
+            self._open(path)
         size = min(max(total // (2 * self.num_threads), self._min_chunk_bytes), self.max_chunk_bytes)
         begins = range(0, total, size)
         with self._ordered():
@@ -170,6 +171,21 @@ def _staging_memory(size: int, device: torch.device) -> Tensor:
         except RuntimeError:
             pass  # a copy from ordinary memory is slower, but right
     return torch.empty(size, dtype=torch.uint8)
+
+
+def _merged(parts: Sequence[Part]) -> list[Part]:
+    """The same bytes in fewer parts: those that follow one another in a file become one, as the gate and up
+    projections of an expert do."""
+    merged: list[Part] = []
+    path, begin, end = None, 0, 0
+    for part in parts:
+        if part.path is path and part.offset == end:
+            end += part.size
+            merged[-1] = Part(path, begin, end - begin)
+        else:
+            path, begin, end = part.path, part.offset, part.offset + part.size
+            merged.append(part)
+    return merged
 
 
 def _pieces(parts: Sequence[Part], ends: Sequence[int], begin: int, end: int) -> Iterator[_Piece]:

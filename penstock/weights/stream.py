@@ -66,6 +66,10 @@ class WeightSource(ABC):
         """The stored shape of the tensor `name`; None if it is missing or not known."""
         return None
 
+    def names(self) -> Iterable[str]:
+        """The names of all tensors; none where any name has one."""
+        return ()
+
     @abstractmethod
     def prefix_of(self, *names: str) -> str:
         """The prefix, such as "bert.", of the first of `names` that the checkpoint has."""
@@ -144,6 +148,9 @@ class SafetensorsSource(WeightSource):
 
     def has(self, name: str) -> bool:
         return name in self._tensors
+
+    def names(self) -> Iterable[str]:
+        return self._tensors
 
     def check(self, name: str, shape: Sequence[int]) -> None:
         if name not in self._tensors:

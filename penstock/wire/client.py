@@ -44,6 +44,7 @@ from penstock.wire.shared_memory import MappedMemory, SharedMemoryInfo
 from penstock.wire.status import StatusReader
 
 log = logging.getLogger("penstock.client")
+RECONNECT_MS = 20  # between two attempts to reach an engine that starts; at most twice as long
 LOST = "the engine process stopped while this request was in flight; it is being restarted, try again"
 
 
@@ -108,8 +109,9 @@ class EngineClient(EngineHandle):
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for an engine that is gone
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
+        # Without a growing interval: otherwise some API processes would refuse requests for up to 0.2 s after
+        # the first one has said that the server is ready.
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )

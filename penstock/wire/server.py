@@ -163,6 +163,8 @@ class EngineServer:
                 self._send_outcomes(sleep.turn())
                 if sleep.is_awake:
                     self._send_outcomes(core.step())  # launch what was held before the poll waits again
+            elif not readable and sleep.is_awake:
+                core.run_idle_work()
             if not core.busy:
                 self._last_rows.clear()  # otherwise closed connections would accumulate
             metrics_are_current = publish_metrics(core)
@@ -237,9 +239,10 @@ class EngineServer:
 
     def _poll_timeout_ms(self, metrics_are_current: bool) -> int:
         idle_ms = self.IDLE_POLL_MS if metrics_are_current else self.STALE_METRICS_POLL_MS
-        deadline = self._core.next_deadline_s()
-        if not self._sleep.is_awake and (held := self._sleep.next_deadline_s()) is not None:
-            deadline = held if deadline is None else min(held, deadline)
+        core, sleep = self._core, self._sleep
+        other = core.idle_work_due_s() if sleep.is_awake else sleep.next_deadline_s()
+        deadlines = [each for each in (core.next_deadline_s(), other) if each is not None]
+        deadline = min(deadlines, default=None)
         if deadline is None:
             return idle_ms
         return max(1, min(idle_ms, int((deadline - self._core.clock()) * 1000) + 1))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
+from PIL import Image
 from starlette.testclient import TestClient
 
 from penstock.api.images import uploaded_files
@@ -20,13 +23,16 @@ from penstock.errors import NotFound
 from penstock.inputs.images.sources import ImageSources
 from tests.api.local_app import CountingClient, WholeClient, local_app
 from tests.checkpoints import write_bert
-from tests.inputs.images.pictures import encoded, noise
+from tests.inputs.images.pictures import encoded, noise, png_header
 from tests.parity.dual import CLIP, DualReference
+from tests.parity.embedding_gemma2 import CASES as GEMMA_CASES
+from tests.parity.pages import CASES as PAGE_CASES
 from tests.parity.qwen_vl import config_of, make_model, write_files, write_model
 from tests.parity.reference import randomise
 
 PICTURES = [noise(40, 30), noise(21, 50, seed=3)]
 FILES = [encoded(picture) for picture in PICTURES]
+GEMMA = GEMMA_CASES[0]
 BASE64 = [base64.b64encode(file).decode() for file in FILES]
 URIS = [f"data:image/png;base64,{text}" for text in BASE64]
 
@@ -48,6 +54,13 @@ def http(clip: tuple[Path, DualReference], tmp_path_factory: pytest.TempPathFact
     }
     with local_app(clip[0], dtype="float32", server=options) as (client, _):
         client.media = media  # type: ignore[attr-defined]
+        yield client
+
+
+@pytest.fixture(scope="module")
+def large_images(clip: tuple[Path, DualReference]) -> Iterator[TestClient]:
+    """The same model with the limits that a server has by default."""
+    with local_app(clip[0], dtype="float32") as (client, _):
         yield client
 
 
@@ -134,6 +147,78 @@ def test_bad_images_are_refused_with_their_field(http: TestClient) -> None:
     )
     both = [{"image": URIS[0], "text": "w1"}]
     assert "a text or an image, not both" in refused(http, "/v1/embeddings", input=both)
+
+
+JPEG = encoded(noise(300, 200), "JPEG")
+UNUSABLE: dict[str, tuple[Any, str]] = {
+    "a truncated jpeg": (JPEG[: len(JPEG) // 2], "cut off or broken"),
+    "a truncated jpeg header": (JPEG[:20], "header is broken|unknown type"),
+    "a png bomb": (png_header(30_000, 30_000), "max-image-pixels"),
+    "an animated gif": (
+        encoded(noise(30, 20), "GIF", save_all=True, append_images=[noise(30, 20, seed=1)]),
+        "GIF has more than one frame",
+    ),
+    "no bytes": (b"", "0 bytes|is empty|data URI"),
+    "an svg": (b"<?xml version='1.0'?><svg xmlns='http://www.w3.org/2000/svg'/>", "SVG"),
+    "a pdf": (b"%PDF-1.7 ...", "PDF document"),
+    "text": (b"this is no image at all", "unknown type"),
+    "no base64": ("data:image/png;base64,%%%", "base64"),
+    "a number": (7, "image"),
+}
+
+
+def as_uri(data: Any) -> Any:
+    """The bytes of a file in a data URI that claims a PNG; anything else as it is."""
+    if not isinstance(data, bytes):
+        return data
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_an_unusable_image_is_an_error_of_its_request_in_every_dialect(
+    large_images: TestClient, qwen: TestClient, name: str
+) -> None:
+    data, words = UNUSABLE[name]
+    uri = as_uri(data)
+    messages = [{"role": "user", "content": [url_part(uri), {"type": "text", "text": "what?"}]}]
+    for client, path, body in (
+        (large_images, "/v1/embeddings", {"input": [{"image": URIS[0]}, {"image": uri}]}),
+        (large_images, "/v2/embed", {"inputs": [content(url_part(uri))], "embedding_types": ["float"]}),
+        (large_images, "/rerank", {"query": "w1", "documents": [{"image": uri}]}),
+        (
+            large_images,
+            "/v1/multimodalembeddings",
+            {"inputs": [content({"type": "image_url", "image_url": uri})]},
+        ),
+        (qwen, "/v1/embeddings", {"messages": messages}),
+        (qwen, "/v1/chat/completions", {"messages": messages, "max_tokens": 2}),
+    ):
+        answer = client.post(path, json=body)
+        assert answer.status_code == 400 or (answer.status_code == 422 and uri == 7), (path, answer.text)
+        assert re.search(words, answer.text), (path, answer.text)
+    assert np.abs(vectors(large_images, "/v1/embeddings", input=[{"image": URIS[0]}])).max() > 0  # it lives
+
+
+def test_unusual_images_are_read_as_they_look(
+    large_images: TestClient, clip: tuple[Path, DualReference]
+) -> None:
+    """CMYK, transparency, a palette, grey and a turned photograph: the vector is that of what one sees."""
+    picture = noise(48, 32)
+    cmyk, clear = picture.convert("CMYK"), noise(48, 32, "RGBA", seed=5)
+    on_white = Image.new("RGBA", clear.size, "white")
+    on_white.alpha_composite(clear)
+    turned = Image.Exif()
+    turned[0x0112] = 6  # the camera was turned by 90 degrees
+    given = {
+        encoded(cmyk, "TIFF"): cmyk.convert("RGB"),
+        encoded(clear): on_white.convert("RGB"),
+        encoded(picture.convert("P")): picture.convert("P").convert("RGB"),
+        encoded(picture.convert("L")): picture.convert("L").convert("RGB"),
+        encoded(picture, "PNG", exif=turned): picture.transpose(Image.Transpose.ROTATE_270),
+        encoded(picture, "GIF"): Image.open(BytesIO(encoded(picture, "GIF"))).convert("RGB"),
+    }
+    got = vectors(large_images, "/v1/embeddings", input=[{"image": as_uri(data)} for data in given])
+    assert np.abs(got - clip[1].images(list(given.values()))).max() < 1e-5
 
 
 def test_documents_and_queries_of_rankings_may_be_images(
@@ -225,12 +310,39 @@ def test_cached_results_tell_images_apart(clip: tuple[Path, DualReference]) -> N
     assert np.array_equal(first, again[::-1]) and not np.array_equal(first[0], first[1])
 
 
-def test_pages_are_ranked_by_maxsim(tmp_path: Path) -> None:
+def test_embeddinggemma_reads_images_and_texts_in_one_input(tmp_path: Path) -> None:
+    reference = GEMMA.write(tmp_path)
+    with local_app(tmp_path, dtype="float32") as (http, _):
+        apart = vectors(http, "/v1/embeddings", input=[{"image": URIS[0]}, {"text": "a cat"}])
+        segments = [{"type": "text", "text": "a cat: "}, {"type": "image_base64", "image_base64": URIS[1]}]
+        answer = http.post("/v1/multimodalembeddings", json={"inputs": [content(*segments)]})
+        assert answer.status_code == 200, answer.text
+        both = np.array(answer.json()["data"][0]["embedding"])
+    for got, parts in (
+        (apart[0], [PICTURES[0]]),
+        (apart[1], ["a cat"]),
+        (both, ["a cat: ", PICTURES[1]]),
+    ):
+        assert float(got @ reference.vector(parts)) / float(np.linalg.norm(got)) > 0.9999
+
+
+def write_colqwen(folder: Path) -> None:
     config = transformers.ColQwen2Config(vlm_config=config_of("qwen2_vl").to_dict(), embedding_dim=16)
     model = transformers.ColQwen2ForRetrieval(config).eval()
     randomise(model, 4)
-    model.save_pretrained(tmp_path)
-    write_files(tmp_path)
+    model.save_pretrained(folder)
+    write_files(folder)
+
+
+RETRIEVERS: dict[str, Callable[[Path], object]] = {
+    "colqwen": write_colqwen,
+    **{case.name: case.write for case in PAGE_CASES},
+}
+
+
+@pytest.mark.parametrize("name", RETRIEVERS)
+def test_pages_are_ranked_by_maxsim(name: str, tmp_path: Path) -> None:
+    RETRIEVERS[name](tmp_path)
     with local_app(tmp_path, dtype="float32") as (http, _):
 
         def token_vectors(given: Any, input_type: str) -> np.ndarray:

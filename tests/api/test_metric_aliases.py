@@ -97,6 +97,22 @@ def test_rows_are_embedded_or_predicted_by_the_kind_of_their_model(registry: Col
     assert found == {("te_embed_count", (("model", "a"),)): 2, ("te_predict_count", (("model", "b"),)): 3}
 
 
+def test_accepted_proposals_are_added_up_and_told_by_position(registry: CollectorRegistry) -> None:
+    names = ("penstock_speculative_drafts", "penstock_speculative_draft_tokens")
+    for name, value in zip(names, (5, 20), strict=True):
+        Gauge(name, "", ["model"], registry=registry).labels("a").set(value)
+    accepted = Gauge("penstock_speculative_accepted_tokens", "", ["model", "position"], registry=registry)
+    accepted.labels("a", "0").set(4)
+    accepted.labels("a", "1").set(3)
+    found = aliased(registry, "vllm")
+    labels = (("engine", "0"), ("model_name", "a"))
+    assert found["vllm:spec_decode_num_drafts_total", labels] == 5
+    assert found["vllm:spec_decode_num_draft_tokens_total", labels] == 20
+    assert found["vllm:spec_decode_num_accepted_tokens_total", labels] == 7
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert [found[name, (*labels, ("position", at))] for at in "01"] == [4, 3]
+
+
 def test_gauges_of_the_engine_become_vllms(registry: CollectorRegistry) -> None:
     for name, value in (
         ("penstock_kv_blocks", 25),

@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from tests.generation.families import write
+from tests.thinning import thorough
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks/gpu_loads.py"
 
@@ -26,6 +27,7 @@ def loads() -> ModuleType:
     return module
 
 
+@thorough
 @pytest.mark.timeout(600)
 def test_generation_is_measured_over_http_alone_and_with_embeddings(tmp_path: Path) -> None:
     write("qwen3", tmp_path / "qwen3-4b")

@@ -16,9 +16,11 @@ from tests.checkpoints import write_json
     ("config", "reason"),
     [
         ({"architectures": ["Qwen3VLMoeForConditionalGeneration"], "text_config": {}}, "it reads images"),
-        ({"architectures": ["JinaEmbeddingsV4Model"], "text_config": {}}, "have one of them merged"),
         ({"architectures": ["BlipModel"], "vision_config": {}}, "it reads images"),
-        ({"architectures": ["ColPaliForRetrieval"]}, "it reads images"),
+        ({"architectures": ["PaliGemmaForConditionalGeneration"]}, "it reads images by PaliGemma"),
+        ({"architectures": ["BiPali"], "vision_config": {}}, "ColPali alone is read"),
+        ({"architectures": ["ModernVBertForSequenceClassification"]}, "ColModernVBertForRetrieval are read"),
+        ({"architectures": ["ColIdefics3"], "vision_config": {}}, "it reads images"),
         ({"architectures": ["SomethingNew"], "vision_config": {}}, "it reads images"),
         ({"architectures": ["WhisperForConditionalGeneration"]}, "it reads audio"),
         ({"architectures": ["MambaForCausalLM"]}, "recurrent state"),

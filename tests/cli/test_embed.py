@@ -29,6 +29,7 @@ from tests.cli.runs import (
     spawn,
     write_jsonl,
 )
+from tests.thinning import thorough
 
 TEXTS = [f"{word} number {i} " * (1 + i % 7) for i in range(20) for word in ("river", "turbine")]
 CPU = ("--device", "cpu")
@@ -243,6 +244,7 @@ def test_a_run_that_fails_at_once_leaves_no_files(tmp_path: Path, output: Path) 
 # Size
 
 
+@thorough
 def test_memory_does_not_grow_with_the_number_of_rows(tmp_path: Path) -> None:
     source = tmp_path / "in.txt"
     with source.open("w") as stream:

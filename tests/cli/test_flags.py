@@ -121,6 +121,7 @@ def test_every_flag_of_a_configuration_has_help_that_is_a_sentence() -> None:
         ("--max-model-len", "128", "max_model_len", 128),
         ("--quantization", "int8", "quantization", "int8"),
         ("--hf-overrides", '{"a": 1}', "hf_overrides", {"a": 1}),
+        ("--speculative-config", '{"method": "ngram"}', "speculative_config", {"method": "ngram"}),
         ("--seed", "7", "seed", 7),
         ("--weights-seed", "7", "seed", 7),
         ("--unquantized-layers", "3", "unquantized_layers", (3,)),

@@ -350,7 +350,7 @@ class TestErrors:
         with pytest.raises(cohere.NotFoundError) as missing:
             client.embed(model="no-such", texts=["a"], input_type="search_query")
         assert "no-such" in missing.value.body["message"]
-        with pytest.raises(cohere.BadRequestError) as refused:
+        with pytest.raises(cohere.UnprocessableEntityError) as refused:
             client.embed(model=MODEL, images=["data:image/png;base64,AA"], input_type="image")
         assert "images" in refused.value.body["message"]
         with pytest.raises(cohere.BadRequestError):

@@ -126,7 +126,7 @@ def test_texts_as_mixed_inputs(embedder: Server, name: str, reference: Any) -> N
 
 def test_an_image_is_refused(embedder: Server, name: str) -> None:
     image = pytest.importorskip("PIL.Image").new("RGB", (4, 4))
-    with pytest.raises(voyageai.error.InvalidRequestError, match="reads text only"):
+    with pytest.raises(voyageai.error.InvalidRequestError, match="reads texts, not images"):
         client_of(embedder).multimodal_embed([["a", image]], model=name)
 
 

@@ -10,7 +10,9 @@ import numpy as np
 from penstock.engine.loop import EngineCore
 from penstock.kvcache.blocks import BlockPool
 from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
+from penstock.scheduler.prompt_lookup import Proposals
 from penstock.scheduler.scheduler import Budget, Scheduler
+from penstock.scheduler.slots import SlotTable
 from penstock.types import (
     DecodedTokens,
     Failure,
@@ -96,7 +98,33 @@ class MemoryRunner:
         return None
 
 
+class Oracle:
+    """Proposes what will follow, with a wrong token now and then, and now and then nothing."""
+
+    num_tokens = 5
+
+    def __init__(self, slots: SlotTable) -> None:
+        self._slots = slots
+
+    def propose(self, slots: Ints) -> Proposals:
+        proposed = np.zeros((len(slots), self.num_tokens), dtype=np.int32)
+        counts = np.zeros(len(slots), dtype=np.int32)
+        for row, slot in enumerate(slots.tolist()):
+            known = self._slots.token_ids[slot, : self._slots.num_known[slot]].tolist()
+            draw = np.random.default_rng(sum(known) + 31 * len(known))
+            proposed[row] = continued(known, self.num_tokens)
+            if (wrong := int(draw.integers(0, 2 * self.num_tokens))) < self.num_tokens:
+                proposed[row, wrong] = (proposed[row, wrong] + 1) % VOCABULARY
+            counts[row] = draw.integers(0, self.num_tokens + 1)
+        return Proposals(proposed, counts)
+
+    def forget(self, slots: Ints) -> None:
+        return None
+
+
 SEPARATE_PREFILL = False  # whether prefill and decode steps alternate
+TARGET_ITL_S = 0.0  # a bound on the prompt tokens beside decodes; steps take a millisecond
+SPECULATES = False  # whether every sequence runs the proposals of an `Oracle`
 
 
 def make_core(
@@ -110,9 +138,18 @@ def make_core(
     fails: Callable[[StepPlan], bool] = lambda plan: False,
 ) -> EngineCore:
     limits = GenerationLimits(
-        rows, tokens, chunk, LENGTH, 10_000, prefixes, separate_prefill=SEPARATE_PREFILL
+        rows,
+        tokens,
+        chunk,
+        LENGTH,
+        10_000,
+        prefixes,
+        separate_prefill=SEPARATE_PREFILL,
+        target_itl_s=TARGET_ITL_S,
     )
     generation = GenerationScheduler(BlockPool(blocks, BLOCK), limits)
+    if SPECULATES:
+        generation.enable_speculation(Oracle, is_adaptive=False)
     runner = MemoryRunner(blocks, rows, fails)
     return EngineCore(
         runner, Scheduler(Budget(tokens, rows, 10_000)), depth=depth, generation=generation, clock=lambda: 1.0

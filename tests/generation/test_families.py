@@ -31,6 +31,7 @@ from tests.generation.families import (
     write,
 )
 from tests.parity.decoders import VOCABULARY, Family
+from tests.thinning import ALL_CASES
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -86,7 +87,7 @@ def test_our_reference_loop_equals_generate_of_transformers(folders: dict[str, P
     assert made[0, len(row) :].tolist() == generated("qwen3", folders["qwen3"])[4][:64]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS if ALL_CASES else ("chunked", "preempted-cached"))
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2"])
 def test_engine_options_change_no_token(name: str, way: str, folders: dict[str, Path]) -> None:
     with engine(folders[name], **WAYS[way]) as used:

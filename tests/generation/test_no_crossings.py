@@ -23,3 +23,19 @@ def test_no_value_is_read_from_the_device_between_launch_and_collect(
         assert trap.calls > 1000
         assert all(row.token_ids for row in got)
         check_nothing_is_held(used)
+
+
+def test_proposed_tokens_are_accepted_without_reading_from_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ngram = {"num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+    params = SamplingParams(max_tokens=20, temperature=0.3, seed=2, top_p=0.9, logprobs=1, ignore_eos=True)
+    rows = [[5, 6, 7, 8] * 5, [9] * 12, [3, 4, 5]]
+    with engine(write("qwen3", tmp_path), pipeline_depth=2, speculative_config=ngram) as used:
+        with trapped(monkeypatch) as trap:
+            used.generate(rows, [GREEDY, params, GREEDY])
+        assert trap.calls > 1000
+        generation = used.local.engine.core.generation
+        assert generation is not None and generation.speculation is not None
+        assert generation.speculation.counts.num_drafts > 0
+        check_nothing_is_held(used)

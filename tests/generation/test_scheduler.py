@@ -21,6 +21,7 @@ from penstock.errors import (
     QueueFull,
     RowFailed,
 )
+from penstock.scheduler import prefill_budget
 from penstock.scheduler.scheduler import Budget, Scheduler
 from penstock.types import GeneratedTokens, StepPlan, StepResult
 from tests.generation import fakes
@@ -34,7 +35,7 @@ from tests.generation.fakes import (
     run,
 )
 from tests.helpers import ints
-from tests.thinning import num_examples
+from tests.thinning import ALL_CASES, num_examples
 
 PROMPTS = [[5, 6, 7], [1], list(range(20)), [9] * 13, [*range(20), 3]]
 
@@ -46,12 +47,26 @@ def check_idle(core: EngineCore) -> None:
     assert core.generation.queued_tokens == 0 and core.generation.running == core.generation.waiting == 0
 
 
-@pytest.fixture(autouse=True, params=[False, True], ids=["together", "apart"], scope="module")
+WAYS = [f"{way}{more}" for more in ("", "-speculative") for way in ("together", "bounded", "apart")]
+
+
+@pytest.fixture(
+    autouse=True,
+    params=WAYS if ALL_CASES else ("together", "bounded-speculative", "apart"),
+    scope="module",
+)
 def turns(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test twice: with mixed steps, and with separate prefill and decode steps."""
-    fakes.SEPARATE_PREFILL = request.param
-    yield
-    fakes.SEPARATE_PREFILL = False
+    """Every test with mixed steps, with a bound on the prompts in them, and with separate steps for prefill
+    and decode; each without and with speculation."""
+    way, _, speculative = request.param.partition("-")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fakes, "SEPARATE_PREFILL", way == "apart")
+        patch.setattr(fakes, "SPECULATES", bool(speculative))
+        if way == "bounded":
+            patch.setattr(fakes, "TARGET_ITL_S", 0.001)
+            for name, size in (("MIN_PIECE", 3), ("MIN_PROGRESS", 1), ("STEP_SIZES", (4, 6, 8, 12, 16))):
+                patch.setattr(prefill_budget, name, size)
+        yield
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -112,6 +127,39 @@ def test_any_arrivals_cancellations_and_failures_leave_nothing_behind(data: st.D
     check_idle(core)
 
 
+@settings(max_examples=num_examples(60), deadline=None)
+@given(data=st.data())
+def test_speculation_may_go_on_and_off_at_any_step(data: st.DataObject) -> None:
+    choose = data.draw
+    bad, steps = choose(st.sets(st.integers(0, 40), max_size=2)), itertools.count()
+    core = make_core(
+        fails=lambda plan: next(steps) in bad,
+        blocks=choose(st.integers(LENGTH // 4, 40)),
+        rows=choose(st.integers(1, 7)),
+        tokens=choose(st.integers(7, 40)),
+        depth=choose(st.integers(1, 3)),
+        prefixes=choose(st.booleans()),
+    )
+    assert core.generation is not None
+    core.generation.enable_speculation(fakes.Oracle)
+    speculation = core.generation.speculation
+    assert speculation is not None
+    switches = itertools.cycle(choose(st.lists(st.booleans(), min_size=1, max_size=12)))
+    speculation._pays = lambda decoding: next(switches)  # type: ignore[method-assign]
+    answers = Answers()
+    core.add(generation_request("a", PROMPTS, choose(st.integers(1, 30))))
+    for _ in range(choose(st.integers(0, 6))):
+        answers.take(list(core.step()))
+    core.add(generation_request("b", PROMPTS[::-1], choose(st.integers(1, 30)), presence_penalty=0.5))
+    run(core, answers)
+    for (name, row), got in answers.tokens.items():
+        prompt = PROMPTS[row if name == "a" else len(PROMPTS) - 1 - row]
+        assert got == continued(prompt, len(got))
+    for name in {"a", "b"} - answers.failed.keys():  # a request that is alone in a failed step fails
+        assert all((name, row) in answers.finished for row in range(len(PROMPTS)))
+    check_idle(core)
+
+
 def test_a_sequence_ends_at_a_stop_token_which_is_not_shown() -> None:
     whole = continued([5, 6, 7], 30)
     at = next(i for i in range(4, 30) if whole[i] not in whole[:i])
@@ -155,7 +203,11 @@ def test_decodes_go_first_and_prompts_fill_the_rest_of_a_step() -> None:
     core.add(generation_request("b", [list(range(30))], 2))
     answers.take(list(core.step()))
     plan = core._in_flight[0].plan
-    assert plan.lengths.tolist() == ([10] if fakes.SEPARATE_PREFILL else [1, 1, 8])
+    if fakes.SPECULATES and not fakes.SEPARATE_PREFILL:  # proposals take half of the rest at most
+        assert plan.num_tokens <= 10 and plan.lengths[-1] >= (1 if fakes.TARGET_ITL_S else 4)
+    else:
+        piece = 2 if fakes.TARGET_ITL_S else 8
+        assert plan.lengths.tolist() == ([10] if fakes.SEPARATE_PREFILL else [1, 1, piece])
     run(core, answers)
     check_idle(core)
 
@@ -254,8 +306,8 @@ def test_sequences_start_over_in_smaller_steps_when_memory_runs_out() -> None:
     assert made == [continued(prompt, 20) for prompt in prompts] and not answers.failed
     check_idle(core)
     core.runner.fails = lambda plan: False
-    for number in range(40):
-        core.add(generation_request(f"c{number}", [[number]], 20))
+    for number in range(160 if fakes.SPECULATES else 40):
+        core.add(generation_request(f"c{number}", [[number % 90]], 20))
     run(core, answers)
     assert core.generation.limits.max_tokens == 24, "the budget grows back"
 

@@ -18,6 +18,7 @@ from penstock import Engine
 from penstock.errors import DeviceOutOfMemory
 from penstock.layers.batch import reads_in_place
 from penstock.runner.buckets import TOKENS
+from penstock.runner.graph_keys import Key
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
@@ -402,3 +403,71 @@ def test_a_model_that_iterates_over_length_groups_runs_eagerly(name: str, tmp_pa
         for mine, theirs in zip(cuda.ask(rows, Task.EMBED), cpu.ask(rows, Task.EMBED), strict=True):
             assert float(mine @ theirs) / float(np.linalg.norm(mine) * np.linalg.norm(theirs)) > 0.999
         assert runner.graphs is None or not runner.graphs.captured
+
+
+def shape_key(runner: ModelRunner, lengths: Sequence[int]) -> Key:
+    assert runner.graphs is not None
+    key = runner.graphs.key_of(plan_of(lengths))
+    assert key is not None
+    return key
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen"])
+def test_graphs_that_were_captured_without_a_step_give_the_answers_of_eager_steps(
+    name: str, request: Any
+) -> None:
+    folder = request.getfixturevalue(name)
+    options: dict[str, Any] = {"graph_capture_seconds": 0, "graph_history": False}
+    if name == "qwen":
+        options["load_format"] = "dummy"
+    shapes = [(5,), (20, 30), (64,) * 20, (7, 300), (3, 17, 64, 65, 130, 300), (100,) * 30]
+    with Engine(str(folder), device="cuda", dtype="bfloat16", **options) as engine:
+        runner = runner_of(engine)
+        graphs = runner.graphs
+        assert graphs is not None and not graphs.captured
+        keys = [shape_key(runner, lengths) for lengths in shapes]
+        graphs.policy.plan(keys)
+        while runner.min_idle_s is not None:
+            runner.run_idle()
+        assert set(keys) <= set(graphs.captured)
+        for seed in range(2):
+            for lengths in shapes:
+                check(runner, plan_of(lengths, seed=seed))
+
+
+def test_a_borrowed_graph_gives_the_answers_of_the_eager_step(bert: Path) -> None:
+    options: dict[str, Any] = {"graph_capture_seconds": 0, "graph_history": False}
+    with Engine(str(bert), device="cuda", dtype="bfloat16", **options) as engine:
+        runner = runner_of(engine)
+        graphs = runner.graphs
+        assert graphs is not None
+        graphs.policy.plan([shape_key(runner, (64,) * 60)])
+        assert runner.min_idle_s is not None
+        runner.run_idle()
+        runner.launch(plan_of((64,) * 60)).result()  # so that its time is known
+        graphs.policy.times.host_s = 1.0  # padding costs less than launching, whatever the host
+        graphs.policy.captured(next(iter(graphs.captured)), 1000.0)  # and a capture more than both
+        for rows in (8, 17, 33, 48):
+            plan = plan_of([60] * rows, seed=rows)
+            before, mine = graphs.replays, runner.launch(plan).result().outputs[0].copy()
+            assert graphs.replays == before + 1 and len(graphs.captured) == 1, "it runs by the larger graph"
+            theirs = eager(runner, plan)[0]
+            assert (mine * theirs).sum(1).min() > 0.9999 * (theirs**2).sum(1).max()
+
+
+def test_warm_up_captures_within_its_time_and_remembers_shapes(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lengths = (9, 200, 201)
+    with Engine(str(bert), device="cuda", dtype="bfloat16", graph_capture_seconds=0) as engine:
+        runner = runner_of(engine)
+        key = shape_key(runner, lengths)
+        assert runner.graphs is not None and not runner.graphs.captured
+        runner.launch(plan_of(lengths)).result()
+    assert len(list((tmp_path / "penstock" / "graphs").glob("*.json"))) == 1
+    with Engine(str(bert), device="cuda", dtype="bfloat16", graph_capture_seconds=30) as engine:
+        runner = runner_of(engine)
+        assert runner.graphs is not None and key in runner.graphs.captured
+        assert len(runner.graphs.captured) > 20
+        check(runner, plan_of(lengths))

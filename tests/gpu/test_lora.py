@@ -15,6 +15,7 @@ import torch
 from penstock.checkpoint.pooling import PoolingSpec
 from penstock.kernels.activation import act_reference
 from penstock.kernels.lora import LineTiles, LowRank, apply_reference, expand_, shrink, tile_lines_for
+from penstock.kernels.lora_linear import LoraLinear, lora_linear_reference
 from penstock.kvcache.blocks import BlockPool
 from penstock.kvcache.store import KVCache, KVStore
 from penstock.layers import adapted_linear
@@ -82,6 +83,111 @@ def test_lines_with_different_adapters_equal_torch(
     found = expand_(y, shrink(x, adapters, tiled, rank), adapters, tiled, act)
     tolerance = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}[dtype]
     torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
+)
+FUSED = [
+    ((768,) * 3, None, None),
+    ((3072,), "gelu", None),
+    ((768,), None, None),
+    ((1024, 128, 128), None, None),
+    ((512, 64, 64), "silu", None),
+    ((384,), "relu", None),
+    ((200,), None, None),
+    ((1024, 1024), "silu", True),
+    ((2048,), "gelu_new", False),
+]
+
+
+def fused_case(
+    lines: int, inputs: int, sizes: tuple[int, ...], max_rank: int, dtype: torch.dtype, run: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, LowRank, torch.Tensor]:
+    """Input, weight, bias and adapters of six slots and several ranks, for runs of so many lines."""
+    draw = torch.Generator(CUDA).manual_seed(lines + inputs)
+    outputs, slots = sum(sizes), 6
+    ranks = [(rank, 0 if rank == 3 else rank, max(rank // 2, 1)) for rank in (max_rank, 1, 3, 8, 0, 16)]
+    own = torch.tensor([[min(r, max_rank) for r in each[: len(sizes)]] for each in ranks], dtype=torch.int32)
+
+    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, device=CUDA, generator=draw) * scale).to(dtype)
+
+    low = LowRank(
+        random(slots, len(sizes) * max_rank, inputs, scale=inputs**-0.5),
+        random(slots, outputs, max_rank, scale=0.5),
+        own.to(CUDA),
+        tuple(np.cumsum(sizes).tolist()),
+    )
+    for slot in range(slots):
+        begin = 0
+        for part, end in enumerate(low.ends):
+            rank = int(own[slot, part])
+            low.down[slot, part * max_rank + rank : (part + 1) * max_rank] = 0
+            low.up[slot, begin:end, rank:] = 0
+            begin = end
+    of_run = np.random.default_rng(lines).integers(-1, slots, -(-lines // run))
+    slots_of = torch.from_numpy(np.repeat(of_run, run)[:lines].astype(np.int32)).to(CUDA)
+    weight = random(outputs, inputs, scale=inputs**-0.5)
+    return random(lines, inputs), weight, random(outputs), low, slots_of
+
+
+def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Half precision: no value is far off, and together they are near."""
+    error = found.double() - expected.double()
+    assert error.norm() < 5e-3 * expected.norm()
+    assert error.abs().max() < 1e-2 * expected.abs().max()
+
+
+@hopper
+@pytest.mark.parametrize("cols", [128, 256])
+@pytest.mark.parametrize(
+    ("form", "lines", "run", "max_rank"),
+    [
+        *((0, 1, 1, 32), (0, 300, 7, 16), (0, 20000, 256, 64), (1, 1000, 100, 32), (2, 5000, 1, 64)),
+        *((3, 2048, 32, 64), (4, 1000, 100, 32), (5, 300, 7, 16), (6, 300, 7, 16), (7, 2048, 32, 16)),
+        *((7, 5000, 1, 32), (8, 1000, 100, 32)),
+    ],
+)
+def test_a_product_with_its_adapters_inside_equals_the_reference(
+    form: int, lines: int, run: int, max_rank: int, cols: int
+) -> None:
+    sizes, act, gate_first = FUSED[form]
+    dtype = torch.float16 if lines == 1000 else torch.bfloat16
+    inputs = 200 if lines == 300 else 768
+    x, weight, bias, low, slots = fused_case(lines, inputs, sizes, max_rank, dtype, run)
+    made = LoraLinear.of(weight, None if lines == 2048 else bias, low.ends, act, gate_first)
+    if sizes in ((200,), (512, 64, 64)):  # not a whole number of columns
+        assert made is None
+        return
+    assert made is not None
+    if cols not in made.column_choices(max_rank):
+        return
+    wide = [each.double() for each in (x, weight, bias)]
+    far = low._replace(down=low.down.double(), up=low.up.double())
+    wide[2] = wide[2] * (lines != 2048)
+    expected = lora_linear_reference(*wide, far, slots, act, gate_first)
+    for _ in range(3):
+        found = made(x, low, slots, max_rank, x.new_full((lines, made.width), float("nan")), cols=cols)
+        check_close(found, expected)
+
+
+@hopper
+def test_a_captured_product_takes_the_slots_of_the_replayed_step() -> None:
+    x, weight, bias, low, slots = fused_case(2048, 768, (768,) * 3, 16, torch.bfloat16, 32)
+    made = LoraLinear.of(weight, bias, low.ends)
+    assert made is not None
+    made(x, low, slots, 16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = made(x, low, slots, 16)
+    for shift in (1, 5, 700):
+        slots.copy_(slots.roll(shift))
+        graph.replay()
+        far = low._replace(down=low.down.float(), up=low.up.float())
+        expected = lora_linear_reference(x.float(), weight.float(), bias.float(), far, slots)
+        check_close(found, expected)
 
 
 def make_runner(

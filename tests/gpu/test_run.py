@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.gpu import run
+from tests.thinning import thorough
 
 PASSES = "@pytest.mark.gpu\ndef test_passes(): pass\n"
 SKIPS = "@pytest.mark.gpu\ndef test_skips(): pytest.skip('not here')\n"
@@ -35,6 +36,7 @@ for file in sys.argv[1:]:
 """
 
 
+@thorough
 def test_the_summary_and_the_status_follow_the_outcomes(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a CUDA device\n")
     files = [tmp_path / f"test_{index}.py" for index in range(len(OUTCOMES))]

@@ -65,7 +65,8 @@ def cycle(engine: Engine, level: int, at_rest: Callable[[], None] = lambda: None
 def num_graphs(engine: Engine) -> int:
     runner = engine.local.engine.core.runner
     assert isinstance(runner, ModelRunner)
-    return sum(len(each.captured) for each in (runner.graphs, runner.decode) if each is not None)
+    graphs = (runner.graphs, runner.decode, runner.mixed)
+    return sum(len(each.captured) for each in graphs if each is not None)
 
 
 OPTIONS: list[dict[str, Any]] = [{}, {"enforce_eager": True}, {"quantization": "fp8"}, {"dtype": "float32"}]

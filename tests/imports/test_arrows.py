@@ -20,7 +20,7 @@ ROOT = Path(penstock.__file__).parent
 
 # Package or top-level module → what it may import besides itself. A line never names a lower line.
 BASE = {"types", "config", "errors", "content", "free_ranges", "handle", "isolation", "backlog"}
-BASE |= {"balance", "logs"}
+BASE |= {"balance", "logs", "speculative_config"}
 CPU_PACKAGES = BASE | {"checkpoint", "kvcache", "scheduler", "inputs", "outputs"}
 # What an API process may load.
 CLIENT_PACKAGES = BASE | {"checkpoint", "inputs", "outputs", "buffered_metrics"}
@@ -28,7 +28,8 @@ TENSOR_PACKAGES = {"weights", "kernels", "layers", "scoring", "pooling", "sampli
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
-    "config": {"types", "errors"},
+    "speculative_config": {"errors"},
+    "config": {"types", "errors", "speculative_config"},
     "content": {"types"},
     "free_ranges": set(),
     "handle": {"types", "errors"},
@@ -38,12 +39,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "logs": set(),
     "buffered_metrics": set(),
     "checkpoint": BASE,
-    "kvcache": {"types", "errors", "content"},
+    "kernels": {"types", "errors"},
+    "kvcache": {"types", "errors", "content", "kernels"},  # kernels: of tensors alone
     "scheduler": {"types", "errors", "content", "backlog", "free_ranges", "kvcache"},
     "inputs": BASE | {"checkpoint"},
     "outputs": {"types", "errors"},
     "weights": BASE | {"checkpoint"},
-    "kernels": {"types", "errors"},
     "layers": {"types", "errors", "kvcache", "weights", "kernels"},
     "scoring": BASE | {"checkpoint", "weights", "kernels", "layers"},
     "pooling": BASE | {"checkpoint", "weights", "kernels", "layers", "scoring"},

@@ -16,6 +16,8 @@ from penstock.types import Ints
 class Letters:
     """A tokenizer that notes where it was called and with how many texts."""
 
+    words = None
+
     def __init__(self) -> None:
         self.calls: list[tuple[bool, int]] = []  # (on the event loop, texts)
 

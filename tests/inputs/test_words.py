@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -28,10 +29,22 @@ ODD = [
     "\xa0",
     "\u3000",
     "\u200b",
+    "\u00ad",
+    "\u0301",
+    "\u202f",
+    "\u2028",
     "é",
+    "Ü",
+    "ß",
+    "ΣΑΣ",
+    "Ж",
+    "“",
+    "—",
+    "…",
+    "İ",
     "的",
 ]
-MARKS = ["[MASK]", "[unk]", "[", "]", "'", ".", ",", "##", "-", "_", "x" * 120]
+MARKS = ["[MASK]", "[mask]", "[MA", "SK]", "[unk]", "[", "]", "'", ".", ",", "##", "-", "_", "x" * 120]
 
 
 def words_of(rust: Tokenizer) -> WordTokenizer | None:
@@ -71,15 +84,58 @@ def test_tokens_by_words_are_those_of_the_text(options: dict[str, bool]) -> None
         check(words, rust, [text for text in random_texts(seed) if text.isascii()])
 
 
+def test_words_of_european_texts_are_learnt() -> None:
+    rust = wordpiece_tokenizer()
+    words = words_of(rust)
+    assert words is not None
+    check(words, rust, ["Grüße — “l’été” of water… (naïve) [1]", "[CLS] the Грязь", "水 の 流れ"])
+    assert {"Grüße", "“l’été”", "[1]"} <= words._known.keys()
+    assert words._known.keys().isdisjoint(["[CLS]", "Грязь", "水", "の"])
+
+
+def test_added_tokens_are_found_where_accents_hide_them() -> None:
+    rust = wordpiece_tokenizer()
+    rust.add_tokens([AddedToken("[the]", normalized=True)])
+    words = words_of(rust)
+    assert words is not None
+    check(words, rust, ["[the] water", "[thé] water", "[THÉ]water", "thé water", "Thé [MÁSK]"])
+    assert "thé" in words._known
+
+
+def test_words_are_asked_for_once_and_long_ones_are_not_kept() -> None:
+    rust = wordpiece_tokenizer()
+    words = words_of(rust)
+    assert words is not None
+    asked: list[list[str]] = []
+    encode_new = words._encode_new
+
+    def note(new: Iterable[str]) -> dict[str, bytes]:
+        asked.append(list(new))
+        return encode_new(asked[-1])
+
+    words._encode_new = note  # type: ignore[method-assign]
+    long = "y" * (module._MAX_WORD_CHARS + 1)
+    check(words, rust, [f"the water, {long} the", "water the"])
+    assert asked == [["the", "water,", long, "water"]]
+    check(words, rust, [f"the {long}", "water, the"])
+    assert asked[1:] == [[long]]
+    check(words, rust, ["the water, water", ""])
+    assert len(asked) == 2
+    many = [f"water{number}" for number in range(module._MANY_WORDS + 1)]
+    check(words, rust, [" ".join(many)])  # whole
+    check(words, rust, [" ".join(many)])
+    assert asked[2:] == [many[:-1], many[-1:]]
+
+
 def test_known_words_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_WORDS", 50)
     rust = wordpiece_tokenizer()
     words = words_of(rust)
     assert words is not None
     for at in range(20):
-        texts = [f"the{at} water{number}" for number in range(40)]
+        texts = [f"the{at} water{at}{number}" for number in range(40)]
         check(words, rust, texts)
-        assert len(words._index) <= 50 + 41
+        assert len(words._known) <= 50
 
 
 def test_threads_share_the_known_words() -> None:
@@ -108,4 +164,8 @@ def test_other_tokenizers_are_left_alone() -> None:
     split.pre_tokenizer = pre_tokenizers.Whitespace()
     hidden = wordpiece_tokenizer()
     hidden.add_tokens([AddedToken("water", normalized=True)])
-    assert words_of(split) is None and words_of(hidden) is None
+    accented = wordpiece_tokenizer()
+    accented.add_tokens([AddedToken("[é]", normalized=True)])
+    spaced = wordpiece_tokenizer()
+    spaced.add_tokens([AddedToken("[a b]", normalized=True)])
+    assert all(words_of(rust) is None for rust in (split, hidden, accented, spaced))

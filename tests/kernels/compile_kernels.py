@@ -1,321 +1,346 @@
-"""Compile every kernel for a GPU, without one. `test_compile.py` runs this file as a script.
+"""Compile every kernel for several kinds of GPU, without one, and check that it fits them.
 
-It needs an interpreter of its own: Triton decides at import whether kernels are compiled or interpreted.
+    python -m tests.kernels.compile_kernels [--all] [--only flash] [--targets 80 89] [--jobs 4] [--save FILE]
+
+Each launch of `kernel_launches.py` is compiled and assembled as on a GPU of the target: same tiles, same
+specialization. Without --all, each kernel is compiled once, those with tiles once for each of their types of
+arguments, on one target after another, and the largest tiles on the target with the least room as well. It
+needs an interpreter of its own: Triton decides at import whether kernels are compiled or interpreted.
 """
 
 from __future__ import annotations
 
+import argparse
+import multiprocessing
 import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
+from triton.backends.nvidia import compiler as nvidia
+from triton.runtime import driver
 
 torch.cuda.is_available = lambda: True  # so that the kernels are defined
 
-from penstock.kernels import (  # noqa: E402
-    activation,
-    attention,
-    blockwise,
-    embedding,
-    experts,
-    gate_up,
-    int4,
-    language,
-    logit_thresholds,
-    lora,
-    norm,
-    output_quantize,
-    paged,
-    pooling,
-    quantize,
-    rotary,
-    sampled_tokens,
-    sampling,
-    splade,
-)
-from penstock.layers.distance_bias import DistanceBias  # noqa: E402
+from penstock.kernels import language, launch, limits, triton_internals  # noqa: E402
+from tests.kernels import kernel_launches  # noqa: E402
 
-TARGET = GPUTarget("cuda", 90, 32)
-ALL_VARIANTS = bool(os.environ.get("PENSTOCK_ALL_CASES"))
-MODULES = (activation, attention, blockwise, embedding, experts, gate_up, int4, logit_thresholds, norm)
-MODULES += (lora, output_quantize, paged, pooling, quantize, rotary, sampled_tokens, sampling, splade)
+TARGETS = {80: "A100", 86: "A10, RTX 3090", 89: "L4, L40S, RTX 4090", 90: "H100, H200", 100: "B200"}
+TARGETS |= {120: "RTX 5090, RTX PRO 6000"}
+MAX_SPILLED_BYTES = 256  # of a thread: registers that a kernel writes to memory and reads again
+MAX_TENSOR_COLUMNS = 512  # of tensor memory, where there is some
+# The target with fp8 and the least shared memory, for kernels whose tiles fill it.
+TIGHTEST = 89
+TIGHT = {"_expert_matmul", "_block_matmul", "_maxsim_kernel"}
+TILED = TIGHT | {
+    "_flash",
+    "_short",
+    "_paged",
+    "_int4_matmul",
+    "_shrink",
+    "_expand",
+    "_expand_gated",
+    "_gate_up",
+    "_lora_linear",
+}
 # Functions that only other kernels call.
 HELPERS = {
-    "activate",
-    "_distance_bias",
-    "_key_tile",
-    "_log1p_relu",
-    "_philox",
-    "_gumbel",
-    "_apply_penalties",
-    "_ordered_key",
-    "_from_ordered_key",
-    "_dot",
+    *("activate", "_distance_bias", "_key_tile", "_log1p_relu", "_philox", "_gumbel", "_apply_penalties"),
+    *(
+        "_ordered_key",
+        "_from_ordered_key",
+        "_dot",
+        "load_float",
+        "load_logits",
+        "_weight",
+        "_load_candidates",
+    ),
+    *("store_quantized", "quantize_group", "_difference", "_act", "_change", "_scaled_dot", "_write_order"),
+    *("_write_tiles", "corner", "_copy", "_multiply", "_nan_max", "_keep", "wait_for_inputs"),
+    "from_fp8",
+    *("act_of", "_next_slot", "_next_slots", "_load_slots", "_split", "_add_low_rank", "_fast_act"),
 }
-HELPERS |= {
-    "load_float",
-    "load_logits",
-    "_weight",
-    "_load_candidates",
-    "store_quantized",
-    "quantize_group",
-    "_difference",
-    "_act",
-    "_change",
-}
-HELPERS |= {"_scaled_dot", "_write_order", "_write_tiles", "_corner", "_copy", "_multiply"}
-TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-    torch.int16: "*i16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
-F32 = torch.float32
-VOCABULARY = 151936
+# Constants that name a tile in the table.
+TILE_CONSTANTS = ("QUERIES", "KEYS", "BLOCK", "TILE", "BLOCK_M", "BLOCK_Q", "BLOCK_N", "BLOCK_D", "BLOCK_K")
 
 
-ASSEMBLE = CUDABackend.make_cubin
+class Launch(NamedTuple):
+    """A launch as a GPU of the target would see it."""
+
+    target: int
+    model: str
+    kernel: Any
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__)
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        return (self.name, *(_type_name(value) for value in self.args))
+
+    @property
+    def tile_values(self) -> int:
+        """How many values the tiles that are loaded ahead have, about."""
+        sizes = self.constants
+        rows = sum(sizes.get(name, 0) for name in ("BLOCK_M", "BLOCK_Q", "BLOCK_N", "BLOCK_D"))
+        return int(rows * sizes.get("BLOCK_K", 128) * sizes["num_stages"])
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.target, self.types, tuple(self.constants.items())
 
 
-def skip_assembler(*_: Any) -> bytes:
-    return b""
+class Compiled(NamedTuple):
+    """What a compiled kernel takes on its target."""
+
+    target: int
+    model: str
+    kernel: str
+    tile: str
+    warps: int
+    stages: int
+    shared_bytes: int
+    registers: int
+    spilled_bytes: int
+    tensor_columns: int
+
+    @property
+    def fault(self) -> str | None:
+        most = limits.SHARED_BYTES[divmod(self.target, 10)]
+        what = f"{self.kernel} of {self.model}, {self.tile}, for sm_{self.target}"
+        if self.shared_bytes > most:
+            return f"{what} takes {self.shared_bytes} bytes of shared memory; there are {most}"
+        if self.spilled_bytes > MAX_SPILLED_BYTES:
+            return f"{what} spills {self.spilled_bytes} bytes of registers in each thread"
+        if self.tensor_columns > MAX_TENSOR_COLUMNS:
+            return f"{what} takes {self.tensor_columns} columns of tensor memory; there are 512"
+        return None
 
 
-class Compiler:
-    """Takes the place of a kernel: a launch compiles it for `TARGET` and runs nothing.
+class Recorder:
+    """Takes the place of a GPU's driver and of launches: notes what would be launched."""
 
-    The first variant of a kernel for its types of arguments is compiled and assembled. With
-    PENSTOCK_ALL_CASES=1 the others are compiled to PTX.
-    """
+    def __init__(self) -> None:
+        self.target = 90
+        self.launches: dict[tuple[Any, ...], Launch] = {}
 
-    compiled: set[str] = set()
-    assembled: set[tuple[str, ...]] = set()
+    def install(self) -> None:
+        language.set_kernel_devices("cpu")
+        driver.set_active(self)
+        triton_internals._getters = (lambda: self.target, lambda device: 0)
+        launch._precompiling.set(True)
+        launch._can_overlap = lambda: False  # how a kernel is launched changes nothing in it
+        launch.launch_by_triton = self._note
+        nvidia.CUDABackend.make_cubin = lambda _, source, *more: self._assemble(source, more[-1])
 
-    def __init__(self, function: Any) -> None:
-        self.function = function
+    def collect(self, target: int) -> None:
+        self.target = target
+        limits.treat_others_as(divmod(target, 10))
+        kernel_launches.launch_all(divmod(target, 10))
 
-    def __getitem__(self, grid: Any) -> Compiler:
-        return self
+    def compile(self, launched: Launch) -> Compiled:
+        self.target = launched.target
+        found = launched.kernel.run(*launched.args, grid=(1,), warmup=True, **launched.constants)
+        log = found.asm["cubin"].decode()
+        used, spilled = (re.search(form, log) for form in (r"Used (\d+) registers", r"(\d+) bytes spill st"))
+        assert used is not None and spilled is not None, log
+        constants, facts = launched.constants, found.metadata
+        sizes = [f"{name} {constants[name]}" for name in TILE_CONSTANTS if name in constants]
+        return Compiled(
+            launched.target,
+            launched.model,
+            launched.name,
+            " × ".join(sizes).replace("_", " ").lower(),
+            facts.num_warps,
+            facts.num_stages,
+            facts.shared,
+            int(used[1]),
+            int(spilled[1]),
+            facts.tmem_size or 0,
+        )
 
-    def __call__(
-        self, *args: Any, num_warps: int, num_stages: int = 3, maxnreg: int | None = None, **constants: Any
-    ) -> None:
-        values = dict(zip(self.function.arg_names, args, strict=False)) | constants
-        signature: dict[str, str] = {}
-        constexprs: dict[str, Any] = {}
-        for parameter in self.function.params:
-            value = values[parameter.name]
-            if parameter.is_constexpr:
-                signature[parameter.name], constexprs[parameter.name] = "constexpr", value
-            else:
-                signature[parameter.name] = triton_type(value)
-        make = GluonASTSource if self.function.is_gluon() else ASTSource
-        options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
-        types = (self.function.__name__, *signature.values())
-        if types in self.assembled and not ALL_VARIANTS:
-            return
-        CUDABackend.make_cubin = skip_assembler if types in self.assembled else ASSEMBLE
-        self.assembled.add(types)
-        triton.compile(make(self.function, signature, constexprs), target=TARGET, options=options)
-        self.compiled.add(self.function.__name__)
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.target, 32)
+
+    def get_current_device(self) -> int:
+        return self.target
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def _note(self, kernel: Any, grid: Any, args: Sequence[Any], constants: dict[str, Any], **_: Any) -> None:
+        kept = tuple(_stand_in(value) for value in args)
+        noted = Launch(self.target, kernel_launches.current_model, kernel, kept, constants)
+        self.launches.setdefault(noted.key, noted)
+
+    def _assemble(self, source: str, capability: int) -> bytes:
+        """Assemble, and take what the assembler says about registers for the result, which is cached."""
+        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+            file.write(source)
+            file.flush()
+            command = [nvidia.get_ptxas(capability).path, "-v", "-o", os.devnull, file.name]
+            command += [f"--gpu-name={nvidia.sm_arch_from_capability(capability)}"]
+            ran = subprocess.run(command, capture_output=True, text=True)
+        if ran.returncode:
+            raise RuntimeError(f"sm_{capability}: {ran.stderr[:2000]}")
+        return ran.stderr.encode()
 
 
-def triton_type(value: Any) -> str:
+def _stand_in(value: Any) -> Any:
+    """A small tensor of the same type and alignment, so that launches keep no weights in memory."""
+    if not isinstance(value, Tensor):
+        return value
+    offset = 0 if value.data_ptr() % 16 == 0 else 1
+    return torch.empty(16, dtype=value.dtype)[offset:]
+
+
+def _type_name(value: Any) -> str:
     if isinstance(value, Tensor):
-        return TYPES[value.dtype]
-    if hasattr(value, "block_shape"):
-        return f"tensordesc<{TYPES[value.base.dtype][1:]}{value.block_shape},{value.layout}>"
-    return "fp32" if isinstance(value, float) else "i32"
+        return str(value.dtype)
+    return str(value.base.dtype) if hasattr(value, "block_shape") else type(value).__name__
 
 
-def replace_kernels(modules: tuple[ModuleType, ...]) -> set[str]:
-    """Put a `Compiler` in place of each kernel, and return the kernels' names."""
-    kernels = set()
-    for module in modules:
-        for name, value in list(vars(module).items()):
-            if isinstance(value, triton.runtime.jit.JITFunction) and name not in HELPERS:
-                kernels.add(name)
-                setattr(module, name, Compiler(value))
-    return kernels
+def kernels_of_modules() -> set[str]:
+    """The kernels that are launched, in the modules that `kernel_launches` imports."""
+    kind = triton.runtime.jit.JITFunction
+    return {
+        name
+        for module in vars(kernel_launches).values()
+        if isinstance(module, ModuleType) and module.__name__.startswith("penstock.kernels.")
+        for name, value in vars(module).items()
+        if isinstance(value, kind) and name not in HELPERS
+    }
 
 
-def x(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.zeros(shape, dtype=dtype)
+def thinned(launches: Sequence[Launch]) -> list[Launch]:
+    """Each kernel once, those with tiles once for each of their types, on the targets in turn; the largest
+    tiles also where there is least room."""
+    targets: dict[tuple[str, ...], list[Launch]] = {}
+    for each in launches:
+        found = targets.setdefault(each.types if each.name in TILED else (each.name,), [])
+        if all(each.target != other.target for other in found):
+            found.append(each)
+    chosen = [found[number % len(found)] for number, found in enumerate(targets.values())]
+    largest = sorted((each for each in launches if each.name in TIGHT), key=lambda each: each.tile_values)
+    tight = {each.types: each for each in largest if each.target == TIGHTEST}
+    known = {each.key for each in chosen}
+    return chosen + [each for each in tight.values() if each.key not in known]
 
 
-def i(count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.int32)
+_recorder = Recorder()
+_chosen: list[Launch] = []
 
 
-def blocks(*shape: int) -> blockwise.BlockQuantized:
-    scales = [*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128)]
-    return blockwise.BlockQuantized(x(*shape, dtype=torch.float8_e4m3fn), x(*scales, dtype=F32))
+def _compile_one(number: int) -> Compiled:
+    return _recorder.compile(_chosen[number])
 
 
-def launch_element_wise_kernels() -> None:
-    for act in ("gelu", "gelu_new", "silu", "relu"):
-        activation.bias_act_(x(2, 3072), x(3072), act)
-    activation.gated_activation(x(2, 2304), "gelu", True)
-    norm.add_norm(x(2, 768), x(2, 768), x(768), x(768), 1e-12, rms=False, keep=False)
-    norm.add_norm(x(2, 4096), x(2, 4096), x(4096), None, 1e-6, rms=True)
-    norm.norm_add_norm(x(2, 768), x(2, 768), x(768), x(768), 1e-6)
-    quantize.quantize_rows(x(2, 4096))
-    activation.bias_act_quantized(x(2, 3072), x(3072), "gelu")
-    activation.gated_activation_quantized(x(2, 28672), "silu", True)
-    norm.add_norm_quantized(x(2, 4096), x(2, 4096), x(4096), None, 1e-6, rms=True)
-    norm.add_norm_quantized(x(2, 768), x(2, 768), x(768), x(768), 1e-12, rms=False, post=True)
-    norm.norm_add_norm_quantized(x(2, 768), x(2, 768), x(768), x(768), 1e-6)
-    embedding.embed(i(2), x(9, 768), i(2), x(9, 768), i(2), x(2, 768), (x(768), x(768), 1e-12))
-    tables = x(9, 64, dtype=F32), x(9, 64, dtype=F32)
-    norms = rotary.HeadNorms(x(128), x(128), 1e-6)
-    cache = rotary.KVCacheWrite(x(4, 8, 128), x(4, 8, 128), i(2))
-    rotary.rotate_qkv_(x(2, 32, 128), (16, 8), i(2), *tables, size=128, norms=norms)
-    rotary.rotate_qkv_(x(2, 32, 128), (16, 8), i(2), *tables, size=128, norms=norms, keep=cache)
-    rotary.rotate_qkv_(x(2, 9, 128), (3, 3), i(2), *tables, size=64, interleaved=True)
+def compile_all(jobs: int) -> list[Compiled]:
+    numbers = range(len(_chosen))
+    if jobs == 1:
+        return [_compile_one(number) for number in numbers]
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        return pool.map(_compile_one, numbers, chunksize=1)
 
 
-def launch_adapter_kernels() -> None:
-    """Fused parts, an activation, gains, and both sizes of tiles."""
-    for tile in (lora.SMALL_TILE, lora.LARGE_TILE):
-        lines = lora.LineTiles(i(80), i(6).view(2, 3), tile)
-        for ends, act, gain in (
-            ((768, 1536, 2304), None, False),
-            ((3072,), "gelu", False),
-            ((768,), None, True),
-        ):
-            scaled = (x(4, ends[-1], dtype=F32), x(4, ends[-1], dtype=F32)) if gain else (None, None)
-            pair = x(4, len(ends) * 64, 768), x(4, ends[-1], 64)
-            adapters = lora.LowRank(*pair, i(4), ends, *scaled)
-            lora.expand_(x(80, ends[-1]), lora.shrink(x(80, 768), adapters, lines, 16), adapters, lines, act)
-        pair = x(4, 128, 768), x(4, 1536, 64)
-        adapters = lora.LowRank(*pair, i(4), (768, 1536), x(4, 1536, dtype=F32), x(4, 1536, dtype=F32))
-        low = lora.shrink(x(80, 768), adapters, lines, 16)
-        lora.expand_gated(x(80, 1536), low, adapters, lines, "silu", gate_first=True)
-        lora.replace_(x(80, 3), x(80, 768), x(4, 3, 768), x(4, 3), i(4), lines)
+def table(found: Sequence[Compiled]) -> str:
+    """Kernels with tiles: shared memory in KB, registers (spilled bytes), stages on each target."""
+    targets = [target for target in TARGETS if any(each.target == target for each in found)]
+    rows: dict[tuple[str, str, str], dict[int, Compiled]] = {}
+    for each in found:
+        if each.kernel in TILED:
+            row = rows.setdefault((each.kernel, each.model, f"{each.tile}, {each.warps} warps"), {})
+            if each.target not in row or row[each.target].shared_bytes < each.shared_bytes:
+                row[each.target] = each
+    lines = ["| kernel | model | tile | " + " | ".join(f"sm_{target}" for target in targets) + " |"]
+    lines.append("|---" * (3 + len(targets)) + "|")
+    for (kernel, model, tile), row in sorted(rows.items()):
+        cells = [_cell(row.get(target)) for target in targets]
+        lines.append(f"| `{kernel.lstrip('_')}` | {model} | {tile} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
-def launch_pooling_kernels() -> None:
-    for method in pooling.METHODS:
-        pooling.pool(x(9, 768), i(2), method, max_length=9, skip=i(1), normalize=True)
-    pooling.pool(x(9, 768), i(2), "mean", max_length=900, chosen=i(1), dims=100, normalize=True)
-    pooling.normalize_rows(x(9, 128), i(4), torch.float16)
-    pooling.copy_rows(x(9, 128), i(4), x(30, 128), i(4))
-    output_quantize.to_int8(x(2, 768, dtype=F32), True)
-    output_quantize.to_binary(x(2, 768, dtype=F32), True)
-    for reduce in ("max", "sum"):
-        splade.splade_pool(x(9, 30522), i(2), logs=2, reduce=reduce)
+def _cell(each: Compiled | None) -> str:
+    if each is None:
+        return "–"
+    spilled = f" ({each.spilled_bytes})" if each.spilled_bytes else ""
+    return f"{each.shared_bytes / 1024:.0f} KB, {each.registers}{spilled}, {each.stages}"
 
 
-def launch_attention_kernels() -> None:
-    """Head sizes that fill a tile and one that does not; each option of each kernel at least once."""
-    for (heads, kv_heads, dim), lengths in (
-        ((12, 12, 64), (16, 64)),
-        ((8, 2, 128), (32,)),
-        ((4, 4, 96), (64,)),
-    ):
-        qkv = x(99, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], dim=1)
-        old = x(9, kv_heads, dim), x(9, kv_heads, dim)
-        attention.write_kv_cache(*qkv[1:], *old, i(99))
-        for length in lengths:
-            attention.short_attention(*qkv, i(2), max_length=length, scale=0.1, causal=True, limits=i(1))
-        if dim == 64:
-            for bias in (DistanceBias(x(12), 0), DistanceBias(x(12, 257), 128)):
-                attention.short_attention(*qkv, i(2), max_length=9, scale=0.1, bias=bias)
-                attention.flash_attention(*qkv, i(2), max_length=99, scale=0.1, bias=bias)
-            options = {"max_length": 99, "scale": 0.1, "causal": True}
-            attention.flash_attention(*qkv, i(2), i(2), **options, window=9, limits=i(1))
-        elif dim == 96:
-            launch_flash_attention(qkv, old, 9)
-        where = x(640, kv_heads, dim), x(640, kv_heads, dim), i(20).view(2, 10), i(2)
-        splits, more = (1, {}) if dim == 64 else (4, {"window": 50, "softcap": 30.0})
-        options = {"block_size": 16, "scale": 0.1, "out": x(2, heads * dim), "splits": splits}
-        paged.paged_attention(x(2, heads, dim), *where, **options, **more)
-    launch_flash_attention(x(99, 8, 256).split([4, 2, 2], dim=1), (x(9, 2, 256), x(9, 2, 256)), None)
-    launch_attention_with_sinks()
-    wide = x(99, 6, 512).split([4, 1, 1], dim=1)
-    attention.flash_attention(*wide, i(2), max_length=99, scale=1.0)
+def summary(found: Sequence[Compiled]) -> str:
+    lines = ["| target | GPUs | kernels compiled | shared memory, most | of | most spilled bytes a thread |"]
+    lines.append("|---|---|---|---|---|---|")
+    for target, names in TARGETS.items():
+        own = [each for each in found if each.target == target]
+        if own:
+            most = max(each.shared_bytes for each in own) / 1024
+            limit = limits.SHARED_BYTES[divmod(target, 10)] >> 10
+            spilled = max(each.spilled_bytes for each in own)
+            lines.append(f"| sm_{target} | {names} | {len(own)} | {most:.0f} KB | {limit} KB | {spilled} |")
+    return "\n".join(lines)
 
 
-def launch_attention_with_sinks() -> None:
-    qkv, sinks = x(99, 12, 64).split([8, 2, 2], dim=1), x(8, dtype=F32)
-    options = {"max_length": 99, "scale": 0.1, "causal": True, "window": 9, "sinks": sinks}
-    cached = attention.CachedKeyValues(x(9, 2, 64), x(9, 2, 64), i(9))
-    attention.flash_attention(*qkv, i(2), i(2), **options, cached=cached)
-    where = x(640, 2, 64), x(640, 2, 64), i(20).view(2, 10), i(2)
-    options = {"block_size": 16, "scale": 0.1, "out": x(2, 512), "splits": 4, "sinks": sinks}
-    paged.paged_attention(x(2, 8, 64), *where, **options)
+PAGE = """# Kernels on other GPUs, by the compiler
 
+Made by `make gpu-targets{args}` · Triton {triton} and its assemblers, without a GPU. Nothing here was timed.
 
-def launch_flash_attention(qkv: Any, old: tuple[Tensor, Tensor], window: int | None) -> None:
-    cached = attention.CachedKeyValues(*old, i(9))
-    options = {"max_length": 99, "scale": 0.1, "causal": True, "window": window}
-    attention.flash_attention(*qkv, i(2), i(2), **options, cached=cached)
+Each kernel is compiled for each kind of GPU as a launch there would: with the shapes of published
+models, the same tiles and the same specialization. It has to fit the shared memory of a program,
+and a thread must not spill more than {spilled} bytes of registers.
 
+{summary}
 
-def launch_sampling_kernels() -> None:
-    logits, table, work = x(2, VOCABULARY), i(45).view(3, 15), x(2, VOCABULARY, dtype=F32)
-    counts, masks, slots = i(2 * VOCABULARY).view(2, -1), i(2 * 4748).view(2, -1), i(2)
-    sampled_tokens.insert_sampled_tokens(i(2), i(2), i(3))
-    sampling.sample_tokens(logits, slots, table, i(3))
-    noted = {"counts": counts, "tails": table}
-    sampling.sample_tokens(logits, slots.long(), table, i(3), work=work, thresholds=work[0, :2], **noted)
-    options = {"masks": masks, "counts": counts, "entries": i(99), "tails": table}
-    sampling.edit_logits(logits, slots, table, i(3), work, **options)
-    sampling.edit_logits(logits, slots, table, i(3), work, entries=i(99))
-    sampling.logsumexp_and_ranks(logits, slots.long(), slots)
-    logit_thresholds.logit_thresholds(work, slots, table)
-    logit_thresholds.logit_thresholds(logits, slots, table, work=work)
+fp8 kernels exist from sm_89 on; on older GPUs fp8 weights are dequantised when they are loaded. The
+Gluon kernel `gate_up` is for sm_90 alone; elsewhere the matrix library multiplies, and
+`gated_activation` follows. Where shared memory is short, fewer tiles are loaded ahead
+(`penstock/kernels/limits.py`).
 
+Kernels with tiles follow. A cell has shared memory, registers of a thread (bytes spilled), and
+stages.
 
-def launch_matmul_kernels() -> None:
-    for tokens in (1, 100, 2000):
-        blockwise.block_matmul(x(tokens, 256), blocks(512, 256), x(512))
-    codes, scales = x(512, 256, dtype=torch.uint8), x(2, 512, dtype=torch.float16)
-    grouped = int4.pack_int4(codes, scales, x(2, 512, dtype=torch.uint8))
-    for tokens in (1, 100):
-        int4.int4_matmul(x(tokens, 256), grouped, x(512), parts=2)
-    int4.int4_matmul(x(1, 256), int4.pack_int4(codes, scales, None))
-    int4.int4_matmul(x(1, 256, dtype=torch.float16), int4.pack_int4(codes, x(8, 512), None))
-    int4.dequantize_int4(grouped, x(512, 256))
-    options = {"chosen": 8, "normalize": True, "act": "silu"}
-    for _, tiling in experts.HALF_TILINGS[::4]:  # the smallest tiles, swapped or not, and the largest
-        weights = x(32, 512, 256), x(32, 256, 256)
-        experts.run_experts(x(20, 256), x(20, 32), *weights, **options, plan=tiling, residual=x(20, 256))
-    for _, tiling in experts.FP8_TILINGS[::4]:
-        quantized = blocks(32, 512, 256), blocks(32, 256, 256)
-        experts.run_experts(x(20, 256), x(20, 32), *quantized, **options, plan=tiling)
-    plain = {"chosen": 2, "normalize": False, "act": "gelu", "gated": False, "bias": x(256)}
-    experts.run_experts(x(20, 256), x(20, 8), x(8, 512, 256), x(8, 256, 512), **plain)
-    experts.route(x(900, 128), 8, True, 16)
-    gate_up._num_programs = lambda device: 132
-    for act, half in (("gelu", torch.bfloat16), ("gelu_new", torch.float16), ("silu", torch.bfloat16)):
-        gate_up.GateUp(x(256, 64, dtype=half), act, True)(x(5, 64, dtype=half))
-    gate_up.GateUp(x(256, 64, dtype=torch.float16), "relu", False)(x(5, 64, dtype=torch.float16))
+{table}
+"""
 
 
 def main() -> None:
-    language.set_kernel_devices("cpu")
-    kernels = replace_kernels(MODULES)
-    launch_element_wise_kernels()
-    launch_pooling_kernels()
-    launch_adapter_kernels()
-    launch_attention_kernels()
-    launch_sampling_kernels()
-    launch_matmul_kernels()
-    if missed := kernels - Compiler.compiled:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="every launch on every target")
+    parser.add_argument("--targets", type=int, nargs="+", default=list(TARGETS), choices=list(TARGETS))
+    parser.add_argument("--only", default="", help="kernels whose name this regular expression finds")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--save", type=Path, help="write the table to this file")
+    options = parser.parse_args()
+    began = time.perf_counter()
+    _recorder.install()
+    for target in options.targets:
+        _recorder.collect(target)
+    launches = list(_recorder.launches.values())
+    if missed := kernels_of_modules() - {each.name for each in launches}:
         raise SystemExit(f"kernels that nothing here launches: {', '.join(sorted(missed))}")
+    launches = [each for each in launches if re.search(options.only, each.name)]
+    _chosen[:] = launches if options.all else thinned(launches)
+    found = compile_all(options.jobs)
+    print(summary(found))
+    print(f"{len(found)} kernels in {time.perf_counter() - began:.0f} s")
+    if options.save is not None:
+        args = f" ARGS=\"--only '{options.only}'\"" if options.only else ""
+        parts = {"triton": triton.__version__, "spilled": MAX_SPILLED_BYTES, "args": args}
+        options.save.write_text(PAGE.format(**parts, summary=summary(found), table=table(found)))
+    if faults := [each.fault for each in found if each.fault is not None]:
+        sys.exit("\n".join(faults))
 
 
 if __name__ == "__main__":

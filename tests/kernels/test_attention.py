@@ -13,6 +13,9 @@ from penstock.kernels.attention import (
     short_attention,
     write_kv_cache,
 )
+from penstock.kernels.cached_kv import LayerCache
+from penstock.kernels.quantize import FP8
+from penstock.kvcache.store import KVStore
 from penstock.layers import attention as layers
 from penstock.layers.distance_bias import DistanceBias, alibi_slopes
 from tests.layers.inputs import ordered_batch
@@ -197,7 +200,21 @@ def test_keys_of_earlier_steps_are_read_from_the_kv_cache(
     values = keys.clone()
     slots = torch.randperm(300)[: len(old)].to(device)
     keys[slots], values[slots] = key[old], value[old]
-    remembered = CachedKeyValues(keys, values, slots.int())
+    remembered = CachedKeyValues(LayerCache(keys, values), slots.int())
+    got = flash_attention(
+        query, key[own], value[own], cu, cu_keys, max_length=max(lengths), cached=remembered, tiles=SMALL,
+        **options,
+    )  # fmt: skip
+    close(got, expected)
+
+    store = KVStore(1, 300, kv_heads, dim, FP8, device)  # what is read from fp8 is what attention sees
+    store.write(0, slots, key[old], value[old])
+    key, value = key.clone(), value.clone()
+    key[old], value[old] = store.read(0, slots, key.dtype)
+    expected = attention_reference(
+        query, key, value, cu[: len(rows) + 1], cu_keys[: len(rows) + 1], **options
+    )
+    remembered = CachedKeyValues(store.layer(0), slots.int())
     got = flash_attention(
         query, key[own], value[own], cu, cu_keys, max_length=max(lengths), cached=remembered, tiles=SMALL,
         **options,
@@ -205,12 +222,35 @@ def test_keys_of_earlier_steps_are_read_from_the_kv_cache(
     close(got, expected)
 
 
+def test_the_kv_cache_in_fp8_is_written_with_a_scale_for_each_head(device: torch.device) -> None:
+    _, key, value = projected(6, 2, 3, 20, device)
+    key[:, 1] *= 900  # beyond the range of fp8
+    value[:, 2] *= 1e-3
+    slots = torch.tensor([7, -1, 0, 8, -1, -1], dtype=torch.int32, device=device)
+    written, expected = (KVStore(1, 9, 3, 20, FP8, device) for _ in range(2))
+    write_kv_cache(key, value, written.layer(0), slots)
+    places = torch.tensor([7, 0, 8], device=device)
+    expected.write(0, places, key[[0, 2, 3]], value[[0, 2, 3]])
+    every = torch.arange(9, device=device)
+    for mine, theirs, exact in zip(
+        written.read(0, every, torch.float32),
+        expected.read(0, every, torch.float32),
+        (key, value),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, atol=0, rtol=0.07)  # a tie may be rounded either way
+        assert (
+            torch.nn.functional.cosine_similarity(mine[places], exact[[0, 2, 3]].float(), dim=-1).min() > 0.99
+        )
+        assert not mine[1:7].any()
+
+
 def test_only_tokens_with_a_slot_are_written_to_the_kv_cache(device: torch.device) -> None:
     _, key, value = projected(6, 2, 3, 20, device)
     keys = torch.zeros((9, 3, 20), dtype=key.dtype, device=device)
     values = torch.zeros_like(keys)
     slots = torch.tensor([7, -1, 0, 8, -1, -1], dtype=torch.int32, device=device)
-    write_kv_cache(key, value, keys, values, slots)
+    write_kv_cache(key, value, LayerCache(keys, values), slots)
     for mine, theirs in ((keys, key), (values, value)):
         assert torch.equal(mine[[7, 0, 8]], theirs[[0, 2, 3]])
         assert not mine[1:7].any()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -10,15 +9,38 @@ from pathlib import Path
 
 import pytest
 
+from penstock.kernels.experts import FP8_TILINGS, HALF_TILINGS
+from penstock.kernels.limits import H200, SHARED_BYTES, limits_for, num_stages
+from tests.thinning import ALL_CASES
+
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(4000)
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("compile_kernels.py")
+def test_every_kernel_compiles_for_every_kind_of_gpu_and_fits_it(tmp_path: Path) -> None:
+    """With PENSTOCK_ALL_CASES=1 each shape for each target, otherwise each kernel once on one of them."""
+    command = [sys.executable, "-m", "tests.kernels.compile_kernels", *(["--all"] if ALL_CASES else [])]
     environment = {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path), "HOME": str(tmp_path)}
-    environment |= {name: os.environ[name] for name in ("PENSTOCK_ALL_CASES",) if name in os.environ}
-    ran = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=500
-    )
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3900)
     assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize(("wanted", "tile_bytes"), [(6, 20480), (4, 36864), (3, 49152), (2, 150 << 10)])
+def test_the_tiles_that_are_loaded_ahead_fit_the_shared_memory(
+    capability: tuple[int, int], wanted: int, tile_bytes: int
+) -> None:
+    limits = limits_for(capability)
+    stages = num_stages(wanted, tile_bytes, limits, other_bytes=4096)
+    buffers = stages if limits.has_async_products else max(stages - 1, 1)
+    assert 1 <= stages <= wanted
+    assert stages == 1 or buffers * tile_bytes + 4096 <= limits.shared_bytes
+
+
+def test_an_h200_loads_as_many_tiles_ahead_as_the_tables_say() -> None:
+    for tilings, weight_bytes in ((HALF_TILINGS, 2), (FP8_TILINGS, 1)):
+        for _, tiling in tilings:
+            for tile, halves in ((tiling.up, 2), (tiling.down, 1)):
+                row_bytes = weight_bytes if tiling.early else 2
+                tile_bytes = tile.depth * (tiling.rows * row_bytes + halves * tile.cols * weight_bytes)
+                assert num_stages(tile.stages, tile_bytes, H200, tiling.rows * tile.depth) == tile.stages

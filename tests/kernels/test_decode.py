@@ -7,45 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.pooling import PoolingSpec
 from penstock.kernels import language
 from penstock.kernels.sampled_tokens import insert_sampled_tokens
 from penstock.kvcache.blocks import BlockPool
-from penstock.kvcache.store import KVCache, KVStore
-from penstock.layers.build import LayerBuilder
-from penstock.models.registry import build_model
-from penstock.pooling.build import Pooler
 from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.capture import Work
-from penstock.runner.decode import DecodeGraphs, Key, warm_up_keys
-from penstock.runner.generator import Generator
+from penstock.runner.decode import Key, verify_warm_up_keys, warm_up_keys
 from penstock.runner.graphs import Graphs
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
-from penstock.types import GeneratedTokens, PoolingParams, Request, SamplerParams, Task
-from penstock.weights.stream import open_weights
+from penstock.scheduler.prompt_lookup import Proposals
+from penstock.scheduler.slots import SlotTable
+from penstock.types import GeneratedTokens, Ints, PoolingParams, Request, SamplerParams, Task
 from tests.generation.fakes import split_decoded
-from tests.helpers import make_spec
+from tests.kernels.generators import BLOCKS, CONFIG, LENGTH, SLOTS, TOKENS, fake, make_runner, sampling
+from tests.thinning import ALL_CASES
 
-CPU = torch.device("cpu")
-CONFIG = {
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "intermediate_size": 48,
-    "vocab_size": 300,
-    "max_position_embeddings": 128,
-}
-SLOTS, LENGTH, BLOCKS = 6, 64, 24
-TOKENS = 7  # that each sequence generates
 PROMPTS = [[5], [7, 8], [9] * 17, [11, 12, 13], [14] * 5]
 
 
@@ -65,41 +48,42 @@ def kernels() -> Iterator[None]:
     language.set_kernel_devices(*before)
 
 
-def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
-    """Take the place of a CUDA graph: replay by computing again, into the tensors of the first results."""
-    kept = [tensor.clone() for tensor in work()]
+class Recorded:
+    """Proposes outputs that are known, every third of them with a wrong token."""
 
-    def replay() -> None:
-        for old, new in zip(kept, work(), strict=True):
-            old.copy_(new)
+    num_tokens = 3
 
-    return replay, kept
+    def __init__(self, slots: SlotTable, outputs: list[list[int]]) -> None:
+        self._slots, self._outputs = slots, outputs
+        self._num_proposals = 0
 
+    def propose(self, slots: Ints) -> Proposals:
+        proposed, counts = np.zeros((len(slots), self.num_tokens), np.int32), np.zeros(len(slots), np.int32)
+        for index, slot in enumerate(slots.tolist()):
+            known = self._slots.token_ids[slot, : self._slots.num_known[slot]].tolist()
+            prompt = max((row for row in PROMPTS if known[: len(row)] == row), key=len)
+            following = self._outputs[PROMPTS.index(prompt)][len(known) - len(prompt) :][: self.num_tokens]
+            proposed[index, : len(following)], counts[index] = following, len(following)
+            self._num_proposals += 1
+            proposed[index, 0] = (proposed[index, 0] + (self._num_proposals % 3 == 0)) % CONFIG["vocab_size"]
+        return Proposals(proposed, counts)
 
-def make_runner(
-    graphs: bool, capture: object = fake, dtype: torch.dtype = torch.float32, layers: int = 1
-) -> ModelRunner:
-    weights = open_weights(Path("/nowhere"), "dummy", 0, dtype, CPU)
-    config = CONFIG | {"num_hidden_layers": layers}
-    model = build_model("Qwen3ForCausalLM", config, LayerBuilder(weights), generates=True)
-    store = KVStore(layers, BLOCKS * BLOCK_SIZE, 1, 16, dtype, CPU)
-    generator = Generator(model.heads[Task.GENERATE], SLOTS, CPU, seed=1)
-    pooler = Pooler(make_spec(pooling=PoolingSpec(("last",))), {}, [])
-    runner = ModelRunner(model, pooler, CPU, 2, KVCache(store, torch.zeros(0, 32)), generator)
-    if graphs:
-        # In fp32 the reference computes attention; it reads block tables to their end, not to the row's end.
-        slot = runner.staging.pinned_ints
-        runner.staging.pinned_ints = lambda size: slot(size).zero_()  # type: ignore[method-assign]
-        runner.decode = DecodeGraphs(model, generator, runner.staging, store, capture)  # type: ignore[arg-type]
-    return runner
+    def forget(self, slots: Ints) -> None:
+        return None
 
 
 def run(
-    runner: ModelRunner, params: list[SamplerParams], apart: bool = False
+    runner: ModelRunner,
+    params: list[SamplerParams],
+    apart: bool = False,
+    known: list[list[int]] | None = None,
 ) -> list[tuple[list[int], list[float]]]:
-    """Tokens and log probabilities of each prompt; two prompts join after a few steps."""
+    """Tokens and log probabilities of each prompt; two prompts join after a few steps. `known` outputs are
+    proposed."""
     limits = GenerationLimits(SLOTS, 32, 12, LENGTH, 1000, prefix_caching=False, separate_prefill=apart)
     generation = GenerationScheduler(BlockPool(BLOCKS, BLOCK_SIZE), limits)
+    if known is not None:
+        generation.enable_speculation(lambda slots: Recorded(slots, known), is_adaptive=False)
     found: list[tuple[list[int], list[float]]] = [([], []) for _ in PROMPTS]
 
     def add(number: int) -> None:
@@ -126,6 +110,9 @@ def run(
                 logprobs.extend(part.logprobs.ravel().tolist())
         generation.check_integrity()
     assert not generation.busy
+    if generation.speculation is not None:
+        counts = generation.speculation.counts
+        assert 0 < counts.num_accepted_tokens < counts.num_draft_tokens
     return found
 
 
@@ -135,10 +122,6 @@ def run_without_graphs(
 ) -> list[tuple[list[int], list[float]]]:
     """The expected results; several tests share them."""
     return run(make_runner(graphs=False, dtype=dtype, layers=layers), KINDS[kind])
-
-
-def sampling(**options: object) -> SamplerParams:
-    return SamplerParams(max_tokens=TOKENS, ignore_eos=True, **options)  # type: ignore[arg-type]
 
 
 GREEDY = sampling(temperature=0.0)
@@ -151,7 +134,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS if ALL_CASES else ("noise", "filtered", "logprobs"))
 def test_a_graph_gives_the_tokens_of_steps_without_one(kind: str, captured_at_once: None) -> None:
     layers = 2 if kind == "greedy" else 1
     expected = run_without_graphs(kind, layers=layers)
@@ -161,6 +144,22 @@ def test_a_graph_gives_the_tokens_of_steps_without_one(kind: str, captured_at_on
     samples = {key.samples for key in runner.decode.captured}
     assert (False in samples) == (kind in ("edited", "logprobs"))
     assert any(key.filters for key in runner.decode.captured) == (kind == "filtered")
+    for (tokens, logprobs), (same, close) in zip(got, expected, strict=True):
+        assert tokens == same and len(tokens) == TOKENS
+        np.testing.assert_allclose(logprobs, close, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("kind", KINDS if ALL_CASES else ("greedy",))
+def test_proposed_tokens_are_verified_by_graphs_and_without(
+    kind: str, graphs: bool, captured_at_once: None
+) -> None:
+    expected = run_without_graphs(kind)
+    runner = make_runner(graphs=graphs, max_rows=4 * SLOTS)
+    got = run(runner, KINDS[kind], known=[tokens for tokens, _ in expected])
+    if runner.decode is not None:
+        assert runner.decode.replays > 1 and False in {key.samples for key in runner.decode.captured}
+        assert max(key.rows for key in runner.decode.captured) > SLOTS
     for (tokens, logprobs), (same, close) in zip(got, expected, strict=True):
         assert tokens == same and len(tokens) == TOKENS
         np.testing.assert_allclose(logprobs, close, rtol=1e-5, atol=1e-5)
@@ -213,6 +212,12 @@ def test_a_capture_changes_no_sequence() -> None:
             assert runner.decode.ensure(key) is not None
     assert torch.equal(generator.last[:-1], last[:-1]) and torch.equal(keys, kept)
     assert torch.equal(generator.sampler.positions[:-1], positions[:-1])
+
+
+def test_the_first_graphs_of_verification_end_with_logits() -> None:
+    keys = verify_warm_up_keys(20)
+    assert [key.rows for key in keys] == [32, 16, 8, 4, 2, 1] and not any(key.samples for key in keys)
+    assert max(key.rows for key in verify_warm_up_keys(5000)) == 128
 
 
 def test_the_first_graphs_cover_as_many_rows_as_can_run() -> None:

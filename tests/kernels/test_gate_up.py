@@ -123,9 +123,7 @@ def test_weights_that_the_copy_engine_cannot_read_are_refused(weight: Callable[.
 
 @hopper
 def test_a_block_uses_it_only_for_large_steps() -> None:
-    x, weight = _made(
-        gate_up._MIN_ROUNDS * gate_up._num_programs(0) // 8 * 128, 256, 1024
-    )  # eight tiles wide
+    x, weight = _made(gate_up._MIN_ROUNDS * gate_up.num_programs(0) // 8 * 128, 256, 1024)  # eight tiles wide
     down = Linear(_made(1, 1024, 128)[1][:256], None)
     block = GatedMLP(Linear(weight, None), down, "silu")
     few_rows = x[: len(x) // 2]
@@ -148,8 +146,8 @@ def test_a_block_uses_it_only_for_large_steps() -> None:
 def imagined(monkeypatch: pytest.MonkeyPatch) -> Iterator[GateUp]:
     """As if there were a device with 132 multiprocessors."""
     if not gate_up.HAS_GLUON:
-        monkeypatch.setattr(gate_up, "_descriptor", lambda *args: None)
-    monkeypatch.setattr(gate_up, "_num_programs", lambda device: 132)
+        monkeypatch.setattr(gate_up, "descriptor", lambda *args: None)
+    monkeypatch.setattr(gate_up, "num_programs", lambda device: 132)
     before = language._devices
     language.set_kernel_devices("cpu")
     yield GateUp(torch.zeros(2 * 14336, 64, dtype=torch.bfloat16), "silu", True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +19,8 @@ launch = pytest.importorskip("penstock.kernels.launch")
 tl = pytest.importorskip("triton.language")
 knobs = pytest.importorskip("triton.knobs")
 _async_compile = pytest.importorskip("triton.runtime._async_compile")
+
+KERNELS = Path(language.__file__).parent
 
 
 def _scaled(
@@ -333,6 +338,16 @@ def test_precompiled_kernels_are_compiled_in_threads_and_not_run(monkeypatch: py
     bound(3, x, x, 8, 0.5)  # runs again
 
 
+def test_only_the_thread_that_precompiles_leaves_its_kernels_unrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights may be read by kernels of one thread while another compiles those of the experts."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    with launch.precompile(1), ThreadPoolExecutor(1) as pool:
+        assert launch.is_precompiling()
+        assert not pool.submit(launch.is_precompiling).result()
+    assert not launch.is_precompiling()
+
+
 def test_a_kernel_that_cannot_be_compiled_raises_when_it_is_launched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -352,3 +367,25 @@ def test_a_kernel_that_cannot_be_compiled_raises_when_it_is_launched(
         call(kernel, torch.zeros(64))
     with pytest.raises(ValueError, match="no such form"):
         call(kernel, torch.zeros(64))
+
+
+def test_kernels_that_may_be_launched_early_wait_for_their_inputs() -> None:
+    """Each kernel that says so calls `wait_for_inputs`, and no other does."""
+    source = "".join(path.read_text() for path in sorted(KERNELS.glob("*.py")))
+    found = re.findall(r"@jit\(([^\n]*)\)\ndef (\w+)\((.*?)(?=\n\n\n)", source, re.S)
+    assert len(found) > 40
+    for options, name, body in found:
+        assert ("overlaps=True" in options) == ("wait_for_inputs()" in body), name
+
+
+@pytest.mark.parametrize("capable", [True, False])
+def test_early_launches_are_compiled_in_where_the_gpu_can(
+    capable: bool, kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: list[dict[str, Any]] = []
+    monkeypatch.setattr(kernel, "run", lambda *_, **given: options.append(given))
+    monkeypatch.setattr(launch, "_can_overlap", lambda: capable)
+    call(kernel, torch.zeros(8))
+    kernel.overlaps = True
+    call(kernel, torch.zeros(8))
+    assert [each.get("launch_pdl", False) for each in options] == [False, capable]

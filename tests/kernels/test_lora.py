@@ -39,6 +39,7 @@ from penstock.runner.capture import Work
 from penstock.runner.decode import DecodeGraphs
 from penstock.runner.generator import Generator
 from penstock.runner.graphs import Graphs
+from penstock.runner.mixed import MixedGraphs
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
 from penstock.scheduler.plan import build_plan
@@ -48,6 +49,7 @@ from penstock.weights.stream import open_weights
 from tests.adapters import random_adapters
 from tests.generation.fakes import split_decoded
 from tests.helpers import ints, make_request, make_spec
+from tests.thinning import thorough
 
 MAX_RANK = 32
 RANKS = [(5, 5, 5), (0, 0, 0), (16, 0, 3), (32, 32, 32)]  # of the parts of each slot
@@ -219,19 +221,37 @@ def test_decode_graphs_give_the_tokens_of_steps_without_one(monkeypatch: pytest.
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
 
 
-def generated(*, with_graphs: bool) -> list[list[int]]:
-    """The tokens of one prompt with each adapter and without one."""
-    build = LayerBuilder(open_weights(Path("/nowhere"), "dummy", 0, torch.float32, CPU))
+@thorough
+def test_prompts_with_adapters_run_beside_decodes_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not language.IS_INTERPRETED:
+        pytest.skip("on a CUDA device tests/gpu/test_lora.py replays real graphs")
+    monkeypatch.setattr("penstock.runner.mixed.USES_BEFORE_CAPTURE", 0)
+    monkeypatch.setattr("penstock.runner.mixed._CAPTURE_PAUSE", 0.0)
+    monkeypatch.setattr("penstock.runner.mixed.STEP_SIZES", (8, 16))
+    monkeypatch.setattr("penstock.runner.mixed.DECODES", (4,))
+    monkeypatch.setattr(language, "_devices", ("cpu", "cuda"))
+    expected = generated(with_graphs=False, staggers=True, dtype=torch.float16)
+    assert generated(with_graphs=True, staggers=True, dtype=torch.float16) == expected
+    assert len({tuple(tokens) for tokens in expected}) == len(expected)
+
+
+def generated(
+    *, with_graphs: bool, staggers: bool = False, dtype: torch.dtype = torch.float32
+) -> list[list[int]]:
+    """The tokens of one prompt with each adapter and without. `staggers`: each begins while others decode."""
+    build = LayerBuilder(open_weights(Path("/nowhere"), "dummy", 0, dtype, CPU))
     build.adapters = AdapterSites(3, 16)
     model = build_model("Qwen3ForCausalLM", SIZES, build, generates=True)
     build.adapters.tables.clear()
     random_adapters(build.adapters, (4, 16, 1))
-    store = KVStore(1, 24 * BLOCK_SIZE, 1, 16, torch.float32, CPU)
+    store = KVStore(1, 24 * BLOCK_SIZE, 1, 16, dtype, CPU)
     generator = Generator(model.heads[Task.GENERATE], 6, CPU, seed=1)
     pooler = Pooler(make_spec(pooling=PoolingSpec(("last",))), {}, [])
     runner = ModelRunner(model, pooler, CPU, 2, KVCache(store, torch.zeros(0, 32)), generator)
-    runner.adapters = AdapterPool(build.adapters, 4, torch.float32, CPU)
-    if with_graphs:
+    runner.adapters = AdapterPool(build.adapters, 4, dtype, CPU)
+    if with_graphs and staggers:
+        runner.mixed = MixedGraphs(model, generator, runner.staging, store, fake)
+    elif with_graphs:
         taken = runner.staging.pinned_ints
         runner.staging.pinned_ints = lambda size: taken(size).zero_()  # type: ignore[method-assign]
         runner.decode = DecodeGraphs(model, generator, runner.staging, store, fake)
@@ -239,18 +259,25 @@ def generated(*, with_graphs: bool) -> list[list[int]]:
     generation = GenerationScheduler(BlockPool(24, BLOCK_SIZE), limits)
     generation.max_adapters = 3
     sampling = SamplerParams(max_tokens=5, temperature=0, ignore_eos=True)
+    waiting = []
     for adapter in (-1, 0, 1, 2):
         request = Request(
             str(adapter), ints([5, 6, 7]), ints([3]), PoolingParams(Task.GENERATE), sampling=sampling
         )
         request.adapters = ints([adapter])
-        generation.add(request)
+        waiting.append(request)
     found: dict[str, list[int]] = {}
-    while (plan := generation.schedule(0.0)) is not None:
+    while waiting or generation.busy:
+        for _ in range(min(len(waiting), 1 if staggers else len(waiting))):
+            generation.add(waiting.pop(0))
+        plan = generation.schedule(0.0)
+        assert plan is not None
         for part in split_decoded(generation.collect(plan, runner.launch(plan).result())):
             assert isinstance(part, GeneratedTokens)
             found.setdefault(part.id, []).extend(part.token_ids.tolist())
-    if with_graphs:
+    if with_graphs and staggers:
+        assert runner.mixed is not None and runner.mixed.replays == 3
+    elif with_graphs:
         assert runner.decode is not None and runner.decode.replays >= 3
         assert {key.adapter_rank for key in runner.decode.captured} == {16}
     return [found[name] for name in sorted(found)]

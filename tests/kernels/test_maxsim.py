@@ -12,6 +12,7 @@ import torch
 
 from penstock.errors import BadValue
 from penstock.kernels import maxsim as module
+from penstock.kernels.limits import SHARED_BYTES, limits_for
 from penstock.kernels.maxsim import (
     Tiling,
     choose_tiling,
@@ -123,13 +124,19 @@ def test_the_interpreted_kernel_equals_a_loop_over_tokens() -> None:
 
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [1, 96, 100, 128, 256, 768, 1024])
-def test_tilings_fit_the_shared_memory_of_the_device(dtype: torch.dtype, dim: int) -> None:
+@pytest.mark.parametrize("dim", [1, 96, 100, 128, 256, 320, 768, 1024])
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_tilings_fit_the_shared_memory_of_the_device(
+    capability: tuple[int, int], dtype: torch.dtype, dim: int
+) -> None:
+    limits = limits_for(capability)
     for longest_query, pairs in itertools.product((1, 32, 128, 4096), (1, 100, 100_000)):
-        tiling = choose_tiling(dtype, dim, longest_query, 64, pairs, one_query=True)
-        document, query = tiling.document * tiling.dim * tiling.stages, tiling.query * tiling.dim
-        queries = query * (tiling.stages if tiling.dim < dim else 1)
-        assert (document + queries) * dtype.itemsize <= 224 * 1024  # the rest is for reductions
+        tiling = choose_tiling(dtype, dim, longest_query, 64, pairs, True, limits)
+        buffers = tiling.stages if limits.has_async_products else tiling.stages - 1
+        document, query = tiling.document * tiling.dim * buffers, tiling.query * tiling.dim
+        queries = query * (buffers if tiling.dim < dim else 1)
+        room = limits.shared_bytes - 2048  # for reductions
+        assert (document + queries) * dtype.itemsize <= room
 
 
 @pytest.mark.gpu

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from penstock.kernels.attention import attention_reference
-from penstock.kernels.paged import num_splits_for, paged_attention, paged_attention_reference
+from penstock.kernels.cached_kv import LayerCache, read_slots
+from penstock.kernels.paged import (
+    num_splits_for,
+    paged_attention,
+    paged_attention_reference,
+    paged_attention_runs,
+)
+from penstock.kernels.quantize import FP8
+from penstock.kvcache.store import KVStore
 
 PAGE = 16
 
@@ -23,6 +31,20 @@ def memory(
     )
     tables = blocks.to(device, torch.int32)
     return query, keys, values, tables, torch.tensor(counts, dtype=torch.int32, device=device)
+
+
+def quantized(keys: torch.Tensor, values: torch.Tensor) -> LayerCache:
+    """The same cache in fp8."""
+    slots, heads, dim = keys.shape
+    store = KVStore(1, slots, heads, dim, FP8, keys.device)
+    store.write(0, torch.arange(slots, device=keys.device), keys, values)
+    return store.layer(0)
+
+
+def dequantized(cache: LayerCache, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    slots = torch.arange(len(cache.keys), device=cache.keys.device)
+    keys = read_slots(cache.keys, cache.key_scales, slots, dtype)
+    return keys, read_slots(cache.values, cache.value_scales, slots, dtype)
 
 
 def close(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -46,9 +68,23 @@ def test_the_reference_is_causal_attention_over_the_rows(window: int | None, dev
         query, keys[slots], values[slots], one, cu_keys, scale=0.2, causal=True, window=window
     )
     got = paged_attention_reference(
-        query, keys, values, tables, lengths, block_size=PAGE, scale=0.2, window=window
+        query, LayerCache(keys, values), tables, lengths, block_size=PAGE, scale=0.2, window=window
     )
     close(got, expected)
+
+
+@pytest.mark.parametrize("window", [None, 0, 20])
+def test_rows_of_one_sequence_read_their_keys_together(window: int | None) -> None:
+    lengths = [40, 41, 42, 7, 16, 17]  # sequences of three rows, of one and of two
+    query, keys, values, tables, counts = memory(lengths, 4, 2, 32, torch.device("cpu"))
+    query, keys, values = (x.float() for x in (query, keys, values))
+    tables[1:3], tables[5] = tables[0], tables[4]
+    rows = torch.tensor([[0, 1, 2], [3, 3, 3], [4, 5, 5]])
+    places = torch.tensor([0, 1, 2, 3, 6, 7])
+    options = {"block_size": PAGE, "scale": 0.2, "window": window}
+    got = paged_attention_runs(query, LayerCache(keys, values), tables, counts, rows, places, **options)
+    expected = paged_attention_reference(query, LayerCache(keys, values), tables, counts, **options)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (2, 2, 32), (8, 1, 20), (6, 2, 96)])
@@ -59,23 +95,60 @@ def test_the_kernel_equals_the_reference(
 ) -> None:
     query, keys, values, tables, counts = memory([1, 16, 63, 64, 65, 200], heads, kv_heads, dim, device)
     options = {"block_size": PAGE, "scale": 0.2, "window": window}
-    expected = paged_attention_reference(query, keys, values, tables, counts, **options)
+    expected = paged_attention_reference(query, LayerCache(keys, values), tables, counts, **options)
     room = torch.full((len(query) + 1, heads * dim + 5), 7.0, device=device, dtype=query.dtype)
     out = room[:-1, : heads * dim]
-    paged_attention(query, keys, values, tables, counts, splits=splits, out=out, **options)
+    paged_attention(query, LayerCache(keys, values), tables, counts, splits=splits, out=out, **options)
     close(out, expected)
     assert (room[-1] == 7).all() and (room[:, heads * dim :] == 7).all()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (8, 1, 20)])
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_cache_in_fp8_is_read_by_its_scales(
+    heads: int, kv_heads: int, dim: int, splits: int, window: int | None, device: torch.device
+) -> None:
+    """Heads of very different sizes: without scales of their own, some would overflow and others vanish."""
+    query, keys, values, tables, counts = memory([1, 16, 63, 65, 200], heads, kv_heads, dim, device)
+    sizes = 10.0 ** torch.randint(-3, 4, keys.shape[:2]).to(device)[..., None]
+    cache = quantized(keys * 0.1, (values.float() * sizes).to(values.dtype))
+    plain = LayerCache(*(dequantized(cache, query.dtype)))
+    options = {"block_size": PAGE, "scale": 0.2, "window": window}
+    expected = paged_attention_reference(query, plain, tables, counts, **options)
+    close(paged_attention_reference(query, cache, tables, counts, **options), expected)
+    out = torch.empty_like(expected)
+    paged_attention(query, cache, tables, counts, splits=splits, out=out, **options)
+    largest = expected.float().abs().amax()
+    close((out.float() / largest).to(out.dtype), (expected.float() / largest).to(out.dtype))
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_nothing_is_written_for_rows_without_keys(splits: int, device: torch.device) -> None:
+    query, keys, values, tables, counts = memory([1, 40, 300, 7], 4, 2, 32, device)
+    expected = paged_attention_reference(
+        query, LayerCache(keys, values), tables, counts, block_size=PAGE, scale=0.2
+    )
+    counts[[0, 3]] = 0
+    out = torch.full_like(expected, 7.0)
+    paged_attention(
+        query, LayerCache(keys, values), tables, counts, block_size=PAGE, scale=0.2, splits=splits, out=out
+    )
+    close(out[1:3], expected[1:3])
+    assert (out[0] == 7).all() and (out[3] == 7).all()
 
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_soft_capped_scores_equal_the_reference(splits: int, device: torch.device) -> None:
     query, keys, values, tables, counts = memory([3, 40, 130], 4, 2, 32, device)
     options = {"block_size": PAGE, "scale": 0.5, "softcap": 3.0}
-    expected = paged_attention_reference(query, keys, values, tables, counts, **options)
+    expected = paged_attention_reference(query, LayerCache(keys, values), tables, counts, **options)
     out = torch.empty_like(expected)
-    paged_attention(query, keys, values, tables, counts, splits=splits, out=out, **options)
+    paged_attention(query, LayerCache(keys, values), tables, counts, splits=splits, out=out, **options)
     close(out, expected)
-    plain = paged_attention_reference(query, keys, values, tables, counts, block_size=PAGE, scale=0.5)
+    plain = paged_attention_reference(
+        query, LayerCache(keys, values), tables, counts, block_size=PAGE, scale=0.5
+    )
     assert (plain - expected).abs().max() > 0.01
 
 
@@ -87,9 +160,9 @@ def test_sinks_count_once_however_keys_are_split(
     query, keys, values, tables, counts = memory([1, 40, 300], 4, 2, 32, device)
     sinks = torch.tensor([-2.0, 0.5, 3.0, 9.0], device=device)
     options = {"block_size": PAGE, "scale": 0.2, "window": window, "sinks": sinks}
-    expected = paged_attention_reference(query, keys, values, tables, counts, **options)
+    expected = paged_attention_reference(query, LayerCache(keys, values), tables, counts, **options)
     out = torch.empty_like(expected)
-    paged_attention(query, keys, values, tables, counts, splits=splits, out=out, **options)
+    paged_attention(query, LayerCache(keys, values), tables, counts, splits=splits, out=out, **options)
     close(out, expected)
 
 

@@ -3,7 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from penstock.kernels.cached_kv import LayerCache
+from penstock.kernels.quantize import FP8
 from penstock.kernels.rotary import HeadNorms, KVCacheWrite, rotate_qkv_, rotate_qkv_reference
+from penstock.kvcache.store import KVStore
 
 LIMIT = 50
 
@@ -57,20 +60,46 @@ def test_keys_and_values_are_written_to_their_slots_in_the_same_pass(
         HeadNorms(torch.rand(dim, device=device), torch.rand(dim, device=device), 1e-6) if normed else None
     )
     slots = torch.tensor([7, -1, 0, 3, -1], dtype=torch.int32, device=device)
-    memory = KVCacheWrite(*(torch.full((9, keys, dim), 5.0, device=device) for _ in range(2)), slots)
+    cache = LayerCache(*(torch.full((9, keys, dim), 5.0, device=device) for _ in range(2)))
+    memory = KVCacheWrite(cache, slots)
     options = {"size": dim, "interleaved": interleaved, "norms": norms}
     plain = rotate_qkv_(qkv.clone(), (queries, keys), positions, cos, sin, **options)
     got = rotate_qkv_(qkv, (queries, keys), positions, cos, sin, keep=memory, **options)
     for mine, theirs in zip(got, plain, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
-    for kept, made in zip(memory[:2], got[1:], strict=True):
+    for kept, made in zip(cache[:2], got[1:], strict=True):
         expected = torch.full_like(kept, 5.0)
         expected[[7, 0, 3]] = made[[0, 2, 3]]
         assert torch.equal(kept, expected)
 
 
+@pytest.mark.parametrize(("queries", "keys", "dim"), [(6, 2, 64), (3, 1, 6)])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_keys_and_values_are_written_in_fp8_with_a_scale_for_each_head(
+    queries: int, keys: int, dim: int, interleaved: bool, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(5, queries + 2 * keys, dim, device=device) * 10
+    qkv[2, queries + keys :] *= 1e3
+    positions = torch.randint(0, LIMIT, (5,), dtype=torch.int32, device=device)
+    cos, sin = tables(dim, device)
+    slots = torch.tensor([7, -1, 0, 3, -1], dtype=torch.int32, device=device)
+    written, expected = (KVStore(1, 9, keys, dim, FP8, device) for _ in range(2))
+    options = {"size": dim, "interleaved": interleaved, "keep": KVCacheWrite(written.layer(0), slots)}
+    _, key, value = rotate_qkv_(qkv, (queries, keys), positions, cos, sin, **options)
+    places = torch.tensor([7, 0, 3], device=device)
+    expected.write(0, places, key[[0, 2, 3]], value[[0, 2, 3]])
+    every = torch.arange(9, device=device)
+    for mine, theirs in zip(
+        written.read(0, every, torch.float32), expected.read(0, every, torch.float32), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, atol=0, rtol=0.07)  # a tie may be rounded either way
+        assert mine[places].any() and not mine[1:3].any()
+
+
 def test_a_partial_rotation_refuses_kv_cache_writes(device: torch.device) -> None:
-    memory = KVCacheWrite(torch.zeros(4, 1, 8), torch.zeros(4, 1, 8), torch.zeros(2, dtype=torch.int32))
+    cache = LayerCache(torch.zeros(4, 1, 8), torch.zeros(4, 1, 8))
+    memory = KVCacheWrite(cache, torch.zeros(2, dtype=torch.int32))
     cos, sin = tables(4, device)
     with pytest.raises(ValueError, match="4 of 8"):
         rotate_qkv_(torch.zeros(2, 3, 8), (1, 1), memory.slots, cos, sin, size=4, keep=memory)

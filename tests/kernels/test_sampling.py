@@ -14,10 +14,13 @@ from penstock.kernels.language import set_kernel_devices
 from penstock.kernels.logit_thresholds import logit_thresholds, logit_thresholds_reference
 from penstock.kernels.sampling import (
     ALL_TOKENS_MASKED,
+    MAX_SEQUENCE_ROWS,
     NON_FINITE_LOGITS,
     PHILOX_ROUNDS,
     SLOT_TABLE_WIDTH,
     TOKENS_PER_PROGRAM,
+    accept_proposals,
+    accept_proposals_reference,
     logsumexp_and_ranks,
     logsumexp_and_ranks_reference,
     philox_reference,
@@ -27,7 +30,7 @@ from penstock.kernels.sampling import (
 from penstock.sampling import plan
 from penstock.sampling.plan import Column, SlotPlan
 from penstock.sampling.sampler import Sampler
-from penstock.types import SamplerParams
+from penstock.types import SamplerParams, VerifyPlan
 from tests.helpers import ints
 from tests.sampling.driver import KINDS, SLOTS, Driver
 
@@ -102,6 +105,44 @@ def test_sampled_tokens_equal_the_reference(dtype: torch.dtype, device: torch.de
         got = sample_tokens(logits, order, table, positions, thresholds=thresholds_)
         assert got.tolist() == expected.tolist()
         assert (positions - before).tolist() == [1, 1, 1, 1, 1, 0]
+
+
+def test_rows_of_one_slot_have_the_noise_of_the_positions_that_follow(device: torch.device) -> None:
+    torch.manual_seed(0)
+    params = [SamplerParams(temperature=t, seed=s) for t, s in ((0, 1), (1, 2), (0.6, None))]
+    table = slots_table(params, device)
+    values, keys = settings(table, 3)
+    slots = torch.tensor([1, 1, 1, 0, 2, 2], device=device, dtype=torch.int32)
+    offsets = torch.tensor([0, 1, 2, 0, 0, 1], device=device, dtype=torch.int32)
+    positions = torch.tensor([4, 7, 1, 0], device=device, dtype=torch.int32)
+    logits, at = torch.randn(6, VOCAB, device=device), slots.long()
+    last, before = torch.full_like(positions, -5), positions.clone()
+    got = sample_tokens(logits, slots, table, positions, last=last, offsets=offsets)
+    expected = sample_tokens_reference(logits, values[at, 0], keys[at], positions[at] + offsets)
+    assert got.tolist() == expected.tolist()
+    assert positions.tolist() == before.tolist() and last.tolist() == [-5] * 4, "nothing is recorded"
+
+
+def test_the_accepted_proposals_of_each_sequence_equal_the_reference(device: torch.device) -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(20):
+        counts = draw.integers(1, MAX_SEQUENCE_ROWS + 1, size=int(draw.integers(1, 9)))
+        offsets = np.concatenate([np.arange(count) for count in counts]).astype(np.int32)
+        firsts = (np.cumsum(counts) - counts).astype(np.int32)
+        proposed = draw.integers(0, 3, len(offsets)).astype(np.int32)
+        tokens = np.where(draw.random(len(offsets)) < 0.8, proposed, -1).astype(np.int32)
+        proposed[np.append(offsets[1:] == 0, True)] = -1
+        order = draw.permutation(len(counts)).astype(np.int32)
+        given = [torch.from_numpy(each).to(device) for each in (tokens, proposed, offsets, firsts)]
+        slots = torch.from_numpy(np.repeat(order, counts)).to(device)
+        state = [torch.arange(9, dtype=torch.int32, device=device) for _ in range(4)]
+        accept_proposals_reference(*given, slots, *state[:2])
+        accept_proposals(given[0], given[1], given[3], slots, *state[2:])
+        assert state[0].tolist() == state[2].tolist() and state[1].tolist() == state[3].tolist()
+        plan = VerifyPlan(proposed, offsets, firsts)
+        accepted = plan.num_accepted(tokens)
+        assert (state[0].cpu().numpy()[order] - order - 1).tolist() == accepted.tolist()
+        assert int(state[1].min()) >= 0
 
 
 def test_equal_logits_give_the_first_token(device: torch.device) -> None:

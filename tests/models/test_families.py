@@ -75,6 +75,7 @@ OWN |= {
     for name, family in FAMILIES.items()
     if family.qwen_vision is not None
 }
+OWN["JinaEmbeddingsV4"] |= {"multi_vector_projector_dim": 6}
 DUAL_PROCESSORS: dict[str, dict[str, Any]] = {
     "clip": {"image_processor_type": "CLIPImageProcessor", "crop_size": {"height": 8, "width": 8}},
     "siglip": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 8, "width": 8}},
@@ -98,11 +99,37 @@ OWN |= {
     }
     for name in DUAL_PROCESSORS
 }
+SIGLIP_PROCESSORS: dict[str, dict[str, Any]] = {
+    "ColPali": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 8, "width": 8}},
+    "ColModernVBert": {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "max_image_size": {"longest_edge": 8},
+    },
+    "modernvbert": {"image_processor_type": "Idefics3ImageProcessor", "max_image_size": {"longest_edge": 8}},
+}
+OWN |= {
+    name: {
+        "architectures": [name],
+        "pixel_shuffle_factor": 2,
+        "colbert_dim": 6,
+        "image_token_id": 3,
+        "vision_config": {
+            "hidden_size": 24,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+            "patch_size": 4,
+            "image_size": 8,
+        },
+    }
+    for name in SIGLIP_PROCESSORS
+}
+PROCESSORS = DUAL_PROCESSORS | SIGLIP_PROCESSORS
 # Families whose configuration is their own; labelled ones read it from that of their encoder.
 OWN_CONFIG = [name for name, family in FAMILIES.items() if not family.heads & {Task.ENTITIES, Task.ZERO_SHOT}]
 # Values of is_causal that a family refuses.
 NOT_SUPPORTED = {
     "gpt2": False,
+    "ColPali": True,
     "embedding_gemma2": True,
     "embedding_gemma2_text": True,
     "openai_privacy_filter": True,
@@ -116,7 +143,7 @@ def build(family: Family, suffix: str = "", *, config: dict[str, Any] | None = N
     with torch.inference_mode():
         layers = LayerBuilder(weights)
         layers.folder = folder_with_adapter()
-        if family.name in DUAL_PROCESSORS:
+        if family.name in PROCESSORS:
             layers.folder = folder_with_processor(family.name)
         return build_model(name, CONFIG | OWN.get(family.name, {}) | (config or {}), layers, **asked)
 
@@ -125,7 +152,8 @@ def build(family: Family, suffix: str = "", *, config: dict[str, Any] | None = N
 def folder_with_adapter() -> Path:
     folder = Path(_kept.name)
     (folder / "adapters/retrieval").mkdir(parents=True)
-    (folder / "adapters/retrieval/adapter_config.json").write_text(json.dumps(ADAPTER))
+    for place in ("adapters", "adapters/retrieval"):  # jina-embeddings-v4 and v5
+        (folder / place / "adapter_config.json").write_text(json.dumps(ADAPTER))
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | {"merge_size": 2}))
     return folder
 
@@ -134,7 +162,7 @@ def folder_with_adapter() -> Path:
 def folder_with_processor(name: str) -> Path:
     folder = Path(_kept.name) / name
     folder.mkdir()
-    (folder / "preprocessor_config.json").write_text(json.dumps(DUAL_PROCESSORS[name]))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[name]))
     return folder
 
 

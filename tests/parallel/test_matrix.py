@@ -75,6 +75,13 @@ def test_greedy_tokens(tmp_path: Path, config: dict[str, Any], size: int) -> Non
         assert tokens(folder, **CPU, **more, tensor_parallel_size=size) == tokens(folder, **CPU, **more)
 
 
+def test_proposed_tokens(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", LLAMA)
+    ngram = {"num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+    found = tokens(folder, **CPU, tensor_parallel_size=2, speculative_config=ngram)
+    assert found == tokens(folder, **CPU)
+
+
 @pytest.mark.parametrize("size", SIZES_OF_RANKS)
 def test_more_ranks_than_key_heads(tmp_path: Path, size: int) -> None:
     folder = write_checkpoint(tmp_path / "model", LLAMA | {"num_key_value_heads": 1})

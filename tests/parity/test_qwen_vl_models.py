@@ -38,6 +38,7 @@ JUDGE = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note "
     'that the answer can only be "yes" or "no".'
 )
+PLAIN = "Represent the user's input."
 DEFAULT_TASK = "Given a search query, retrieve relevant candidates that answer the query."
 
 
@@ -67,11 +68,22 @@ def test_gme_in_the_layout_of_its_files_reads_texts_as_it_was_trained(tmp_path: 
             assert np.abs(engine.embed([TEXT], **options)[0] - wanted).max() < 1e-5
 
 
+def test_the_class_of_gme_says_what_its_name_says(tmp_path: Path) -> None:
+    """Prompt, pixels and positions go together, whatever the folder is called."""
+    write_model(tmp_path / "mine", make_model("qwen2_vl"))
+    config = json.loads((tmp_path / "mine/config.json").read_text()) | {"architectures": ["GmeQwen2VL"]}
+    (tmp_path / "mine/config.json").write_text(json.dumps(config))
+    spec = read_spec(tmp_path / "mine", "mine")
+    assert spec.frame.begin == SYSTEM.format("You are a helpful assistant.")
+    assert spec.images is not None and spec.images.geometry.min_pixels == 256 * 28 * 28  # type: ignore[union-attr]
+    assert spec.image_prompt is not None and spec.image_prompt.has_plain_positions
+
+
 def test_qwen3_vl_embedding_ends_an_instruction_as_its_published_code_does(tmp_path: Path) -> None:
     model, folder = make_model("qwen3_vl"), tmp_path / "Qwen3-VL-Embedding-2B"
     write_model(folder, model)
     with Engine(str(folder), dtype="float32", device="cpu", enable_generation=False) as engine:
-        for given, prompt in ((None, "Represent the user's input."), ("Find it", "Find it."), ("So?", "So?")):
+        for given, prompt in ((None, PLAIN), ("Find it ", "Find it."), ("So?", "So?"), (" \n", PLAIN)):
             wanted = vector_of(model, SYSTEM.format(prompt) + TEXT + ANSWER)
             assert np.abs(engine.embed([TEXT], instruction=given)[0] - wanted).max() < 1e-5
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from penstock import Engine
+from penstock.checkpoint import image_prompts
 from tests.inputs.images.pictures import noise
 from tests.parity.page_retrievers import Retriever, native_layout
-from tests.parity.qwen_vl import IMAGE, MEAN, PATCH, STD, make_model, qwen_tokenizer, write_model
-from tests.parity.reference import Vectors
+from tests.parity.picture_reference import Reference
+from tests.parity.qwen_vl import make_model, qwen_tokenizer, write_model
 
 PICTURES = [noise(50, 38), noise(33, 90, seed=3)]
 IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -23,55 +24,27 @@ ANSWER = "<|im_end|>\n<|im_start|>assistant\n"
 JUDGE = "Judge whether the Document meets the requirements based on the Query and the Instruct provided."
 
 
-class Reference:
-    """A Qwen-VL model of transformers with the image processor of its files."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model.model if hasattr(model, "lm_head") else model
-        self.processor = transformers.Qwen2VLImageProcessorPil(
-            patch_size=PATCH,
-            merge_size=2,
-            temporal_patch_size=2,
-            min_pixels=64,
-            max_pixels=1 << 14,
-            image_mean=MEAN,
-            image_std=STD,
-        )
-
-    @torch.inference_mode()
-    def states(self, text: str, pictures: list[Any]) -> Vectors:
-        """The states of a text in which each picture has a placeholder."""
-        inputs: dict[str, Any] = {}
-        if pictures:
-            inputs = dict(self.processor(pictures, return_tensors="pt"))
-        ids: list[int] = []
-        grids = iter(inputs.get("image_grid_thw", torch.zeros(0)))
-        for token in qwen_tokenizer().encode(text).ids:
-            ids += [token] * (int(next(grids).prod()) // 4 if token == IMAGE else 1)
-        tokens = torch.tensor([ids])
-        if pictures:
-            inputs["mm_token_type_ids"] = (tokens == IMAGE).int()
-        self.model.rope_deltas = None
-        states: Vectors = self.model(tokens, **inputs).last_hidden_state[0].numpy()
-        return states
-
-    def vector(self, text: str, pictures: list[Any]) -> Vectors:
-        last = self.states(text, pictures)[-1]
-        return last / np.linalg.norm(last)
-
-
 def test_gme_embeds_pictures_in_its_own_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its published code resizes twice and counts positions of image tokens as those of texts. Its limits are
+    far above these pictures, so the test has smaller ones."""
     model, folder = make_model("qwen2_vl"), tmp_path / "gme-Qwen2-VL-2B-Instruct"
     write_model(folder, model)
-    # Its published code sets limits of its own, which are far above these pictures.
-    monkeypatch.setattr("penstock.checkpoint.image_prompts._LIMITS", ())
+    (known, *_) = image_prompts._PUBLISHED
+    small = msgspec.structs.replace(known, min_pixels=64, max_pixels=1 << 14, first_range=(64, 1 << 20))
+    monkeypatch.setattr(image_prompts, "_PUBLISHED", (small,))
     reference = Reference(model)
     begin = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+    text, large = begin + IMAGE_TEXT + ANSWER + "<|endoftext|>", noise(203, 91)
     with Engine(str(folder), dtype="float32", device="cpu", enable_generation=False) as engine:
-        got = engine.embed(images=PICTURES)
-    for vector, picture in zip(got, PICTURES, strict=True):
-        wanted = reference.vector(begin + IMAGE_TEXT + ANSWER + "<|endoftext|>", [picture])
+        got = engine.embed(images=[*PICTURES, large])
+    for vector, picture in zip(got, [*PICTURES, large], strict=True):
+        first = picture.resize([max(8, round(side / 8) * 8) for side in picture.size])
+        wanted = reference.vector(text, [first], plain_positions=True)
         assert float(vector @ wanted) > 0.9999 and np.abs(vector - wanted).max() < 1e-3
+        other = reference.vector(text, [first])
+        assert np.abs(vector - other).max() > 1e-2
+    once = reference.vector(text, [large], plain_positions=True)
+    assert np.abs(got[-1] - once).max() > 1e-3
 
 
 def test_pages_are_scored_by_maxsim_against_queries(tmp_path: Path) -> None:
@@ -97,7 +70,7 @@ def test_the_reranker_reads_pictures_as_queries_and_documents(
 ) -> None:
     model, folder = make_model("qwen3_vl"), tmp_path / "Qwen3-VL-Reranker-2B"
     write_model(folder, model)
-    monkeypatch.setattr("penstock.checkpoint.image_prompts._LIMITS", ())
+    monkeypatch.setattr(image_prompts, "_PUBLISHED", ())
     reference, weights = Reference(model), model.lm_head.weight.detach().numpy()
     yes, no = (qwen_tokenizer().encode(word).ids[0] for word in ("yes", "no"))
     task = "Given a search query, retrieve relevant candidates that answer the query."

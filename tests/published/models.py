@@ -19,9 +19,21 @@ from tests.published.more_decoders import MORE_DECODERS
 from tests.published.more_encoders import MORE_ENCODERS
 from tests.published.newer import NEWER
 from tests.published.others import OTHERS
+from tests.published.pages import PAGES
 from tests.published.qwen_vl import QWEN_VL
 
-MODELS = (*ENCODERS, *MORE_ENCODERS, *DECODERS, *EMBEDDERS, *MORE_DECODERS, *NEWER, *OTHERS, *QWEN_VL, *DUAL)
+MODELS = (
+    *ENCODERS,
+    *MORE_ENCODERS,
+    *DECODERS,
+    *EMBEDDERS,
+    *MORE_DECODERS,
+    *NEWER,
+    *OTHERS,
+    *QWEN_VL,
+    *DUAL,
+    *PAGES,
+)
 SERVED = [model for model in MODELS if model.reads is not None]
 REFUSED = [model for model in MODELS if model.reads is None]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tests.published.catalog import Json, Published, Reads, modules
-from tests.published.decoders import qwen2
 from tests.published.encoders import bert, modernbert
 
 _TEXT_AND_IMAGES = {"vision_config": {"hidden_size": 1280, "depth": 32}}
@@ -54,10 +53,7 @@ def unknown(id: str, config: dict[str, Json], reason: str = "no family is known 
 
 
 OTHERS = (
-    images("vidore/colpali-v1.3-hf", "ColPaliForRetrieval", vlm_config={}),
-    images("ModernVBERT/colmodernvbert", "ColModernVBertForRetrieval"),
     images("nvidia/llama-nemoretriever-colembed-1b-v1", "llama_NemoRetrieverColEmbed"),
-    images("jinaai/jina-embeddings-v4", "JinaEmbeddingsV4Model", text_config=qwen2(2048, 36, 16)),
     images("jinaai/jina-clip-v2", "JinaCLIPModel"),
     without_config(
         "vidore/colqwen2.5-v0.2",

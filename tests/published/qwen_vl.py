@@ -94,6 +94,14 @@ _QWEN2 = _text(1536, 28, 12, 2, 8960) | _TOKENS | {"model_type": "qwen2_vl", "vi
 _QWEN2_5 = (
     _text(2048, 36, 16, 2, 11008) | _TOKENS | {"model_type": "qwen2_5_vl", "vision_config": _VISION_2_5}
 )
+_JINA_V4: Json = {
+    "task_names": ["retrieval", "text-matching", "code"],
+    "multi_vector_projector_dim": 128,
+    "single_vector_pool_strategy": "mean",
+    "matryoshka_dims": [128, 256, 512, 1024, 2048],
+    "truncate_dim": None,
+    "max_position_embeddings": 128000,
+}
 _QWEN3_TEXT: dict[str, Any] = _text(2048, 28, 16, 8, 6144) | {
     "head_dim": 128,
     "attention_bias": False,
@@ -142,9 +150,33 @@ QWEN_VL = (
     _model(
         "Alibaba-NLP/gme-Qwen2-VL-2B-Instruct",
         _QWEN2,
-        "GmeQwen2VLForConditionalGeneration",
+        "GmeQwen2VL",
         _last(1536, 32768, score="bi"),
-        unverified="the name of its class",
+    ),
+    _model(
+        "jinaai/jina-embeddings-v4",
+        _QWEN2_5 | _JINA_V4,
+        "JinaEmbeddingsV4Model",
+        Reads(
+            task="embed",
+            score="bi",
+            dimension=2048,
+            pooling=("mean",),
+            normalize=True,
+            max_tokens=32768,
+            causal=True,
+            prompts={"query": "Query: ", "passage": "Passage: "},
+            adapters=("retrieval", "text-matching", "code"),
+        ),
+        files={
+            "adapters/adapter_config.json": {
+                "peft_type": "LORA",
+                "r": 32,
+                "lora_alpha": 32,
+                "exclude_modules": ".*visual.*",
+            }
+        },
+        unverified="which of its sizes stand in text_config and which beside it",
     ),
     _model(
         "Qwen/Qwen3-VL-Embedding-2B",

@@ -34,6 +34,7 @@ SMALL: dict[str, Any] = {
 # Their weights are read by builders of their own, or not by a model at all.
 # To as many numbers as it has "labels", or as its two towers share.
 _PROJECTED = ("voyageai/voyage-4-nano", "google/embeddinggemma-2", *CLIPS)
+_SIGLIP_LIKE = ("clip", "siglip", "siglip2", "colpali", "paligemma", "colmodernvbert")  # have such a tower
 _NOT_BUILT = (Task.ENTITIES, Task.ZERO_SHOT)
 
 
@@ -109,9 +110,11 @@ def small(config: dict[str, Any]) -> dict[str, Any]:
         out["vision_config"] = _small_vision(vision)
         scaling = config["rope_scaling"]
         out["rope_scaling"] = scaling | {"mrope_section": [4, 2, 2]}
-    elif vision is not None and config.get("model_type") in ("clip", "siglip", "siglip2"):
+    elif vision is not None and config.get("model_type") in _SIGLIP_LIKE:
         tower = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
         out["vision_config"] = vision | tower
+    elif vision is not None and config.get("model_type") == "embedding_gemma2":
+        out["vision_config"] = vision | {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 96}
     if "full_attn_idxs" in config:
         out["full_attn_idxs"] = [1]
     if "layer_types" in config:

@@ -25,7 +25,7 @@ def test_each_thread_that_launches_steps_uses_the_gpu_of_the_runner(monkeypatch:
     users: list[int] = []
     monkeypatch.setattr(model_runner, "use_device", lambda device: users.append(threading.get_ident()))
     runner = object.__new__(ModelRunner)
-    runner.device, runner._launching_thread = torch.device("cuda:1"), 0
+    runner.device, runner._launching_thread, runner.graph_history = torch.device("cuda:1"), 0, None
     monkeypatch.setattr(ModelRunner, "_launch_on_cuda", lambda self, plan: Future())
 
     def launch_twice() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -11,15 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from penstock.checkpoint.pooling import PoolingSpec
 from penstock.config import EngineConfig, Machine, ModelFacts, resolve
 from penstock.errors import DeviceOutOfMemory
 from penstock.kvcache.store import KVCache
-from penstock.layers.batch import Batch
-from penstock.layers.head import TaskHead
-from penstock.pooling.build import Pooler
 from penstock.runner import graphs as module
 from penstock.runner.buckets import (
     MAX_LENGTHS,
@@ -33,86 +27,13 @@ from penstock.runner.buckets import (
     max_layout_size,
 )
 from penstock.runner.capture import MAX_FAILURES, Work
-from penstock.runner.graphs import USES_BEFORE_CAPTURE, Graphs
+from penstock.runner.graph_policy import USES_BEFORE_CAPTURE
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import OutputDtype, PoolingParams, PoolPlan, Task
 from tests.helpers import ints, make_request
-
-CPU = torch.device("cpu")
-
-
-def plan_of(*lengths: int, params: PoolingParams | None = None, **more: Any) -> PoolPlan:
-    request = make_request("r", lengths, params=params, **more)
-    return build_plan([ScheduledRows(request, ints(range(len(lengths))))])
-
-
-class Model:
-    """Each token by itself; what belongs to no row becomes NaN, as uninitialised memory may be."""
-
-    hidden_size = 8
-    causal = False
-    prunes_last_layer = True
-    ignored_tensors = ()
-
-    def __init__(self) -> None:
-        draw = torch.Generator().manual_seed(0)
-        self.words, self.places = torch.randn(2000, 8, generator=draw), torch.randn(600, 8, generator=draw)
-        weight = torch.randn(3, 8, generator=draw)
-        self.heads = {Task.CLASSIFY: TaskHead("cls", lambda x: x @ weight.T, 3)}
-        self.seen: list[Batch] = []
-
-    def __call__(self, batch: Batch) -> Tensor:
-        self.seen.append(batch)
-        hidden = self.words[batch.token_ids] + self.places[batch.positions]
-        if batch.type_ids is not None:
-            hidden = hidden + batch.type_ids[:, None]
-        used = torch.arange(len(hidden)) < batch.cu_lengths[-1]
-        return batch.select_outputs(hidden.masked_fill(~used[:, None], float("nan")), hidden)[0]
-
-
-def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
-    """Replays by doing the work again and writing the results where the first ones were."""
-    kept = [tensor.clone() for tensor in work()]
-
-    def replay() -> None:
-        for old, new in zip(kept, work(), strict=True):
-            old.copy_(new)
-
-    return replay, kept
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def make_runner(method: str = "mean", capture: Any = fake, clock: Any = None) -> tuple[ModelRunner, Graphs]:
-    model = Model()
-    spec = SimpleNamespace(
-        pooling=PoolingSpec((method,), normalize=True),
-        config={"num_labels": 3},
-        sparse=None,
-        late=None,
-        multi_vector=None,
-        score=None,
-    )
-    pooler = Pooler(spec, model.heads, [])  # type: ignore[arg-type]
-    runner = ModelRunner(model, pooler, CPU, 2)  # type: ignore[arg-type]
-    graphs = Graphs(model, pooler, runner.staging, capture, clock or Clock())  # type: ignore[arg-type]
-    return runner, graphs
-
-
-def replayed(runner: ModelRunner, graphs: Graphs, plan: PoolPlan) -> Any:
-    key = graphs.key_of(plan)
-    assert key is not None
-    with graphs.capture_on_first_use():
-        results = runner._replay(graphs, key, plan)
-    assert results is not None
-    return results
+from tests.runner.fake_graphs import CPU, Clock, Model, fake, make_runner, plan_of, replayed
 
 
 @pytest.mark.parametrize("tokens", [size + more for size in TOKENS for more in (-1, 0, 1)])
@@ -282,7 +203,7 @@ def test_a_captured_batch_has_the_shape_of_its_bucket() -> None:
     runner, graphs = make_runner()
     replayed(runner, graphs, plan_of(20, 30, 7))
     batch = runner.model.seen[-1]  # type: ignore[attr-defined]
-    assert (batch.num_tokens, batch.num_rows, batch.max_length) == (64, 4, 32)
+    assert (batch.num_tokens, batch.num_rows, batch.max_length) == (64, 4, 64)
     assert isinstance(batch.groups, NoGroups)
 
 
@@ -297,11 +218,12 @@ def test_a_shape_is_captured_once_it_repeats_and_waits_for_the_host() -> None:
     assert graphs.prepare(key, plan) is None, "the device is the limit"
     graphs.observe(key, host_s=0.004, device_s=0.0041)
     assert graphs.prepare(key, plan) is None, "the least of each counts"
-    other = plan_of(200, 300)
-    busy = graphs.key_of(other)
-    assert busy is not None and graphs.prepare(busy, other) is None
-    graphs.observe(busy, host_s=0.004, device_s=0.0041)
-    assert [graphs.prepare(busy, other) is not None for _ in range(3)] == [False, True, True]
+    _, graphs = make_runner()
+    for _ in range(USES_BEFORE_CAPTURE):
+        assert graphs.prepare(key, plan) is None
+    graphs.observe(key, host_s=0.004, device_s=0.0041)
+    tries = [graphs.prepare(key, plan) is not None for _ in range(3)]
+    assert tries == [False, True, True], "the device waited for the host, twice as long as a capture takes"
 
 
 def test_steps_that_only_precompile_kernels_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +239,7 @@ def test_steps_that_only_precompile_kernels_are_not_timed(monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "is_precompiling", lambda: False)
     assert graphs.prepare(key, plan) is None, "nothing is known of it"
     graphs.observe(key, host_s=0.004, device_s=0.0001)
-    assert graphs.prepare(key, plan) is not None
+    assert [graphs.prepare(key, plan) is not None for _ in range(3)] == [False, True, True]
 
 
 def test_a_small_step_uses_a_larger_graph_until_its_own_is_captured() -> None:
@@ -327,11 +249,13 @@ def test_a_small_step_uses_a_larger_graph_until_its_own_is_captured() -> None:
     (taken,) = graphs.captured
     key = graphs.key_of(small)
     assert key is not None and key != taken and taken.serves(key) and not key.serves(taken)
+    graphs.policy.times.replayed(taken.bucket.tokens, 0.002)
+    graphs.policy.times.replayed(key.bucket.tokens, 0.001)
     for _ in range(USES_BEFORE_CAPTURE):
         results = runner._replay(graphs, key, small)
         assert results is not None and list(graphs.captured) == [taken]
         torch.testing.assert_close(results.outputs[0], runner._step(small).outputs[0])
-    results = runner._replay(graphs, key, small)  # it keeps coming
+    results = runner._replay(graphs, key, small)  # it keeps coming, and its padding costs time
     assert results is not None and list(graphs.captured) == [taken, key]
     torch.testing.assert_close(results.outputs[0], runner._step(small).outputs[0])
 
@@ -343,7 +267,8 @@ def test_a_larger_graph_serves_only_steps_that_fit_and_pool_the_same_way() -> No
     for bucket, serves in (
         (Bucket(384, 16, 64), True),
         (Bucket(512, 32, 128), True),
-        (Bucket(640, 16, 64), False),  # more than twice the work
+        (Bucket(2048, 16, 64), True),  # the policy weighs the padding
+        (Bucket(384, 64, 1024), False),  # most of attention's programs would have no work
         (Bucket(384, 4, 128), False),
         (Bucket(384, 16, 32), False),
     ):
@@ -373,12 +298,35 @@ def test_a_graph_with_type_ids_and_skip_serves_steps_without_them(method: str) -
     torch.testing.assert_close(results.outputs[0], runner._step(plain).outputs[0])
 
 
-def test_a_large_step_uses_no_larger_graph() -> None:
+def test_a_step_borrows_a_larger_graph_where_padding_costs_less_than_launching() -> None:
     runner, graphs = make_runner()
     replayed(runner, graphs, plan_of(*[60] * 16))  # 1,024 tokens
-    key = graphs.key_of(plan_of(*[50] * 12))  # 640
-    assert key is not None and next(iter(graphs.captured)).serves(key)
-    assert runner._replay(graphs, key, plan_of(*[50] * 12)) is None
+    (taken,) = graphs.captured
+    graphs.policy.captured(taken, 100.0)  # captures take long, so none is due
+    plan = plan_of(*[50] * 12)  # 640
+    key = graphs.key_of(plan)
+    assert key is not None and taken.serves(key)
+    assert runner._replay(graphs, key, plan) is None, "nothing is known of what either takes"
+    graphs.observe(key, host_s=0.004, device_s=0.004)
+    graphs.policy.times.replayed(taken.bucket.tokens, 0.0039)
+    assert runner._replay(graphs, key, plan) is None, "padding would cost as much"
+    graphs.policy.times.replayed(taken.bucket.tokens, 0.001)
+    results = runner._replay(graphs, key, plan)
+    assert results is not None and list(graphs.captured) == [taken]
+    torch.testing.assert_close(results.outputs[0], runner._step(plan).outputs[0])
+
+
+def test_a_new_graph_is_borrowed_if_it_is_smaller_than_the_last_one() -> None:
+    runner, graphs = make_runner()
+    graphs.observe(graphs.key_of(plan_of(20)), host_s=0.004, device_s=0.004)  # type: ignore[arg-type]
+    small = plan_of(*[50] * 6)
+    key = graphs.key_of(small)
+    assert key is not None
+    for lengths in ([60] * 16, [60] * 12):
+        replayed(runner, graphs, plan_of(*lengths))
+        graphs.policy.times.replayed(list(graphs.captured)[-1].bucket.tokens, 0.001)
+        assert runner._replay(graphs, key, small) is not None
+        assert graphs.last_replayed is list(graphs.captured.values())[-1]
 
 
 def test_a_pause_follows_every_capture() -> None:
@@ -394,7 +342,7 @@ def test_a_pause_follows_every_capture() -> None:
         key = graphs.key_of(plan)
         assert key is not None
         graphs.prepare(key, plan)
-        graphs.observe(key, 0.01, 0.01)
+        graphs.observe(key, 1.0, 1.0)
     assert len(graphs.captured) == 1
     clock.now += 3.0
     graphs.prepare(graphs.key_of(plans[1]), plans[1])  # type: ignore[arg-type]
@@ -442,10 +390,12 @@ def test_a_capture_out_of_memory_holds_nothing_and_the_step_runs_eagerly(when: s
     np.testing.assert_array_equal(values, runner._step(plan).outputs[0])
     other = graphs.key_of(plan_of(200))
     assert other is not None
-    graphs._seen[other] = module._Seen(uses=USES_BEFORE_CAPTURE, host_s=1.0, device_s=0.1)
-    assert not graphs._is_due(other), "memory is scarce for a while"
+    graphs.policy.uses[other] = USES_BEFORE_CAPTURE + 1
+    graphs.policy.times.ran_eagerly(other.bucket.tokens, 1.0, 1.0)
+    assert not graphs._is_due(other, None), "memory is scarce for a while"
+    assert not graphs.capture_next(), "also if nobody waits"
     clock.now += 61
-    assert graphs._is_due(other)
+    assert graphs._is_due(other, None)
 
 
 def test_graphs_are_dropped_when_a_step_runs_out_of_memory() -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from penstock.checkpoint.pooling import PoolingSpec
 from penstock.kernels import language
 from penstock.runner import load, warmup
-from penstock.types import PooledResult, PoolPlan, StepPlan, StepResult, Task
+from penstock.runner.buckets import Bucket
+from penstock.runner.graph_history import GraphHistory
+from penstock.runner.graph_keys import Key
+from penstock.types import PooledResult, PoolingParams, StepPlan, StepResult, Task
+from tests.runner.fake_graphs import make_runner, plan_of
 
 
 class Runner:
@@ -56,22 +62,6 @@ def test_kernels_are_precompiled_before_the_first_steps_run(monkeypatch: pytest.
     assert warm_up(Runner("cuda"), monkeypatch) == expected
 
 
-@pytest.mark.parametrize("has_skip", [True, False])
-def test_warm_up_graphs_take_a_skip_where_the_model_has_instructions(has_skip: bool) -> None:
-    plans: list[PoolPlan] = []
-
-    class Launched(Runner):
-        def launch(self, plan: StepPlan) -> Future[StepResult]:
-            assert isinstance(plan, PoolPlan)
-            plans.append(plan)
-            return super().launch(plan)
-
-    graphs: Any = SimpleNamespace(capture_on_first_use=nullcontext, captured={})
-    runner: Any = Launched("cuda")
-    warmup.capture_graphs(runner, graphs, Task.EMBED, 64, 64, has_skip=has_skip)
-    assert plans and all((plan.skip is not None) == has_skip for plan in plans)
-
-
 def test_an_error_during_precompilation_is_ignored_and_the_steps_still_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -86,3 +76,42 @@ def test_steps_run_once_where_precompilation_is_unavailable(
 ) -> None:
     steps = warm_up(Runner(device), monkeypatch, able)
     assert steps and not any(ahead for ahead, _ in steps) and len(set(steps)) == len(steps)
+
+
+def test_shapes_of_earlier_runs_are_captured_before_those_of_natural_texts(tmp_path: Path) -> None:
+    runner, graphs = make_runner()
+    known = [graphs.key_of(plan_of(*lengths)) for lengths in ((7, 300), (3,) * 9, (20,))]
+    foreign = PoolingParams(Task.SPARSE)  # a task that the model does not have
+    history = runner.graph_history = GraphHistory("model", tmp_path)
+    history.save([(key, 5) for key in known if key is not None])
+    history.save([(Key(Bucket(64, 4, 64), False, False, foreign), 9), *((key, 5) for key in known if key)])
+    spec: Any = SimpleNamespace(reads_labels=False, tasks=[Task.EMBED], pooling=PoolingSpec(("mean",)))
+    settings: Any = SimpleNamespace(
+        max_model_len=512, max_num_batched_tokens=1024, max_num_seqs=64, graph_capture_seconds=60.0
+    )
+    load._capture_likely_graphs(runner, graphs, spec, settings)
+    first, *rest = graphs.captured
+    assert first.bucket.tokens == max(key.bucket.tokens for key in graphs.captured), "for its memory"
+    assert [key for key in rest if key in known] == rest[:3] == known
+    assert len(rest) > 20 and all(key.params == PoolingParams() for key in graphs.captured)
+    assert not graphs.policy.uses, "the steps of a warm-up are no history"
+
+
+def test_without_time_nothing_is_captured_before_the_first_request() -> None:
+    runner, graphs = make_runner()
+    spec: Any = SimpleNamespace(reads_labels=False, tasks=[Task.EMBED], pooling=PoolingSpec(("mean",)))
+    settings: Any = SimpleNamespace(
+        max_model_len=512, max_num_batched_tokens=1024, max_num_seqs=64, graph_capture_seconds=0.0
+    )
+    load._capture_likely_graphs(runner, graphs, spec, settings)
+    assert not graphs.captured and graphs.has_idle_work
+
+
+def test_the_keys_that_compile_kernels_are_graphs_of_this_engine() -> None:
+    _, graphs = make_runner()
+    for max_tokens in (64, 1024, 16_384):
+        settings: Any = SimpleNamespace(max_num_batched_tokens=max_tokens)
+        keys = warmup.kernel_keys(PoolingParams(), settings)
+        assert keys and all(graphs.can_capture(key) and key.bucket.tokens <= max_tokens for key in keys)
+    graphs.compile_ahead(warmup.kernel_keys(PoolingParams(), SimpleNamespace(max_num_batched_tokens=1024)))  # type: ignore[arg-type]
+    assert not graphs.captured

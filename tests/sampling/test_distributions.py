@@ -12,6 +12,7 @@ from penstock.sampling.sampler import Sampler
 from penstock.types import SamplerParams
 from tests.helpers import ints
 from tests.sampling.plain import distribution
+from tests.sampling.statistics import chi_square
 from tests.thinning import num_examples
 
 VOCAB, ROWS, STEPS = 40, 256, num_examples(36) // 2
@@ -66,17 +67,6 @@ def test_a_wrong_distribution_is_noticed() -> None:
     logits = torch.from_numpy(np.random.default_rng(4).normal(size=VOCAB) * 1.5).float()
     expected = distribution(logits.double().numpy(), SamplerParams(temperature=0.85), PROMPT, OUTPUT)
     assert chi_square(draw(CASES["temperature"], logits, False), expected) > 6
-
-
-def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
-    """How many standard deviations the statistic lies above its mean; rare tokens are taken together."""
-    wanted = expected * counts.sum()
-    common = wanted >= 8
-    got = np.append(counts[common], counts[~common].sum())
-    wanted = np.append(wanted[common], wanted[~common].sum())
-    got, wanted = got[wanted > 0.5], wanted[wanted > 0.5]
-    freedom = max(len(wanted) - 1, 1)
-    return float((((got - wanted) ** 2 / wanted).sum() - freedom) / np.sqrt(2 * freedom))
 
 
 def test_noise_has_the_moments_of_a_gumbel_variable_and_is_finite() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import closing
@@ -48,6 +49,34 @@ def test_parts_of_several_files_fill_a_tensor_in_order(tmp_path: Path, reader: B
     out = torch.zeros(len(wanted), dtype=torch.uint8)
     reader.fill(out, parts)
     assert bytes(out.tolist()) == wanted
+
+
+def test_parts_that_follow_one_another_in_a_file_are_read_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, other = tmp_path / "file", tmp_path / "other"
+    file.write_bytes(bytes(range(100)))
+    other.write_bytes(bytes(range(100, 200)))
+    reads = []
+
+    def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        reads.append((offset, len(buffers[0])))
+        return read(descriptor, buffers, offset)
+
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", preadv)
+    out = torch.zeros(60, dtype=torch.uint8)
+    parts = [
+        Part(file, 10, 20),
+        Part(file, 30, 10),
+        Part(other, 40, 10),
+        Part(other, 0, 10),
+        Part(file, 40, 10),
+    ]
+    with closing(BulkReader(CPU, threads=1)) as reader:
+        reader.fill(out, parts)
+    assert reads == [(10, 30), (40, 10), (0, 10), (40, 10)]
+    assert out.tolist() == [*range(10, 40), *range(140, 150), *range(100, 110), *range(40, 50)]
 
 
 def test_parts_of_another_size_than_the_tensor_are_an_error(tmp_path: Path, reader: BulkReader) -> None:

@@ -423,3 +423,32 @@ def test_requests_of_two_processes_of_a_server_never_have_the_same_id() -> None:
     ids = [process.next_id() for process in processes for _ in range(3)]
     assert len(set(ids)) == 6
     assert all(len(each) <= 12 for each in ids), "ids travel in every message"
+
+
+class Pieces:
+    """Idle work of a served engine."""
+
+    min_idle_s = 0.0
+
+    def __init__(self, served: Served) -> None:
+        self.served, self.num_done = served, 0
+        self.was_busy = False
+
+    def run_idle(self) -> None:
+        self.was_busy |= self.served.core.busy
+        self.num_done += 1
+
+
+def test_a_server_does_idle_work_between_requests_and_answers_them(served: Served) -> None:
+    work = served.core.idle_work = Pieces(served)
+    socket = served.ready("a")
+    served.wait_for(lambda: work.num_done > 2)
+    submit(socket, make_request("1", [3]))
+    served.wait_for(lambda: served.runner.flights)
+    before = work.num_done
+    served.runner.finish()
+    served.server.wake()
+    (outcome,) = received(socket)
+    assert isinstance(outcome, PooledOutput)
+    served.wait_for(lambda: work.num_done > before)
+    assert not work.was_busy

@@ -43,6 +43,12 @@ def images_of(content: Content) -> list[PreparedImage]:
     return [part for part in content.parts if isinstance(part, PreparedImage)]
 
 
+def _without_end(row: ImageRow) -> ImageRow:
+    """The row up to the mark behind its image. Where tokens see only those before them, what follows changes
+    nothing in the mean of the image and its marks."""
+    return row._replace(token_ids=row.token_ids[: row.starts[0] + row.images[0].num_tokens + 1])
+
+
 class ContentRows:
     """Lays out the rows of one model."""
 
@@ -52,6 +58,12 @@ class ContentRows:
 
     def text(self, content: Content, prompt: str, end: str) -> str:
         """What is tokenised for an input with images."""
+        if self.prompts.prompt.is_alone and (isinstance(content, Rendered) or len(content.parts) > 1):
+            raise BadValue(
+                "this model embeds a text or one image, not both in one input. Send them as inputs of their "
+                "own",
+                param="input",
+            )
         if isinstance(content, Rendered):
             return self.prompts.fill(content.text, images_of(content))
         return self.prompts.text(content.parts, prompt, end)
@@ -67,12 +79,18 @@ class ContentRows:
         contents: Sequence[Content],
         limit: int | None,
         make: Callable[[list[Ints]], Request],
+        *,
+        pools: bool,
     ) -> Request:
-        """The request of all rows. `make` lays out rows of tokens; rows with images are never cut."""
+        """The request of all rows. `make` lays out rows of tokens; rows with images are never cut. `pools`:
+        the request wants one vector for each row."""
         placed = [
             self.prompts.row(row, images, index) if (images := images_of(content)) else None
             for index, (row, content) in enumerate(zip(rows, contents, strict=True))
         ]
+        is_cut = pools and self.prompts.prompt.pools_image
+        if is_cut:
+            placed = [None if row is None else _without_end(row) for row in placed]
         tokens = [row if found is None else found.token_ids for row, found in zip(rows, placed, strict=True)]
         self._check_lengths(placed, limit)
         request = make(tokens)
@@ -80,7 +98,11 @@ class ContentRows:
             if found is not None and length != len(row):
                 raise BadValue("this model marks texts in a way that images do not allow", param="input")
         made = self.prompts.request_images(placed, np.asarray(request.lengths, dtype=np.int32))
-        return replace(request, images=made.images, rope_positions=made.rope_positions)
+        request = replace(request, images=made.images, rope_positions=made.rope_positions)
+        if is_cut:
+            before = [0 if row is None else row.starts[0] - 1 for row in placed]
+            request = replace(request, skip=np.array(before, dtype=np.int32))
+        return request
 
     def _check_lengths(self, rows: Sequence[ImageRow | None], limit: int | None) -> None:
         allowed = min(self.max_model_len, limit or self.max_model_len)

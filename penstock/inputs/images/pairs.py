@@ -49,4 +49,4 @@ def joint_request(
             )
         return replace(empty, token_ids=np.concatenate(tokens), lengths=lengths)
 
-    return content.join(rows, images, None, make)
+    return content.join(rows, images, None, make, pools=False)

@@ -85,7 +85,11 @@ def _resized(image: Image.Image, spec: ImageProcessorSpec) -> Image.Image:
             )
         return image
     if isinstance(geometry, PixelRange):
-        size = sizes.within_pixels(size, side, geometry.min_pixels, geometry.max_pixels)
+        if geometry.first_range is not None:
+            first = sizes.within_pixels(size, side, *geometry.first_range, sides_have_a_token=True)
+            image, size = _resize(image, first, spec.resample), first
+        limits = geometry.min_pixels, geometry.max_pixels
+        size = sizes.within_pixels(size, side, *limits, sides_have_a_token=geometry.sides_have_a_token)
     elif isinstance(geometry, MaxPatches):
         size = sizes.within_patches(size, spec.patch_size, geometry.max_num_patches)
     else:

@@ -102,7 +102,7 @@ class ImagePrompts:
             for start, image in zip(row.starts, row.images, strict=True)
         ]
         images = RequestImages.of(placed)
-        if images is None or not self.merge_size:
+        if images is None or not self.merge_size or self.prompt.has_plain_positions:
             return RowImages(images, None)
         grids = images.grids // self.merge_size
         return RowImages(images, rope_positions(lengths, images.rows, images.starts, grids))

@@ -23,8 +23,12 @@ def with_shortest_edge(size: Size, edge: int) -> Size:
     return (scaled, edge) if width <= height else (edge, scaled)
 
 
-def within_pixels(size: Size, factor: int, min_pixels: int, max_pixels: int) -> Size:
-    """Sides are multiples of `factor`, and the area lies within the range if that can be."""
+def within_pixels(
+    size: Size, factor: int, min_pixels: int, max_pixels: int, *, sides_have_a_token: bool = False
+) -> Size:
+    """Sides are multiples of `factor`, and the area lies within the range if that can be. A side of less than
+    half the factor has none before the area is looked at, as in transformers, or one, as in qwen-vl-utils
+    (`sides_have_a_token`)."""
     height, width = size
     if max(size) / min(size) > MAX_ASPECT_RATIO:
         raise BadValue(
@@ -32,6 +36,8 @@ def within_pixels(size: Size, factor: int, min_pixels: int, max_pixels: int) -> 
             "as long as the other"
         )
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if sides_have_a_token:
+        new_height, new_width = max(factor, new_height), max(factor, new_width)
     if new_height * new_width > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)
         new_height = max(factor, math.floor(height / shrink / factor) * factor)

@@ -26,6 +26,7 @@ from penstock.runner.model_runner import ModelRunner
 from penstock.runner.parallel.group import RankGroup
 from penstock.runner.parallel.plans import encode_step
 from penstock.runner.parallel.processes import Ranks
+from penstock.sampling.sampler import VerifyTensors
 from penstock.types import GeneratePlan, PoolPlan, SamplePlan
 
 
@@ -58,9 +59,11 @@ class ParallelGenerator(Generator):
                 raise
             raise failure.error from failure  # other ranks wait for the logits of the prompts
 
-    def choose(self, logits: Tensor, sample: SamplePlan, slots: Tensor) -> GeneratedTensors:
+    def choose(
+        self, logits: Tensor, sample: SamplePlan, slots: Tensor, verify: VerifyTensors | None = None
+    ) -> GeneratedTensors:
         try:
-            generated = super().choose(logits, sample, slots)
+            generated = super().choose(logits, sample, slots, verify)
         except Exception as error:
             self._group.broadcast(torch.zeros_like(slots))  # which other ranks wait for
             raise _OwnFailure(error) from error

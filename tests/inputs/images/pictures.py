@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import struct
+import zlib
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -44,3 +46,14 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     out = BytesIO()
     image.save(out, kind, **options)
     return out.getvalue()
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that claims this size and holds almost nothing."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    body = chunk(b"IHDR", size) + chunk(b"IDAT", zlib.compress(bytes(100_000))) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body

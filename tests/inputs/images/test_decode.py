@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 import subprocess
 import sys
-import zlib
 from io import BytesIO
 from pathlib import Path
 
@@ -15,22 +14,11 @@ from PIL import Image, ImageOps
 
 from penstock.errors import BadValue
 from penstock.inputs.images.decode import ImageLimits, decode, from_array, from_pillow
-from tests.inputs.images.pictures import encoded, noise, photo, photo_folder
+from tests.inputs.images.pictures import encoded, noise, photo, photo_folder, png_header
 from tests.waiting import PATIENCE_S
 
 LIMITS = ImageLimits()
 ORIENTATION = 0x0112  # EXIF
-
-
-def png_header(width: int, height: int) -> bytes:
-    """A PNG that claims this size and holds almost nothing."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    body = chunk(b"IHDR", size) + chunk(b"IDAT", zlib.compress(bytes(100_000))) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + body
 
 
 def webp_header(width: int, height: int) -> bytes:

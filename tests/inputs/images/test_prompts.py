@@ -20,6 +20,7 @@ from penstock.checkpoint.image_prompts import read_image_prompt, with_published_
 from penstock.errors import BadValue, ModelLoadError
 from penstock.inputs.images.preprocess import prepare
 from penstock.inputs.images.prompts import ImagePrompts
+from penstock.inputs.images.sizes import within_pixels
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.types import PreparedImage
 from tests.inputs.images.folders import write_tokenizer
@@ -51,7 +52,7 @@ class Subject:
     def prompts(self) -> ImagePrompts:
         processor = read_image_processor(self.folder, self.config)
         assert processor is not None
-        prompt = read_image_prompt(self.folder, self.config, processor)
+        prompt = read_image_prompt(self.folder, self.config, processor, Identity(()))
         assert prompt is not None
         return ImagePrompts(prompt, processor, Tokenizer(self.folder))
 
@@ -226,3 +227,13 @@ def test_models_known_by_name_have_the_pixels_of_their_published_code(tmp_path: 
         geometry = with_published_pixels(spec, Identity((name,))).geometry
         assert isinstance(geometry, PixelRange)
         assert (geometry.min_pixels, geometry.max_pixels) == pixels
+        is_known = "gme" in name or "qwen3" in name
+        assert geometry.sides_have_a_token is is_known
+        assert geometry.first_range == ((3136, 12_845_056) if "gme" in name else None)
+
+
+def test_a_side_shorter_than_a_token_counts_as_one_in_qwen_vl_utils_only() -> None:
+    """The arithmetic of qwen_vl_utils.smart_resize and of transformers' processor, for 500 × 10 pixels."""
+    limits = 4 * 32 * 32, 1800 * 32 * 32
+    assert within_pixels((10, 500), 32, *limits, sides_have_a_token=True) == (32, 512)
+    assert within_pixels((10, 500), 32, *limits) == (32, 480)

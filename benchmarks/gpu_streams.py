@@ -1,0 +1,220 @@
+"""Prompts beside decodes: streams that start as others end, with and without a target of inter-token latency.
+
+Each policy has an engine process of its own. A stream begins as soon as another ends, so that as many as
+`--streams` says are always open. The model is of Qwen3-8B's shape, or with `--as-is` that of the folder.
+
+python benchmarks/gpu_streams.py FOLDER [--streams 16 64] [--targets 0 14] [--rounds 6] [--trace]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock import Engine
+from penstock.errors import PenstockError
+from penstock.types import GeneratedTokens, GeneratePlan, PoolingParams, Request, SamplerParams, Task
+
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "tie_word_embeddings": False,
+}
+
+
+class TokenTimes:
+    """When the tokens of one request arrived; a `StreamListener`."""
+
+    def __init__(self) -> None:
+        self.began_s = time.perf_counter()
+        self.times_s: list[float] = []
+        self.error: PenstockError | None = None
+        self.done = asyncio.Event()
+
+    @property
+    def finished(self) -> bool:
+        return self.done.is_set()
+
+    def on_token(self, row: int, token_id: int) -> None:
+        self.times_s.append(time.perf_counter())
+
+    def on_tokens(self, parts: list[GeneratedTokens]) -> None:
+        for part in parts:
+            self.times_s.extend([time.perf_counter()] * len(part.token_ids))
+            if part.finish_reason is not None:
+                self.done.set()
+
+    def on_error(self, error: PenstockError) -> None:
+        self.error = error
+        self.done.set()
+
+
+async def stream_all(
+    engine: Engine, rows: list[list[int]], params: SamplerParams, num_streams: int
+) -> list[TokenTimes]:
+    """All rows, `num_streams` at a time."""
+    waiting, found = iter(enumerate(rows)), []
+
+    async def stream() -> None:
+        for number, row in waiting:
+            token_ids, lengths = np.array(row, dtype=np.int32), np.array([len(row)], dtype=np.int32)
+            request = Request(
+                f"row-{number}", token_ids, lengths, PoolingParams(Task.GENERATE), sampling=params
+            )
+            times = TokenTimes()
+            found.append(times)
+            leave = engine.local.engine.stream(request, times)
+            await times.done.wait()
+            leave()
+            if times.error is not None:
+                raise times.error
+
+    await asyncio.gather(*(stream() for _ in range(num_streams)))
+    return found
+
+
+def figures(streams: list[TokenTimes], seconds: float) -> dict[str, float]:
+    between = np.concatenate([np.diff(each.times_s) for each in streams]) * 1e3
+    means = [(each.times_s[-1] - each.times_s[0]) / (len(each.times_s) - 1) * 1e3 for each in streams]
+    first = [(each.times_s[0] - each.began_s) * 1e3 for each in streams]
+    return {
+        "tok/s": sum(len(each.times_s) for each in streams) / seconds,
+        "TPOT p50": float(np.median(means)),
+        "ITL p50": float(np.percentile(between, 50)),
+        "ITL p99": float(np.percentile(between, 99)),
+        "TTFT p50": float(np.median(first)),
+        "TTFT p99": float(np.percentile(first, 99)),
+    }
+
+
+class StepTrace:
+    """Device time by what a step held: decodes and prompt tokens."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.steps: dict[tuple[str, int], list[float]] = {}
+        generation = engine.local.engine.core.generation
+        assert generation is not None
+        collect = generation.collect
+
+        def traced(plan: GeneratePlan, result: Any) -> Any:
+            prompts = plan.num_tokens - plan.paged.num_rows
+            kind = "decode" if not prompts else "mixed" if plan.paged.num_rows else "prefill"
+            size = -(-plan.num_tokens // 64) * 64
+            self.steps.setdefault((kind, size), []).append(result.device_s)
+            return collect(plan, result)
+
+        generation.collect = traced  # type: ignore[method-assign]
+
+    def show(self) -> None:
+        for (kind, size), seconds in sorted(self.steps.items()):
+            if len(seconds) > 3:
+                low, middle, high = np.percentile(seconds, (5, 50, 95)) * 1e3
+                spread = f"{middle:6.2f} ms ({low:.2f}–{high:.2f})"
+                print(f"  {kind:8} ≤ {size:5} tokens: {len(seconds):5} × {spread}")
+        self.steps.clear()
+
+
+def measure(given: argparse.Namespace) -> list[dict[str, float]]:
+    """One policy, in this process."""
+    params = SamplerParams(max_tokens=given.output, ignore_eos=True, temperature=0.0)
+    began, found = time.perf_counter(), []
+    with Engine(
+        given.folder,
+        load_format="dummy",
+        max_model_len=given.input + given.output,
+        enable_generation=True,
+        target_itl_ms=given.target,
+    ) as engine:
+        print(f"ready in {time.perf_counter() - began:.1f} s", flush=True)
+        draw = np.random.default_rng(0)
+        trace = StepTrace(engine) if given.trace else None
+        for num_streams in given.streams:
+            for rounds in (2, given.rounds):  # the first is a warm-up
+                count = rounds * num_streams
+                rows = draw.integers(10, engine.spec.vocab_size - 10, (count, given.input)).tolist()
+                start_s = time.perf_counter()
+                times = asyncio.run(stream_all(engine, rows, params, num_streams))
+                result = figures(times, time.perf_counter() - start_s)
+                if trace is not None and rounds == given.rounds:
+                    trace.show()
+            found.append({"streams": num_streams, "target": given.target} | result)
+        runner: Any = engine.local.engine.core.runner
+        graphs = {"decode": runner.decode, "mixed": runner.mixed, "other": runner.graphs}
+        counts = {
+            name: (len(each.captured), each.replays) for name, each in graphs.items() if each is not None
+        }
+        print(f"graphs and replays: {counts}", flush=True)
+        if given.trace and runner.mixed is not None:
+            print(Counter((key.tokens, key.decodes, key.max_blocks) for key in runner.mixed.captured))
+    return found
+
+
+def shaped(folder: str, into: str) -> str:
+    """A folder with the same tokenizer, and a configuration of Qwen3-8B's shape."""
+    source, target = Path(folder), Path(into) / "qwen3-8b-shape"
+    target.mkdir()
+    for file in source.iterdir():
+        if file.name == "config.json":
+            (target / file.name).write_text(json.dumps(json.loads(file.read_text()) | QWEN3_8B))
+        elif file.suffix != ".safetensors":
+            (target / file.name).symlink_to(file.resolve())
+    return str(target)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", help="configuration and tokenizer of a Qwen3 model")
+    parser.add_argument("--streams", type=int, nargs="+", default=[16, 64])
+    parser.add_argument(
+        "--targets", type=float, nargs="+", default=[0.0, 14.0], help="target_itl_ms; 0: none"
+    )
+    parser.add_argument("--input", type=int, default=1024)
+    parser.add_argument("--output", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=6, help="requests of each stream")
+    parser.add_argument("--as-is", action="store_true", help="keep the shape of the folder's model")
+    parser.add_argument("--trace", action="store_true", help="print the device time of steps by size")
+    parser.add_argument("--target", type=float, help=argparse.SUPPRESS)  # of one policy's process
+    given = parser.parse_args()
+    if given.target is not None:
+        print(json.dumps(measure(given)), flush=True)
+        return
+    found: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as work:
+        folder = given.folder if given.as_is else shaped(given.folder, work)
+        for target in given.targets:
+            command = [
+                sys.executable,
+                __file__,
+                folder,
+                "--target",
+                str(target),
+                "--rounds",
+                str(given.rounds),
+            ]
+            command += ["--input", str(given.input), "--output", str(given.output)]
+            command += ["--streams", *map(str, given.streams), *(["--trace"] if given.trace else [])]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            *lines, last = done.stdout.strip().splitlines()
+            print("\n".join([f"target {target:g} ms", *lines]), flush=True)
+            found += json.loads(last)
+    print("| " + " | ".join(found[0]) + " |\n" + "|---" * len(found[0]) + "|")
+    for row in sorted(found, key=lambda each: (each["streams"], each["target"])):
+        print("| " + " | ".join(f"{value:,.{0 if value >= 1000 else 1}f}" for value in row.values()) + " |")
+
+
+if __name__ == "__main__":
+    main()

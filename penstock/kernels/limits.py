@@ -1,0 +1,65 @@
+"""What one program of a kernel may use on a GPU, and how many tiles it loads ahead: the one place that knows.
+
+Tiles and stages in this package are chosen for an H200. A GPU with less shared memory keeps the tiles and
+loads fewer of them ahead, which changes no result. `make gpu-targets` compiles every kernel for each kind of
+GPU and checks that it fits.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+
+class Limits(NamedTuple):
+    shared_bytes: int  # shared memory of one program
+    has_async_products: bool  # tensor cores read shared memory while the program continues
+
+
+# By compute capability, as CUDA's programming guide lists them. Other devices are asked.
+SHARED_BYTES = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10}
+SHARED_BYTES |= {(10, 0): 227 << 10, (10, 3): 227 << 10, (12, 0): 99 << 10}
+_ASYNC_PRODUCTS = (9, 10)  # major versions: Hopper and Blackwell of data centres
+_off_gpu = (9, 0)  # what tensors that are not on a GPU are treated as
+
+
+def limits_for(capability: tuple[int, int]) -> Limits:
+    """The limits of a compute capability of `SHARED_BYTES`."""
+    return Limits(SHARED_BYTES[capability], capability[0] in _ASYNC_PRODUCTS)
+
+
+H200 = limits_for((9, 0))
+
+
+def limits_of(device: torch.device) -> Limits:
+    if device.type != "cuda":
+        return limits_for(_off_gpu)
+    return _limits_of_gpu(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache(maxsize=64)
+def _limits_of_gpu(index: int) -> Limits:
+    capability = torch.cuda.get_device_capability(index)
+    if capability in SHARED_BYTES:
+        return limits_for(capability)
+    properties = torch.cuda.get_device_properties(index)
+    shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return Limits(shared, capability[0] in _ASYNC_PRODUCTS)
+
+
+def treat_others_as(capability: tuple[int, int]) -> None:
+    """Treat tensors that are not on a GPU as if they were on one of this capability. For compilation only."""
+    global _off_gpu
+    _off_gpu = capability
+
+
+def num_stages(wanted: int, tile_bytes: int, limits: Limits, other_bytes: int = 0) -> int:
+    """The number of stages, at most `wanted`, for which there is shared memory.
+
+    A stage loads `tile_bytes`. Tensor cores that run beside the program keep the tiles of the product in
+    progress, so that one fewer can be loaded ahead. `other_bytes` are in use besides.
+    """
+    buffers = max(0, limits.shared_bytes - other_bytes) // tile_bytes
+    return max(1, min(wanted, buffers if limits.has_async_products else buffers + 1))

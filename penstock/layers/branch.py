@@ -1,0 +1,41 @@
+"""Work beside other work: a captured graph runs a branch at the same time as what follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+
+
+class Branch:
+    """A part of a step that nothing needs before `join`. Outside of a capture it runs where it stands: a
+    second stream would cost the host more than the device gains.
+
+    Work in a branch allocates nothing: memory belongs to the stream that it was allocated on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._stream = _side_stream(device)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Have what follows wait for the branch."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
+@lru_cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -1,0 +1,96 @@
+"""Prompt lookup: propose the tokens that followed the last n-gram of a sequence when it came before.
+
+Answers that quote their prompt, as those about retrieved documents do, repeat long runs of it. An index by
+hash says where each n-gram of a slot was last followed by another token. So a proposal costs a few NumPy
+calls for all sequences together, however long they are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.scheduler.slots import SlotTable
+from penstock.types import Ints, runs
+
+MAX_BUCKETS = 1 << 15  # of the index of one slot and one size of n-gram; a newer n-gram replaces an older one
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_HASH_SHIFT = np.uint64(40)  # the upper bits of a product are the mixed ones
+
+
+class Proposals(NamedTuple):
+    """The tokens that may follow each of some sequences."""
+
+    token_ids: Ints  # [sequences, num_tokens]
+    counts: Ints  # [sequences], how many of them are proposed
+
+
+class PromptLookup:
+    """Proposes tokens for the slots of a `SlotTable` from their own known tokens."""
+
+    def __init__(self, slots: SlotTable, num_tokens: int, min_ngram: int, max_ngram: int) -> None:
+        self.num_tokens = num_tokens
+        self._slots = slots
+        self._sizes = range(min_ngram, max_ngram + 1)
+        num_buckets = 1 << int(slots.token_ids.shape[1]).bit_length()
+        self._num_buckets = min(MAX_BUCKETS, num_buckets)
+        # Where the token behind an n-gram stands; 0: unknown. Entries of earlier sequences stay: every match
+        # is compared with the tokens themselves. The memory of untouched entries is never taken.
+        shape = (len(self._sizes), slots.num_slots, self._num_buckets)
+        self._following: Ints = np.zeros(shape, dtype=np.int32)
+        self._num_indexed: Ints = np.zeros(slots.num_slots, dtype=np.int32)
+
+    def forget(self, slots: Ints) -> None:
+        """Other sequences have taken these slots."""
+        self._num_indexed[slots] = 0
+
+    def propose(self, slots: Ints) -> Proposals:
+        """The continuation of the latest occurrence of the longest n-gram that ends each sequence."""
+        self._index(slots)
+        tokens, known = self._slots.token_ids, self._slots.num_known[slots]
+        found = np.zeros(len(slots), dtype=np.int32)
+        for size, following in self._buckets(slots, known - 1):
+            at = self._following[size - self._sizes[0], slots, following]
+            matches = (at >= size) & (at < known) & (known >= size)
+            for back in range(1, size + 1):
+                # Rows that are too short for the size have not matched anyway.
+                before, end = np.maximum(at - back, 0), np.maximum(known - back, 0)
+                matches &= tokens[slots, before] == tokens[slots, end]
+            found = np.where(matches, at, found)
+        # A continuation that reaches the end of the sequence repeats from where it began.
+        period = np.where(found > 0, known - found, 1)
+        ahead = np.arange(self.num_tokens, dtype=np.int32)
+        proposed: Ints = tokens[slots[:, None], found[:, None] + ahead % period[:, None]]
+        return Proposals(proposed, np.where(found > 0, np.int32(self.num_tokens), np.int32(0)))
+
+    def _index(self, slots: Ints) -> None:
+        """Index the n-grams that have a known token behind them and are not indexed yet."""
+        ends = self._slots.num_known[slots] - 1  # n-grams that end before have a successor
+        begins = np.minimum(self._num_indexed[slots], ends)
+        counts = ends - begins
+        self._num_indexed[slots] = ends
+        row = np.repeat(slots, counts)
+        last = runs(begins, counts)
+        for size, bucket in self._buckets(row, last):
+            inside = last >= size - 1
+            following = self._following[size - self._sizes[0]]
+            if inside.all():
+                following[row, bucket] = last + 1  # of equal n-grams the last one stays
+            else:
+                following[row[inside], bucket[inside]] = last[inside] + 1
+
+    def _buckets(self, slots: Ints, last: Ints) -> list[tuple[int, NDArray[np.intp]]]:
+        """For each size, the buckets of the n-grams that end with the tokens `last` of these slots."""
+        tokens, found = self._slots.token_ids, []
+        mixed = np.zeros(len(slots), dtype=np.uint64)
+        for back in range(self._sizes[-1]):
+            mixed = (
+                mixed + tokens[slots, np.maximum(last - back, 0)].astype(np.uint64) + np.uint64(1)
+            ) * _MULTIPLIER
+            mixed ^= mixed >> np.uint64(29)
+            if back + 1 >= self._sizes[0]:
+                bucket = (mixed * _MULTIPLIER >> _HASH_SHIFT) & np.uint64(self._num_buckets - 1)
+                found.append((back + 1, bucket.astype(np.intp)))
+        return found

@@ -1,0 +1,269 @@
+"""Speculative decoding: which sequences run proposed tokens, how many, and whether that pays.
+
+A step of speculation runs the last token of a sequence and the tokens that may follow it, each as a row of
+its own, and samples behind each of them. The samples are those that plain decoding would take, with the same
+noise (`kernels.sampling`). A proposal is accepted if it equals the sample of the row before it. So output
+does not change, and a step gives one token more for each accepted proposal.
+
+Proposals need the known tokens, so no decode step is planned ahead while speculation is on. Whether the
+tokens that it gains outweigh its longer steps is measured all the time. While it is off, proposals are still
+made and compared with the tokens that come, which costs the device nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kvcache.blocks import BlockPool
+from penstock.scheduler.decode_times import DecodeTimes
+from penstock.scheduler.prompt_lookup import Proposals
+from penstock.scheduler.sequence import SequenceState
+from penstock.scheduler.slots import SlotTable
+from penstock.types import Ints, SamplePlan, VerifyPlan
+
+MAX_ROWS = 1024  # of a decode step, with those of proposed tokens; more are not replayed as a graph
+_LATEST_WEIGHT = 0.2  # of the latest proposal in a sequence's means
+_PRIOR_GAIN = 0.5  # tokens that a proposal of the first sequence is expected to gain
+_PRIOR_TRIES = 2.0  # proposed tokens that the expected acceptance of a new sequence counts for
+_PRIOR_ACCEPTANCE = 0.7
+_MARGIN = 1.03  # by so much speculation must be faster before it is switched on
+_MAX_ROW_COST = 0.5  # of a proposed token, in tokens
+
+
+class Proposer(Protocol):
+    num_tokens: int  # that it proposes for a sequence
+
+    def propose(self, slots: Ints) -> Proposals:
+        """Tokens that may follow the known tokens of these slots."""
+
+    def forget(self, slots: Ints) -> None:
+        """Other sequences have taken these slots."""
+
+
+class ProposedRows(NamedTuple):
+    """How many proposed tokens each decoding sequence runs; their ids stand behind its known tokens."""
+
+    counts: Ints  # [sequences]
+    total: int
+
+
+@dataclass(slots=True)
+class SpeculationCounts:
+    """What speculation did so far, for metrics."""
+
+    num_drafts: int = 0  # proposals that ran, one for a sequence and a step
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+def can_speculate(sequence: SequenceState) -> bool:
+    """Whether proposed tokens of a sequence can be verified together. What edits logits by the tokens before
+    cannot: penalties and bad words. Other edits of logits have one copy of them for each sequence."""
+    params = sequence.sampling
+    edits = (
+        params.logit_bias
+        or params.bad_token_ids
+        or params.allowed_token_ids is not None
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1
+    )
+    return sequence.constraint is None and not edits
+
+
+def is_last_of_run(offsets: Ints) -> NDArray[np.bool_]:
+    """Which rows are the last of their sequence, by the number of its rows before each."""
+    is_last = np.ones(len(offsets), dtype=bool)
+    is_last[:-1] = offsets[1:] == 0
+    return is_last
+
+
+class Speculation:
+    """Speculation of all sequences of a `GenerationScheduler`."""
+
+    def __init__(
+        self, slots: SlotTable, pool: BlockPool, proposer: Proposer, *, is_adaptive: bool = True
+    ) -> None:
+        """Without `is_adaptive` it is always on, and every proposal runs whole."""
+        self.counts = SpeculationCounts()
+        self.accepted_at: NDArray[np.int64] = np.zeros(proposer.num_tokens, dtype=np.int64)  # by position
+        self.is_on = not is_adaptive
+        self.times = DecodeTimes()
+        self._slots, self._pool, self._proposer = slots, pool, proposer
+        self._is_adaptive = is_adaptive
+        count, width = slots.num_slots, proposer.num_tokens
+        self._epochs = np.full(count, -1, dtype=np.int32)  # of the sequences that the arrays below belong to
+        self._eligible = np.zeros(count, dtype=bool)
+        self._gain = np.zeros(count)  # mean number of tokens that a proposal gains
+        self._hits, self._tries = np.zeros(count), np.zeros(count)  # proposed tokens: accepted, compared
+        self._pending: Ints = np.zeros((count, width), dtype=np.int32)  # the latest proposal
+        self._pending_count: Ints = np.zeros(count, dtype=np.int32)
+        self._pending_at = np.full(count, -1, dtype=np.int32)  # tokens known when it was made; -1: none
+        self._proposed_at = np.full(count, -1, dtype=np.int32)  # tokens known when proposals last ran
+        self._mean_gain = _PRIOR_GAIN
+        self._num_unobserved = 0  # steps since proposals were last compared while speculation was off
+
+    # Plan.
+
+    def must_wait(self, decoding: Ints) -> bool:
+        """Whether tokens of these sequences have to be read before their next step is planned. All of them
+        wait: sequences that run in turns take as many steps more. While speculation is off, only a step with
+        proposals in it is waited for: how many tokens it gives is not known."""
+        known = self._slots.num_known[decoding]
+        is_unread = known < self._slots.num_tokens[decoding]
+        if not self.is_on:
+            is_unread &= self._proposed_at[decoding] == known
+        return bool(is_unread.any())
+
+    def propose(self, decoding: Ints, max_tokens: int) -> ProposedRows | None:
+        """Write proposals behind the known tokens of sequences that decode now, at most `max_tokens` in all.
+        None: nothing is proposed."""
+        if not len(decoding) or not self._is_due():
+            return None
+        self._meet(decoding)
+        proposals = self._compare_and_propose(decoding)
+        if not self.is_on:
+            return None
+        counts = self._fitting(decoding, np.minimum(proposals.counts, self._worthwhile(decoding)), max_tokens)
+        if not (total := int(counts.sum())):
+            return None
+        table, own = self._slots, np.repeat(np.arange(len(decoding)), counts)
+        offsets = np.arange(total, dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
+        slots = decoding[own]
+        self._proposed_at[slots] = table.num_known[slots]
+        table.token_ids[slots, table.num_known[slots] + offsets] = proposals.token_ids[own, offsets]
+        return ProposedRows(counts, total)
+
+    def planned(self, now_s: float, decoding: Ints, num_proposed: int) -> None:
+        """A step of these decoding sequences alone begins now."""
+        self.times.begin(now_s, len(decoding), num_proposed, is_speculative=self.is_on)
+        if self._is_adaptive:
+            self.is_on = self._pays(decoding)
+
+    def interrupted(self) -> None:
+        """A step of another kind was planned: the time until the next one says nothing about decoding."""
+        self.times.interrupt()
+
+    def _is_due(self) -> bool:
+        """Whether to compare proposals with tokens now: always while speculation is on; else once for as many
+        tokens as a proposal has."""
+        self._num_unobserved += 1
+        if not self.is_on and self._num_unobserved < self._proposer.num_tokens:
+            return False
+        self._num_unobserved = 0
+        return True
+
+    def _meet(self, slots: Ints) -> None:
+        """Forget what belonged to earlier sequences of these slots. New ones are expected to be average."""
+        new = slots[self._epochs[slots] != self._slots.epoch[slots]]
+        if not len(new):
+            return
+        self._epochs[new] = self._slots.epoch[new]
+        self._eligible[new] = [can_speculate(self._slots[slot]) for slot in new.tolist()]
+        self._pending_at[new] = -1
+        self._gain[new] = np.where(self._eligible[new], self._mean_gain, 0.0)
+        self._tries[new], self._hits[new] = _PRIOR_TRIES, _PRIOR_TRIES * _PRIOR_ACCEPTANCE
+        self._proposer.forget(new)
+
+    def _compare_and_propose(self, slots: Ints) -> Proposals:
+        """Compare the last proposals with the tokens that came, and make new ones."""
+        table, width = self._slots, self._proposer.num_tokens
+        known, at, count = table.num_known[slots], self._pending_at[slots], self._pending_count[slots]
+        compared = np.minimum(count, known - at)
+        ahead = np.arange(width, dtype=np.int32)
+        places = np.minimum(at[:, None] + ahead, table.token_ids.shape[1] - 1)
+        equal = (table.token_ids[slots[:, None], places] == self._pending[slots]) & (
+            ahead < compared[:, None]
+        )
+        num_equal = np.logical_and.accumulate(equal, axis=1).sum(axis=1)
+        is_new = known > at
+        is_compared = (at >= 0) & is_new & self._eligible[slots]
+        self._learn(slots[is_compared], num_equal[is_compared], compared[is_compared])
+        proposals = self._proposer.propose(slots)
+        self._pending[slots], self._pending_count[slots] = proposals
+        self._pending_at[slots] = known
+        may = self._eligible[slots] & (known >= table.min_length[slots])
+        return Proposals(proposals.token_ids, np.where(may, proposals.counts, 0))
+
+    def _learn(self, slots: Ints, num_equal: NDArray[np.intp], compared: Ints) -> None:
+        """Take in how many tokens of the last proposals came true."""
+        if not len(slots):
+            return
+        self._gain[slots] += _LATEST_WEIGHT * (num_equal - self._gain[slots])
+        weight = np.where(compared > 0, 1 - _LATEST_WEIGHT, 1.0)
+        self._hits[slots] = self._hits[slots] * weight + num_equal
+        self._tries[slots] = self._tries[slots] * weight + np.minimum(num_equal + 1, compared)
+        self._mean_gain += _LATEST_WEIGHT / 4 * (float(num_equal.mean()) - self._mean_gain)
+
+    def _worthwhile(self, slots: Ints) -> Ints:
+        """Proposed tokens of each sequence that are likely enough to be accepted to be worth their time."""
+        width = self._proposer.num_tokens
+        if not self._is_adaptive:
+            return np.full(len(slots), width, dtype=np.int32)
+        cost = min(self.times.row_cost(len(slots)), _MAX_ROW_COST)
+        acceptance = np.clip(self._hits[slots] / self._tries[slots], 1e-3, 0.999)
+        counts: Ints = np.minimum(np.log(cost) / np.log(acceptance), width).astype(np.int32)
+        return counts
+
+    def _fitting(self, slots: Ints, counts: Ints, max_tokens: int) -> Ints:
+        """As many as the sequences may still have, as the step has room for, and as there are blocks for.
+        Nobody is preempted for a proposal."""
+        table, pool = self._slots, self._pool
+        length = table.num_tokens[slots]
+        counts = np.minimum(counts, table.max_length[slots] - length - 1)
+        room = max(0, min(max_tokens, MAX_ROWS - len(slots)))
+        if int(counts.sum()) > room:
+            counts = np.clip(room - (np.cumsum(counts) - counts), 0, counts)
+        needed = -(-(length + counts) // pool.block_size) - table.num_blocks[slots]
+        short = slots[needed > 0]
+        if len(short) and (total := int(needed[needed > 0].sum())) <= pool.available - len(slots):
+            blocks = pool.allocate(total)
+            for slot, number in zip(short.tolist(), needed[needed > 0].tolist(), strict=True):
+                if blocks is not None:
+                    table.add_blocks(table[slot], [blocks.pop() for _ in range(number)])
+        fitting: Ints = np.minimum(counts, table.num_blocks[slots] * pool.block_size - length)
+        return fitting.astype(np.int32)
+
+    # Collect.
+
+    def verify(
+        self, sample: SamplePlan, verify: VerifyPlan, token_ids: Ints, current: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
+        """Which of the sampled tokens count: those behind accepted proposals, up to a stop token. `current`:
+        those of sequences that still wait for them."""
+        counts, num_accepted = verify.counts, verify.num_accepted(token_ids)
+        keep = verify.offsets <= np.repeat(num_accepted, counts)
+        stops = keep & self._slots.stopped(sample.sampled_slots, token_ids, verify.offsets)
+        if stops.any():
+            first_stop = np.minimum.reduceat(np.where(stops, verify.offsets, len(stops)), verify.firsts)
+            keep &= verify.offsets <= np.repeat(first_stop, counts)
+        is_verified = current[verify.firsts] & (counts > 1)
+        self._count(counts[is_verified] - 1, num_accepted[is_verified])
+        return keep
+
+    def _count(self, num_proposed: Ints, num_accepted: Ints) -> None:
+        totals = self.counts
+        totals.num_drafts += len(num_accepted)
+        totals.num_draft_tokens += int(num_proposed.sum())
+        totals.num_accepted_tokens += int(num_accepted.sum())
+        sequences = np.bincount(num_accepted, minlength=len(self.accepted_at) + 1)  # by how many they accept
+        self.accepted_at += sequences[::-1].cumsum()[::-1][1:]
+
+    # Decide.
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast decoding is with speculation, by its latest estimate; 1 while it is off."""
+        return self.times.speedup(self._mean_gain) if self.is_on else 1.0
+
+    def _pays(self, decoding: Ints) -> bool:
+        """Whether the next step should speculate."""
+        is_known = self._epochs[decoding] == self._slots.epoch[decoding]
+        gain = (
+            float(np.where(is_known, self._gain[decoding], self._mean_gain).mean()) if len(decoding) else 0.0
+        )
+        return self.times.prefers_speculation(1.0 + gain, is_on=self.is_on, margin=_MARGIN)

@@ -1,0 +1,57 @@
+"""What adapted layers keep for kernels, and which lines the fused product is for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.layers.adapted_linear import AdaptedLinear
+from penstock.layers.adapter_lines import MANY_SLOTS, slots_per_tile
+from penstock.layers.adapter_state import AdapterSlots
+from penstock.layers.linear import Linear
+from penstock.weights.adapters import PartWeights
+from tests.helpers import ints
+
+
+@pytest.mark.parametrize(
+    ("slots", "lengths", "expected"),
+    [
+        ([3], [1000], 1),
+        ([0, 1, 2, 3], [128] * 4, 1),
+        ([0, 1] * 4, [64] * 8, 2),
+        (list(range(16)), [32] * 16, 4),
+        (list(range(64)), [10] * 64, MANY_SLOTS),
+        ([5] * 64, [10] * 64, 1),  # neighbours with one slot
+        ([-1, 2] * 8, [32] * 16, 2),  # half of the lines have none
+        ([-1] * 8, [32] * 8, 1),
+        ([], [], MANY_SLOTS),
+    ],
+)
+def test_slots_per_tile_are_counted(slots: list[int], lengths: list[int], expected: int) -> None:
+    assert slots_per_tile(ints(slots), ints(lengths)) == expected
+
+
+def test_a_slot_has_zeros_behind_its_rank() -> None:
+    """The fused product multiplies by all of a bucket of ranks."""
+    layer = AdaptedLinear(
+        Linear(torch.randn(24, 8), None),
+        "identity",
+        (16, 8),
+        AdapterSlots(2, 16),
+        (torch.float32, torch.device("cpu")),
+        has_bias=False,
+    )
+
+    def part(rank: int, size: int) -> PartWeights:
+        return PartWeights(torch.randn(rank, 8), torch.randn(size, rank))
+
+    layer.write(1, {0: part(16, 16), 1: part(5, 8)})
+    layer.write(1, {0: part(3, 16)})
+    low = layer._low
+    assert low is not None and layer.ranks[1] == (3, 0)
+    assert low.down[1, :3].abs().min() > 0 and low.up[1, :16, :3].abs().min() > 0
+    assert not low.down[1, 3:].any() and not low.up[1, :16, 3:].any() and not low.up[1, 16:].any()
+    layer.clear(1)
+    assert not low.down[1].any() and not low.up[1].any()
+    assert np.array_equal(low.ranks.numpy(), np.zeros((2, 2)))

@@ -1,0 +1,16 @@
+"""Statistics of sampled tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    """How many standard deviations the statistic lies above its mean; rare tokens are taken together."""
+    wanted = expected * counts.sum()
+    common = wanted >= 8
+    got = np.append(counts[common], counts[~common].sum())
+    wanted = np.append(wanted[common], wanted[~common].sum())
+    got, wanted = got[wanted > 0.5], wanted[wanted > 0.5]
+    freedom = max(len(wanted) - 1, 1)
+    return float((((got - wanted) ** 2 / wanted).sum() - freedom) / np.sqrt(2 * freedom))
