@@ -34,10 +34,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from model_shapes import DERIVED, derive
+from texts import mixed_texts
+
 HERE = Path(__file__).resolve().parent
 CLIENTS = 6  # load processes
 WARM_UP_S = 1.5
 MEMORY_BYTES_S = 4.3e12  # memory bandwidth of an H200 in practice
+PRODUCTS_S = {1: 1400e12, 2: 790e12}  # floating-point operations of its products, by bytes of a weight
+NUM_NATURAL = 36_000  # distinct texts: more than a round sends, so no cache answers
+CHAT_S = 10.0  # least length of a round of conversations, each of which takes a second or more
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Load:
 
     name: str
     title: str
-    kind: str  # ids | rerank | file | s2 | latency; gen, both: tokens are generated
+    kind: str  # ids | natural | rerank | file | s2 | latency; gen, chat, both: tokens are generated
     tokens: int = 0  # tokens of a text, or of an answer where tokens are generated
     concurrency: int | None = None
     documents: int = 1  # documents per request
@@ -54,10 +60,11 @@ class Load:
     floor: float | None = None  # req/s that the GEMMs alone allow; for gen computed from the model
     vllm: str = "–"  # on such a machine; "beside": in one run with Penstock's second figure, versus_vllm.md
     sampling: tuple[str, ...] = ("--temperature", "0")
+    prompt_tokens: int = 2  # of a request that generates
 
     @property
     def generates(self) -> bool:
-        return self.kind in ("gen", "both")
+        return self.kind in ("gen", "chat", "both")
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,62 @@ def _s4(name: str, title: str, goal: float, floor: float) -> Load:
     return Load(name, f"S4 ColBERT 24 × 1024, {title}", "rerank", 2048, 64, 1, goal, floor, "150")
 
 
+def _natural(name: str, title: str, concurrency: int, goal: float, floor: float, vllm: str) -> Load:
+    title = f"{title}, natural texts, {concurrency} at a time"
+    return Load(name, title, "natural", 110, concurrency, 1, goal, floor, vllm)
+
+
+def _chat(name: str, title: str, concurrency: int, goal: float, vllm: str = "–") -> Load:
+    title = f"Qwen3-8B {title}, 1,024 → 128 tokens, {concurrency} at a time"
+    return Load(name, title, "chat", 128, concurrency, goal=goal, vllm=vllm, prompt_tokens=1024)
+
+
+CHAT_FLAGS = ("--max-model-len", "2048")
+FP8_FLAGS = ("--quantization", "fp8", "--kv-cache-dtype", "fp8")
+
 SETUPS = (
+    Setup(
+        "natural-bge",
+        "bge-base",
+        (
+            _natural("natural-bge-64", "bge-base", 64, 12_000, 31_800, "1,772 beside 7,660"),
+            _natural("natural-bge-256", "bge-base", 256, 20_000, 31_800, "3,125 beside 12,597"),
+        ),
+        default=False,
+    ),
+    Setup(
+        "natural-qwen3",
+        "qwen3-embed-0.6b",
+        (
+            _natural("natural-qwen3-64", "Qwen3-0.6B", 64, 4000, 5950, "1,238 beside 3,078"),
+            _natural("natural-qwen3-256", "Qwen3-0.6B", 256, 5200, 5950, "2,034 beside 3,913"),
+        ),
+        default=False,
+    ),
+    Setup(
+        "chat",
+        "qwen3-8b",
+        (
+            _chat("chat-16", "bf16", 16, 2150, "1,889 beside 1,958"),
+            _chat("chat-64", "bf16", 64, 3700, "3,289 beside 3,330"),
+        ),
+        CHAT_FLAGS,
+        default=False,
+    ),
+    Setup(
+        "chat-itl",
+        "qwen3-8b",
+        (_chat("chat-itl-16", "bf16, target 14 ms", 16, 2150), _chat("chat-itl-64", "the same", 64, 3700)),
+        (*CHAT_FLAGS, "--target-itl-ms", "14"),
+        default=False,
+    ),
+    Setup(
+        "chat-fp8",
+        "qwen3-8b",
+        (_chat("chat-fp8-64", "FP8 weights and KV", 64, 5500),),
+        (*CHAT_FLAGS, *FP8_FLAGS),
+        default=False,
+    ),
     Setup(
         "bge",
         "bge-base",
@@ -226,6 +288,7 @@ class Figures:
     failed: int = 0
     tpot_ms: float = 0.0  # of loads that generate; their rate is in tokens
     ttft_ms: float = 0.0
+    itl_p99_ms: float = 0.0
     beside: float = 0.0  # embeddings/s at the same time
     busy: float = 0.0  # share of the run in which a step was on the device; 0: unknown
 
@@ -359,22 +422,14 @@ class Server:
 
 
 def folder_of(model: str, options: argparse.Namespace) -> Path:
-    """The model's folder. If the cross-encoder has none, one is written with the shape of bge-base."""
+    """The model's folder. Some that are missing are written with the tokenizer of another one."""
     folder = Path(options.models) / model
-    if folder.is_dir() or model != "cross-bert-base":
+    if folder.is_dir() or model not in DERIVED:
         return folder
-    base, made = Path(options.models) / "bge-base", Path(options.work) / model
-    if not base.is_dir():
+    source, changes = DERIVED[model]
+    if not (Path(options.models) / source).is_dir():
         return folder
-    made.mkdir(exist_ok=True)
-    for file in base.iterdir():
-        if file.is_file() and file.name not in ("config.json", "modules.json", "sentence_bert_config.json"):
-            shutil.copy(file, made / file.name)
-    config = json.loads((base / "config.json").read_text())
-    config |= {"architectures": ["BertForSequenceClassification"], "num_labels": 1}
-    config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    (made / "config.json").write_text(json.dumps(config, indent=1))
-    return made
+    return derive(Path(options.models) / source, Path(options.work) / model, changes)
 
 
 def run_load(load: Load, server: Server, options: argparse.Namespace, seconds: float) -> Figures:
@@ -405,8 +460,9 @@ def _generated(found: dict[str, Any], beside: float = 0.0) -> Figures:
         found["p99_e2el_ms"],
         found["total_token_throughput"],
         found["failed"],
-        found["mean_tpot_ms"],
-        found["mean_ttft_ms"],
+        found["median_tpot_ms"],
+        found["median_ttft_ms"],
+        found["p99_itl_ms"],
         beside,
     )
 
@@ -453,10 +509,19 @@ def _data_flags(load: Load, options: argparse.Namespace, seconds: float) -> list
         data += ["--dataset-path", options.s1_file, "--custom-output-len", "1"]
         timed = ["--num-warmups", "100"] if load.kind == "file" else ["--duration", str(seconds)]
         return [*data, *clients, "--num-prompts", "2000", *timed]
+    if load.kind == "natural":
+        data = ["--backend", "openai-embeddings", "--dataset-name", "custom", "--skip-chat-template"]
+        data += ["--dataset-path", str(_natural_file(options)), "--custom-output-len", "1"]
+        data += ["--extra-body", '{"truncate_prompt_tokens": -1}']
+        return [*data, *clients, "--num-prompts", str(NUM_NATURAL), "--duration", str(seconds)]
     if load.generates:
         made = load.tokens if seconds > WARM_UP_S else min(load.tokens, 32)
-        data = ["--backend", "openai", "--dataset-name", "random", "--random-input-len", "2", *load.sampling]
-        data += ["--random-output-len", str(options.output_len or made)]
+        data = ["--backend", "openai", "--dataset-name", "random", *load.sampling]
+        data += ["--random-input-len", str(load.prompt_tokens), "--random-output-len"]
+        data.append(str(options.output_len or made))
+        if load.kind == "chat":
+            wait = max(seconds, CHAT_S) if seconds > WARM_UP_S and not options.output_len else seconds
+            return [*data, *clients, "--num-prompts", "1024", "--duration", str(wait)]
         data += ["--num-prompts", str(load.concurrency)]
         if load.kind == "both":
             return [*data, *clients, "--duration", str(seconds)]
@@ -474,6 +539,15 @@ def _data_flags(load: Load, options: argparse.Namespace, seconds: float) -> list
         return [*data, *clients, "--num-prompts", str(prompts), "--duration", str(seconds)]
     data = ["--backend", "openai-embeddings", "--dataset-name", "random", "--send-token-ids", *length]
     return [*data, *clients, "--num-prompts", "4096", "--duration", str(seconds)]
+
+
+def _natural_file(options: argparse.Namespace) -> Path:
+    """Texts whose lengths vary as those of stored paragraphs do, as a data set."""
+    file = Path(options.work) / "natural.jsonl"
+    if not file.exists():
+        lines = [json.dumps({"prompt": text}) for text in mixed_texts(NUM_NATURAL)]
+        file.write_text("\n".join(lines) + "\n")
+    return file
 
 
 def _run_s2(load: Load, server: Server, seconds: float) -> Figures:
@@ -576,7 +650,7 @@ def _measure(row: Row, server: Server, options: argparse.Namespace) -> None:
             run = row.runs[-1]
             if row.load.generates:
                 beside = f", beside {run.beside:,.1f} embeddings/s" if run.beside else ""
-                times = f"TPOT {run.tpot_ms:.2f}, TTFT {run.ttft_ms:.1f} ms"
+                times = f"TPOT {run.tpot_ms:.2f}, ITL p99 {run.itl_p99_ms:.1f}, TTFT {run.ttft_ms:.1f} ms"
                 _say(f"  {row.load.name}: {run.rate:,.0f} tok/s, {times}{beside}")
                 continue
             _say(f"  {row.load.name}: {run.rate:,.1f} req/s, p50 {run.p50_ms:.2f}, p99 {run.p99_ms:.2f} ms")
@@ -595,26 +669,26 @@ def table(rows: list[Row]) -> list[str]:
 
 def _written(rows: list[Row]) -> list[str]:
     lines = [
-        "| load | tok/s median (min–max) | TPOT ms | TTFT ms | floor of TPOT ms | share of floor | goal "
-        "| vLLM | embeddings/s beside | start s | API processes | peak MiB |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| load | tok/s median (min–max) | TPOT p50 ms | TTFT p50 ms | ITL p99 ms | floor of TPOT ms "
+        "| share of floor | goal | vLLM | embeddings/s beside | start s | API processes | peak MiB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         load = row.load
         if not row.runs:
-            lines.append(f"| {load.title} | {row.problem} | | | | | | | | | | |")
+            lines.append(f"| {load.title} | {row.problem} | | | | | | | | | | | |")
             continue
         rates = [run.rate for run in row.runs]
         spread = f" ({_short(min(rates))}–{_short(max(rates))})" if len(rates) > 1 else ""
         failed = sum(run.failed for run in row.runs)
         short = f"; {failed} failed" if failed else ""
-        rate, tpot, ttft, beside = (
+        rate, tpot, ttft, itl, beside = (
             statistics.median(getattr(run, name) for run in row.runs)
-            for name in ("rate", "tpot_ms", "ttft_ms", "beside")
+            for name in ("rate", "tpot_ms", "ttft_ms", "itl_p99_ms", "beside")
         )
         share = f"{row.floor_ms / tpot:.0%}" if row.floor_ms and tpot else ""
         lines.append(
-            f"| {load.title} | {_short(rate)}{spread}{short} | {tpot:.2f} | {ttft:.1f} "
+            f"| {load.title} | {_short(rate)}{spread}{short} | {tpot:.2f} | {ttft:.1f} | {itl:.1f} "
             f"| {f'{row.floor_ms:.2f}' if row.floor_ms else ''} | {share} | {_goal(load, rate, 0.0)} "
             f"| {load.vllm} | {_short(beside) if beside else ''} | {row.start_s:.1f} | {row.apis} "
             f"| {row.memory_mib or ''} |"
@@ -623,27 +697,33 @@ def _written(rows: list[Row]) -> list[str]:
 
 
 def floor_ms(setup: Setup, load: Load, options: argparse.Namespace) -> float:
-    """The minimum time of a step: reading the weights it uses and all keys and values once."""
+    """The minimum time of a step: reading the weights it uses and all keys and values once, or its products.
+    A step of conversations also runs its share of prompts: those that come for as many answers."""
     file = folder_of(setup.model, options) / "config.json"
-    if load.kind != "gen" or not file.exists():
+    if load.kind not in ("gen", "chat") or not file.exists():
         return 0.0
     config = json.loads(file.read_text())
     width, layers, rows = config["hidden_size"], config["num_hidden_layers"], load.concurrency or 1
     head = config.get("head_dim") or width // config["num_attention_heads"]
     keys = 2 * head * config.get("num_key_value_heads", config["num_attention_heads"])
     attention = width * (2 * head * config["num_attention_heads"] + keys)
+    used = 1.0  # share of the weights of its experts that a token uses
     if experts := config.get("num_experts"):
-        missed = (
-            1 - config["num_experts_per_tok"] / experts
-        ) ** rows  # probability that no row chooses an expert
-        feed = 3 * width * config["moe_intermediate_size"] * experts * (1 - missed)
+        used = config["num_experts_per_tok"] / experts
+        missed = (1 - used) ** rows  # probability that no row chooses an expert
+        feed = 3 * width * config["moe_intermediate_size"] * experts
+        read_feed = feed * (1 - missed)
     else:
-        feed = 3 * width * config["intermediate_size"]
-    weight = 1 if "fp8" in setup.flags else 2  # bytes
-    length = 2 + (options.output_len or load.tokens) / 2  # mean tokens of a row
-    read = layers * (attention + feed) * weight + config["vocab_size"] * width * 2
-    read += rows * length * keys * layers * 2
-    return float(read / MEMORY_BYTES_S * 1000)
+        feed = read_feed = 3 * width * config["intermediate_size"]
+    weight = 1 if "--quantization" in setup.flags else 2  # bytes
+    kv_bytes = 1 if "--kv-cache-dtype" in setup.flags else 2
+    made = options.output_len or load.tokens
+    length = load.prompt_tokens + made / 2  # mean tokens of a row
+    read = layers * (attention + read_feed) * weight + config["vocab_size"] * width * 2
+    read += rows * length * keys * layers * kv_bytes
+    tokens = rows * (1 + load.prompt_tokens / made)  # of a step on average
+    products = 2 * tokens * layers * (attention + feed * used)
+    return 1000 * max(read / MEMORY_BYTES_S, products / PRODUCTS_S[weight])
 
 
 def _pooled(rows: list[Row]) -> list[str]:
@@ -798,7 +878,8 @@ def _save(path: Path, lines: list[str], options: argparse.Namespace) -> None:
         f"{options.rounds} rounds of {options.seconds:g} s, {options.clients} load processes beside the "
         "server, dummy weights; rows of `random` loads are token ids, one in a request. S2 computes every row"
         f"{' once for all clients' if options.share else ', though its clients send the same ones'}. "
-        "The floor is the matrix products alone; of generation, weights, keys and values read once.\n\n"
+        "The floor is the matrix products alone; of generation, weights, keys and values read once, or the "
+        "products of prompts and answers, whichever takes longer.\n\n"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(head + notes + "\n".join(lines) + "\n")

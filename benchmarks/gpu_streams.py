@@ -20,20 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from model_shapes import QWEN3_8B, derive
 
 from penstock import Engine
 from penstock.errors import PenstockError
 from penstock.types import GeneratedTokens, GeneratePlan, PoolingParams, Request, SamplerParams, Task
-
-QWEN3_8B = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "tie_word_embeddings": False,
-}
 
 
 class TokenTimes:
@@ -163,18 +154,6 @@ def measure(given: argparse.Namespace) -> list[dict[str, float]]:
     return found
 
 
-def shaped(folder: str, into: str) -> str:
-    """A folder with the same tokenizer, and a configuration of Qwen3-8B's shape."""
-    source, target = Path(folder), Path(into) / "qwen3-8b-shape"
-    target.mkdir()
-    for file in source.iterdir():
-        if file.name == "config.json":
-            (target / file.name).write_text(json.dumps(json.loads(file.read_text()) | QWEN3_8B))
-        elif file.suffix != ".safetensors":
-            (target / file.name).symlink_to(file.resolve())
-    return str(target)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", help="configuration and tokenizer of a Qwen3 model")
@@ -194,7 +173,9 @@ def main() -> None:
         return
     found: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as work:
-        folder = given.folder if given.as_is else shaped(given.folder, work)
+        folder = given.folder
+        if not given.as_is:
+            folder = str(derive(Path(folder), Path(work) / "qwen3-8b", QWEN3_8B))
         for target in given.targets:
             command = [
                 sys.executable,

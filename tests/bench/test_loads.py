@@ -23,7 +23,9 @@ def loads() -> ModuleType:
     spec = importlib.util.spec_from_file_location("gpu_loads", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = sys.modules["gpu_loads"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))  # it imports other scripts
+        spec.loader.exec_module(module)
     return module
 
 
@@ -77,6 +79,20 @@ def test_the_floor_counts_all_bytes_that_a_step_reads(loads: ModuleType, tmp_pat
         wanted = 2 * (attention + feed) * weight + 1000 * 64 * 2 + 4 * 12 * keys * 2 * 2
         found = loads.floor_ms(loads.Setup(name, name, (rows,), flags), rows, options)
         assert found == pytest.approx(wanted / loads.MEMORY_BYTES_S * 1000)
+
+
+def test_the_floor_of_conversations_is_that_of_their_prompts_where_products_take_longer(
+    loads: ModuleType, tmp_path: Path
+) -> None:
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 10}
+    (tmp_path / "dense").mkdir()
+    (tmp_path / "dense/config.json").write_text(json.dumps(shape | {"intermediate_size": 100_000}))
+    options = argparse.Namespace(models=str(tmp_path), output_len=None)
+    load = loads.Load("x", "x", "chat", 20, 1000, prompt_tokens=2000)
+    operations = 2 * (1000 * 101) * 2 * (64 * 4 * 64 + 3 * 64 * 100_000)
+    for weight, flags in ((2, ()), (1, ("--quantization", "fp8"))):
+        found = loads.floor_ms(loads.Setup("dense", "dense", (load,), flags), load, options)
+        assert found == pytest.approx(1000 * operations / loads.PRODUCTS_S[weight])
 
 
 def test_a_trace_separates_work_from_gaps(loads: ModuleType) -> None:
