@@ -52,7 +52,7 @@ def check_vision(file: Path, architecture: Architecture, config: Mapping[str, An
     for name in ("text", "vision"):
         _check_repeated(file, config, name)
     known = KNOWN_KEYS | architecture.family.vision_defaults.keys() | {"projection_dim", "model_type"}
-    known |= frozenset() if architecture.family.is_dual else _HARMLESS
+    known |= {"vision_use_head"} if architecture.family.is_dual else _HARMLESS
     unknown = [key for key, value in given.items() if value and key not in known and not key.startswith("_")]
     if unknown:
         raise ModelLoadError(

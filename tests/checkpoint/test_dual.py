@@ -61,6 +61,7 @@ def test_siglip_pads_texts_to_the_length_that_it_was_trained_with(tmp_path: Path
         (lambda config: config["vision_config"].update(image_size=48), "has to be 48, as image_size"),
         (lambda config: config["vision_config"].update(window_size=7), "vision_config.window_size = 7"),
         (lambda config: config["vision_config"].update(num_channels=1), "num_channels = 1"),
+        (lambda config: config["vision_config"].update(vision_use_head=False), "vision_use_head = "),
         (lambda config: config["vision_config"].update(patch_size="8"), "patch_size"),
         (lambda config: config["text_config"].update(eos_token_id=[1, 2]), "eos_token_id"),
         (lambda config: config.update(text_config_dict={"hidden_size": 65}), "text_config_dict.hidden_size"),
