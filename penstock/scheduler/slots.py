@@ -189,6 +189,10 @@ class SlotTable:
         lost[slots[~computed]] = True
         self.num_computed += np.where(lost, 0, more).astype(np.int32)
 
+    def num_to_run(self, slot: int) -> int:
+        """Tokens of a sequence that have not run and are in no step in flight."""
+        return int(self.num_tokens[slot] - self.num_computed[slot])
+
     def schedule(self, slots: Ints, counts: Ints) -> NDArray[np.bool_]:
         """Count tokens as computed. Returns which sequences sample: those whose last token is among them."""
         ends = self.num_computed[slots] + counts

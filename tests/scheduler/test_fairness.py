@@ -380,7 +380,7 @@ def test_a_prompt_does_not_wait_for_the_hundreds_that_another_client_has_queued(
     scheduler.add(single)
     scheduler.cancel("flood-0")  # a slot is free
     scheduler.schedule(0.0)
-    running = {scheduler._slots[slot].request.id for slot in scheduler._running}
+    running = {scheduler._slots[slot].request.id for slot in scheduler._active.running}
     assert "single" in running
     scheduler.check_integrity()
     scheduler.clear()
@@ -395,7 +395,7 @@ def test_prompts_of_clients_begin_in_turns_by_weight() -> None:
             request.client, request.weight = client, weight
             scheduler.add(request)
     scheduler.schedule(0.0)
-    begun = Counter(scheduler._slots[slot].request.client for slot in scheduler._running)
+    begun = Counter(scheduler._slots[slot].request.client for slot in scheduler._active.running)
     assert begun == {"a": 4, "b": 8}
 
 
