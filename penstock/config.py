@@ -400,6 +400,11 @@ def _draft(
     machine: Machine,
 ) -> Resolved:
     """The settings of a draft model: those of the engine's model, but for what is the draft's own."""
+    if target.device == "null":
+        raise ConfigError(
+            "speculative_config: device null computes nothing, so it runs no draft model; use prompt lookup",
+            param="speculative_config",
+        )
     positions = model.max_positions or model.max_model_len
     if (given := speculation.max_model_len) is not None and given > positions:
         raise ConfigError(
