@@ -1,4 +1,4 @@
-"""Speculation with a draft model: the same tokens as without it, whatever the draft is and whatever happens."""
+"""Speculation with a draft model: the same tokens as without it, whatever the draft is."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from tests.checkpoints import write_bert
 from tests.generation import direct, fakes
 from tests.generation.fakes import Answers, MemoryRunner, continued, generation_request, make_core
 from tests.generation.families import check_nothing_is_held, engine, prompts, write
-from tests.generation.speculative import REPETITIVE, speculation_of
-from tests.generation.test_speculation import KINDS
+from tests.generation.speculative import KINDS, REPETITIVE, speculation_of
 from tests.thinning import num_examples
 
 ROWS = prompts() + REPETITIVE
