@@ -57,6 +57,8 @@ def question(seed: int, num_passages: int) -> str:
 class KnownContinuations:
     """Proposes tokens of outputs that are known, each of them right with a given chance."""
 
+    is_free = True
+
     def __init__(self, slots: SlotTable, num_tokens: int, rows: list[list[int]], acceptance: float) -> None:
         self.num_tokens = num_tokens
         self._slots, self._acceptance = slots, acceptance
@@ -64,7 +66,7 @@ class KnownContinuations:
         self._row_of: dict[int, Ints] = {}
         self._draw = np.random.default_rng(1)
 
-    def propose(self, slots: Ints) -> Proposals:
+    def propose(self, slots: Ints, max_counts: Ints) -> Proposals:
         proposed = np.zeros((len(slots), self.num_tokens), dtype=np.int32)
         counts = np.zeros(len(slots), dtype=np.int32)
         for index, slot in enumerate(slots.tolist()):

@@ -267,6 +267,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     generates: bool = False
     generate_prefixes: bool = False  # sequences that generate share cached prefixes
     speculation: SpeculativeConfig | None = None  # None: a sequence runs one token a step
+    draft: Resolved | None = None  # the settings of the draft model; None: there is none
     kv_cache_bytes: int = 0  # 0: a share of the free memory of the device
     kv_cache_is_fp8: bool = False
     kv_share: float = 0.8  # of the memory that the weights leave free; the rest is for activations
@@ -295,6 +296,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     shares_prefixes: bool = False  # rows are expected to begin with the same tokens
     generates: bool = False
     is_static: bool = False  # a table of token vectors, without layers
+    draft: ModelFacts | None = None  # of its draft model
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -384,7 +386,55 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
     )
     for name in ("profile_steps", "max_num_seqs", "max_queued_tokens", "pipeline_depth", "threads"):
         _positive(name, getattr(resolved, name))
-    return resolved
+    if model.draft is None or resolved.speculation is None or resolved.speculation.model is None:
+        return resolved
+    draft = _draft(config, resolved, resolved.speculation, model.draft, machine)
+    return msgspec.structs.replace(resolved, draft=draft)
+
+
+def _draft(
+    config: EngineConfig,
+    target: Resolved,
+    speculation: SpeculativeConfig,
+    model: ModelFacts,
+    machine: Machine,
+) -> Resolved:
+    """The settings of a draft model: those of the engine's model, but for what is the draft's own."""
+    if target.device == "null":
+        raise ConfigError(
+            "speculative_config: device null computes nothing, so it runs no draft model; use prompt lookup",
+            param="speculative_config",
+        )
+    positions = model.max_positions or model.max_model_len
+    if (given := speculation.max_model_len) is not None and given > positions:
+        raise ConfigError(
+            f"speculative_config: max_model_len is {given}, but the draft model has {positions} positions",
+            param="speculative_config",
+        )
+    own = EngineConfig(
+        model=speculation.model,
+        device=target.device,
+        dtype=target.dtype,
+        quantization=speculation.quantization,
+        max_model_len=min(target.max_model_len, given or positions),
+        max_num_batched_tokens=target.max_num_batched_tokens,
+        max_num_seqs=target.max_num_seqs,
+        # All steps of a proposal are in flight together, behind one that reads known tokens.
+        pipeline_depth=speculation.num_speculative_tokens + 1,
+        threads=target.threads,
+        load_format=config.load_format,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=False,
+        kv_cache_dtype=config.kv_cache_dtype,
+        enforce_eager=config.enforce_eager,
+        graph_capture_seconds=config.graph_capture_seconds,
+        graph_history=False,
+        seed=config.seed,
+    )
+    try:
+        return resolve(own, msgspec.structs.replace(model, generates=True), machine)
+    except ConfigError as error:
+        raise ConfigError(f"speculative_config: {error.message}", param="speculative_config") from None
 
 
 CPU_STEP_TOKENS = 1024  # a step's activations fit in the CPU cache; measured by benchmarks/cpu_profile.py
@@ -540,6 +590,12 @@ def _speculation(config: EngineConfig, model: ModelFacts) -> SpeculativeConfig |
     if settings is not None and not model.generates:
         raise ConfigError(
             "speculative_config needs a model that generates text; this one does not. Leave it out",
+            param="speculative_config",
+        )
+    if settings is not None and settings.model is not None and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            "speculative_config: a draft model needs a model on one device, but tensor_parallel_size is "
+            f"{config.tensor_parallel_size}; use 1, or prompt lookup",
             param="speculative_config",
         )
     return settings

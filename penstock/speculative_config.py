@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -11,17 +11,34 @@ from penstock.errors import ConfigError
 MAX_SPECULATIVE_TOKENS = 31  # for a sequence and a step; its rows are one more
 MAX_LOOKUP = 32  # tokens of an n-gram
 _PARAM = "speculative_config"
-_EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+_SHARED_KEYS = ("method", "num_speculative_tokens", "adaptive")
+_KEYS = {  # by method
+    "ngram": (*_SHARED_KEYS, "prompt_lookup_max", "prompt_lookup_min"),
+    "draft_model": (
+        *_SHARED_KEYS,
+        "model",
+        "revision",
+        "quantization",
+        "max_model_len",
+        "draft_tensor_parallel_size",
+    ),
+}
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Prompt lookup: the tokens that followed the last n-gram of a sequence when it came before."""
+    """Prompt lookup, which proposes the tokens that followed the last n-gram of a sequence when it came
+    before; or a draft model, which is smaller than the engine's and has the same vocabulary."""
 
     method: str = "ngram"
     num_speculative_tokens: int = 4  # proposed for a sequence and a step
+    adaptive: bool = True  # off where it loses; else every proposal runs
     prompt_lookup_max: int | None = None  # tokens of the longest n-gram; None: 4, or the shortest one's
     prompt_lookup_min: int | None = None  # tokens of the shortest n-gram; None: 2, or the longest one's
-    adaptive: bool = True  # off where it loses; else every proposal runs
+    model: str | None = None  # of the draft: folder or hub id
+    revision: str | None = None
+    quantization: Literal["int8", "fp8"] | None = None
+    max_model_len: int | None = None  # tokens up to which it drafts; None: as many as it can read
+    draft_tensor_parallel_size: int = 1
 
     @property
     def max_ngram(self) -> int:
@@ -36,22 +53,22 @@ def read_speculative_config(given: dict[str, Any]) -> SpeculativeConfig | None:
     """The settings, or None if there are none; `ConfigError` for what is not understood."""
     if not given:
         return None
-    if "model" in given or given.get("method") == "draft_model":
-        raise ConfigError(
-            f"{_PARAM}: draft models are not supported; use prompt lookup, such as {_EXAMPLE}", param=_PARAM
-        )
-    accepted = SpeculativeConfig.__struct_fields__
+    method = given.get("method", "draft_model" if "model" in given else "ngram")
+    if (accepted := _KEYS.get(method) if isinstance(method, str) else None) is None:
+        raise ConfigError(f"{_PARAM}: method is {method!r}; use {' or '.join(_KEYS)}", param=_PARAM)
     if unknown := [key for key in given if key not in accepted]:
         raise ConfigError(
-            f"{_PARAM} has the unknown key {unknown[0]!r}; use {', '.join(accepted)}", param=_PARAM
+            f"{_PARAM} has the key {unknown[0]!r}, which is unknown with method {method}; use "
+            f"{', '.join(accepted)}",
+            param=_PARAM,
         )
-    if (method := given.get("method", "ngram")) != "ngram":
-        raise ConfigError(f"{_PARAM}: method is {method!r}; use ngram", param=_PARAM)
     try:
-        config = msgspec.convert(given, SpeculativeConfig)
+        config = msgspec.convert({**given, "method": method}, SpeculativeConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{_PARAM}: {error}", param=_PARAM) from None
     _check_range("num_speculative_tokens", config.num_speculative_tokens, MAX_SPECULATIVE_TOKENS)
+    if method == "draft_model":
+        _check_draft(config)
     for name in ("prompt_lookup_max", "prompt_lookup_min"):
         if (value := getattr(config, name)) is not None:
             _check_range(name, value, MAX_LOOKUP)
@@ -66,3 +83,19 @@ def read_speculative_config(given: dict[str, Any]) -> SpeculativeConfig | None:
 def _check_range(name: str, value: int, most: int) -> None:
     if not 1 <= value <= most:
         raise ConfigError(f"{_PARAM}: {name} is {value}; use 1 to {most}", param=_PARAM)
+
+
+def _check_draft(config: SpeculativeConfig) -> None:
+    if not config.model:
+        raise ConfigError(
+            f'{_PARAM}: method draft_model needs the key model, such as {{"model": "Qwen/Qwen3-0.6B"}}',
+            param=_PARAM,
+        )
+    if config.draft_tensor_parallel_size != 1:
+        raise ConfigError(
+            f"{_PARAM}: draft_tensor_parallel_size is {config.draft_tensor_parallel_size}; a draft model "
+            "runs on one device, so use 1",
+            param=_PARAM,
+        )
+    if config.max_model_len is not None and config.max_model_len < 1:
+        raise ConfigError(f"{_PARAM}: max_model_len is {config.max_model_len}; use at least 1", param=_PARAM)

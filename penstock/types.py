@@ -634,6 +634,14 @@ class Join:
     params: SamplerParams
     prompt_ids: Ints  # [prompt]
     output_ids: Ints | None = None  # tokens sampled before, of a sequence that starts again
+    stream: int | None = None  # of its noise, where it has no seed; None: the sampler's next
+
+
+class Rewind(NamedTuple):
+    """Sequences of a draft model, whose samples do not all count: how many tokens each has really sampled."""
+
+    slots: Ints  # [sequences]
+    num_sampled: Ints  # [sequences]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -694,6 +702,7 @@ class SamplePlan:
     masks: tuple[tuple[int, Ints], ...] = ()  # slot → the tokens that it may sample next, 32 to a word
     prompts: PromptPlan | None = None  # None: nobody asked for prompt log probabilities
     verify: VerifyPlan | None = None  # None: no row runs a proposed token
+    rewind: Rewind | None = None  # before this step, after the joins; None: every sample counted
 
 
 @dataclass(frozen=True, slots=True, eq=False)

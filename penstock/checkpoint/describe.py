@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.checkpoint import static
 from penstock.checkpoint.adapters import adapter_names
+from penstock.checkpoint.draft import check_draft
 from penstock.checkpoint.dual import read_dual
 from penstock.checkpoint.families import Architecture, Family, read_architecture, text_tower
 from penstock.checkpoint.files import (
@@ -54,6 +55,7 @@ from penstock.checkpoint.unsupported import why_no_config
 from penstock.checkpoint.vision_tower import check_vision, image_processor
 from penstock.config import EngineConfig, PoolerConfig
 from penstock.errors import ModelLoadError
+from penstock.speculative_config import read_speculative_config
 from penstock.types import LABELLED_TASKS, Task
 
 
@@ -94,7 +96,23 @@ def describe(config: EngineConfig) -> ModelSpec:
     if is_adapter:
         check_merged(folder, spec.config, generates=spec.generates)
         spec = msgspec.structs.replace(spec, merges_adapter=True)
-    return _with_default_task(spec, config.pooler_config.task)
+    return _with_draft(_with_default_task(spec, config.pooler_config.task), config)
+
+
+def _with_draft(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
+    """The model with its draft model, if it has one. That a model which does not generate has none is for
+    `resolve` to say."""
+    settings = read_speculative_config(config.speculative_config)
+    if settings is None or settings.model is None or not spec.generates:
+        return spec
+    try:
+        draft = describe(
+            EngineConfig(model=settings.model, revision=settings.revision, download_dir=config.download_dir)
+        )
+    except ModelLoadError as error:
+        raise ModelLoadError(f"speculative_config: {error.message}", param="speculative_config") from error
+    check_draft(spec, draft)
+    return msgspec.structs.replace(spec, draft=draft if draft.generates else with_generation(draft, True))
 
 
 def _with_default_task(spec: ModelSpec, name: str | None) -> ModelSpec:

@@ -80,6 +80,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     why_not_generate: str | None = "no checkpoint was read"  # None: it can
     generates_by_default: bool = False
     merges_adapter: bool = False  # that in its root, as the weights are read
+    draft: ModelSpec | None = None  # the model that proposes tokens to this one
 
     @property
     def generates(self) -> bool:
@@ -133,6 +134,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             shares_prefixes=self.shares_prefixes,
             generates=self.generates,
             is_static=self.static is not None,
+            draft=None if self.draft is None else self.draft.facts,
         )
 
     @property

@@ -579,7 +579,8 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         metavar=_JSON,
         help="Speculative decoding: propose tokens that came before, and verify them together, such as "
         '\'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, '
-        '"prompt_lookup_min": 2}\'. Output does not change. It is off by itself where it loses; '
+        '"prompt_lookup_min": 2}\'; or those of a smaller model with the same tokenizer, such as '
+        '\'{"model": "Qwen/Qwen3-0.6B"}\'. Output does not change. It is off by itself where it loses; '
         '"adaptive": false keeps it on.',
     ),
     Flag(

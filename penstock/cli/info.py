@@ -65,6 +65,7 @@ def gather(config: EngineConfig) -> dict[str, Any]:
         "similarity": spec.similarity,
         "prompts": spec.prompts,
         "default_prompt": spec.default_prompt_name,
+        "draft_model": None if spec.draft is None else spec.draft.name,
         "load": _load(config, spec, weights["parameters"]),
     }
 
@@ -160,6 +161,7 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str | None]]:
         *_vector_lines(facts),
         ("similarity", facts["similarity"]),
         ("prompts", _prompts_line(facts)),
+        ("draft model", facts["draft_model"]),
         ("would load", _load_line(facts["load"])),
     ]
 

@@ -8,19 +8,21 @@ from threading import Lock
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
+from penstock.engine.draft import DraftProposer
 from penstock.engine.grammars import Compiled, Grammars
 from penstock.engine.loop import EngineCore, StepStats
 from penstock.errors import DeviceFailed, NotPossible
 from penstock.inputs.constraints import GrammarCompiler, rejected
 from penstock.inputs.grammar_sandbox import GrammarSandbox
 from penstock.kvcache.blocks import BlockPool
-from penstock.runner.base import BLOCK_SIZE
+from penstock.runner.base import BLOCK_SIZE, DraftRunner
 from penstock.runner.load import Loaded, load_runner
 from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
 from penstock.scheduler.image_cache import ImageCache
 from penstock.scheduler.prompt_lookup import PromptLookup
 from penstock.scheduler.scheduler import Budget, Chunking, Scheduler
 from penstock.scheduler.slots import SlotTable
+from penstock.scheduler.speculation import Proposer
 from penstock.scheduler.vector_cache import VectorCache
 from penstock.speculative_config import SpeculativeConfig
 from penstock.types import Grammar, PoolingParams
@@ -45,7 +47,7 @@ def build_core(
         if loaded.replays_mixed_steps is not None:
             generation.can_mix_steps = loaded.replays_mixed_steps
         if settings.speculation is not None:
-            _enable_speculation(generation, settings.speculation)
+            _enable_speculation(generation, settings.speculation, loaded.draft)
     core = EngineCore(
         loaded.runner,
         scheduler,
@@ -56,6 +58,7 @@ def build_core(
         generation=generation,
         background_step_s=settings.background_step_ms / 1000,
     )
+    _mark_drafts(core)
     core.max_queue_s = settings.max_queue_seconds
     core.sleeper = loaded.sleeper
     core.background = loaded.background
@@ -122,11 +125,29 @@ def _generation_limits(spec: ModelSpec, settings: Resolved) -> GenerationLimits:
     )
 
 
-def _enable_speculation(generation: GenerationScheduler, config: SpeculativeConfig) -> None:
-    def prompt_lookup(slots: SlotTable) -> PromptLookup:
-        return PromptLookup(slots, config.num_speculative_tokens, config.min_ngram, config.max_ngram)
+def _enable_speculation(
+    generation: GenerationScheduler, config: SpeculativeConfig, draft: DraftRunner | None
+) -> None:
+    def make_proposer(slots: SlotTable) -> Proposer:
+        if draft is None:
+            return PromptLookup(slots, config.num_speculative_tokens, config.min_ngram, config.max_ngram)
+        return DraftProposer(
+            slots,
+            draft,
+            num_tokens=config.num_speculative_tokens,
+            vocab_size=generation.limits.vocab_size,
+            block_size=generation.pool.block_size,
+            max_tokens=generation.limits.max_tokens,
+        )
 
-    generation.enable_speculation(prompt_lookup, is_adaptive=config.adaptive)
+    generation.enable_speculation(make_proposer, is_adaptive=config.adaptive)
+
+
+def _mark_drafts(core: EngineCore) -> None:
+    """Show waits for the draft model as launches, which may block for long."""
+    speculation = None if core.generation is None else core.generation.speculation
+    if speculation is not None and isinstance(speculation.proposer, DraftProposer):
+        speculation.proposer.mark_wait = lambda waits: core.mark_launch(core.clock() if waits else 0.0)
 
 
 def _token_bytes(spec: ModelSpec, params: PoolingParams) -> int:

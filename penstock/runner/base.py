@@ -35,6 +35,16 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
+class DraftRunner(NamedTuple):
+    """A runner of a draft model, whose KV cache has the same blocks as that of the engine's model."""
+
+    runner: Runner
+    name: str
+    vocab_size: int
+    max_length: int  # tokens of a sequence that it can read
+    padding_slot: int  # of its sampler: samples of this slot go to nobody
+
+
 class BackgroundSteps(Protocol):
     """Runs one background step at a time, which the runner's other steps interrupt. They finish first."""
 

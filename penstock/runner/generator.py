@@ -100,9 +100,11 @@ class Generator:
             if slot in held:  # a sequence may be gone before the sampler was given it
                 self.sampler.leave(slot)
         for join in sample.joins:
-            self.sampler.join(join.slot, join.params, join.prompt_ids, join.output_ids)
+            self.sampler.join(join.slot, join.params, join.prompt_ids, join.output_ids, join.stream)
         for slot, mask in sample.masks:
             self.sampler.mask(slot, mask)
+        if sample.rewind is not None:
+            self.sampler.rewind(*sample.rewind)
 
     def feed(self, batch: Batch, sample: SampleTensors) -> Batch:
         """Fill in the tokens that earlier steps have sampled."""

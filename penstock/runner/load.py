@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,15 @@ from penstock.checkpoint.sizes import check_memory, check_weight_files
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, Machine, Resolved, available_cpus, resolve
 from penstock.errors import ConfigError, DeviceFailed, ModelLoadError
-from penstock.runner.base import BLOCK_SIZE, AdapterStore, BackgroundSteps, IdleWork, Runner, Sleeper
+from penstock.runner.base import (
+    BLOCK_SIZE,
+    AdapterStore,
+    BackgroundSteps,
+    DraftRunner,
+    IdleWork,
+    Runner,
+    Sleeper,
+)
 from penstock.runner.cpu_memory import total_memory_bytes
 from penstock.types import PoolingParams, Task
 
@@ -84,6 +92,7 @@ class Loaded:
     # Whether steps of prompts beside decodes run as CUDA graphs now. None: no step does.
     replays_mixed_steps: Callable[[], bool] | None = None
     idle_work: IdleWork | None = None  # None: the runner has none
+    draft: DraftRunner | None = None  # None: no draft model proposes tokens
     # Calls a function, on another thread, if the device is lost while no step runs.
     watch: Callable[[OnDeviceFailed], None] | None = None
 
@@ -154,6 +163,7 @@ class Parts(NamedTuple):
     generator: Generator | None
     num_blocks: int  # of the cache
     images: ImageRunner | None = None
+    draft: Parts | None = None  # of the draft model
 
 
 def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
@@ -162,12 +172,12 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
         import torch
 
         from penstock.runner.model_runner import ModelRunner
-        from penstock.runner.sleep import ModelSleeper
 
     device = torch.device(settings.device)
     if device.type == "cpu":
         torch.set_num_threads(settings.threads)
-    model, pooler, cache, generator, blocks, images = _build_parts(spec, settings, watch)
+    parts = _build_parts(spec, settings, watch)
+    model, pooler, cache, generator, blocks, images, _ = parts
     num_cached_vectors = num_vectors(pooler)
     runner = ModelRunner(
         model,
@@ -182,10 +192,12 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     runner.graph_history = _graph_history(spec, settings) if runner.graphs is not None else None
     adapters = runner.adapters = _adapter_pool(model, settings, runner)
     warm_up_runner(runner, spec, settings, blocks, watch)
+    draft = None if parts.draft is None else _draft_runner(parts.draft, spec, settings, runner, watch)
     log.info("%s", watch)
     warn_of_unmarked(spec)
     # The KV cache must have as many blocks again, however much memory is free then.
-    cache_bytes = 0 if cache is None else cache.store.nbytes
+    caches = [cache, None if parts.draft is None else parts.draft.cache]
+    cache_bytes = sum(each.store.nbytes for each in caches if each is not None)
     again = msgspec.structs.replace(settings, kv_cache_bytes=cache_bytes)
 
     def install() -> None:
@@ -194,6 +206,8 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
         if parts.num_blocks != blocks:
             raise ModelLoadError(f"the KV cache has {parts.num_blocks} blocks instead of {blocks}")
         runner.install(parts.model, parts.pooler, parts.cache, parts.generator, parts.images)
+        if draft is not None and (made := parts.draft) is not None:
+            draft.install(made.model, made.pooler, made.cache, made.generator)
         if adapters is not None and (sites := adapter_sites(parts.model)) is not None:
             adapters.attach(sites)
 
@@ -203,14 +217,79 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
         blocks,
         num_cached_vectors,
         num_features,
-        ModelSleeper(runner, spec.path, install),
+        _sleeper(runner, draft, spec, install),
         background=runner.background,
         adapters=runner.adapters,
         replays_mixed_steps=(lambda: runner.mixed is None or runner.mixed.is_usable)
         if settings.graphs
         else None,
         idle_work=runner if runner.graphs is not None else None,
+        draft=None if draft is None else _described_draft(draft, spec, settings),
     )
+
+
+def _sleeper(
+    runner: ModelRunner, draft: ModelRunner | None, spec: ModelSpec, install: Callable[[], None]
+) -> Sleeper:
+    from penstock.runner.sleep import ModelSleeper
+
+    if draft is None or spec.draft is None:
+        return ModelSleeper(runner, spec.path, install)
+    return ModelSleeper(runner, spec.path, install, draft=draft, draft_folder=spec.draft.path)
+
+
+def _described_draft(runner: ModelRunner, spec: ModelSpec, settings: Resolved) -> DraftRunner:
+    assert spec.draft is not None and settings.draft is not None and runner.generator is not None
+    max_length = settings.draft.max_model_len
+    vocab_size, padding_slot = spec.draft.vocab_size, runner.generator.padding_slot
+    return DraftRunner(runner, spec.draft.name, vocab_size, max_length, padding_slot)
+
+
+def _draft_runner(
+    parts: Parts, spec: ModelSpec, settings: Resolved, target: ModelRunner, watch: Stopwatch
+) -> ModelRunner:
+    """The runner of a draft model, whose steps take turns with those of the target."""
+    from penstock.runner.model_runner import ModelRunner
+
+    assert spec.draft is not None and settings.draft is not None and settings.speculation is not None
+    own = settings.draft
+    runner = ModelRunner(
+        parts.model,
+        parts.pooler,
+        target.device,
+        own.pipeline_depth,
+        parts.cache,
+        parts.generator,
+        graphs=own.graphs,
+        beside=target,
+    )
+    _warm_up_draft(runner, own, parts.num_blocks, watch)
+    log.info(
+        "the draft model %s proposes up to %d tokens, in sequences of up to %d",
+        spec.draft.name,
+        settings.speculation.num_speculative_tokens,
+        own.max_model_len,
+    )
+    return runner
+
+
+def _warm_up_draft(runner: ModelRunner, settings: Resolved, blocks: int, watch: Stopwatch) -> None:
+    """Run a prompt and decode, and capture the first graphs of decode steps."""
+    import torch
+
+    from penstock.runner import warmup
+    from penstock.runner.decode import warm_up_keys
+
+    if runner.generator is None or settings.max_model_len < 8:
+        return
+    with watch.timed("draft"):
+        room = min(settings.max_model_len - 3, settings.max_num_batched_tokens)
+        warmup.warm_up_generation(runner, runner.generator.sampler, blocks, room)
+        if runner.decode is not None:
+            with torch.inference_mode():
+                warmup.capture_decode_graphs(
+                    runner.decode, warm_up_keys(settings.max_num_seqs), settings.graph_capture_seconds
+                )
 
 
 def _graph_history(spec: ModelSpec, settings: Resolved) -> GraphHistory | None:
@@ -281,6 +360,10 @@ def _build_parts(spec: ModelSpec, settings: Resolved, watch: Stopwatch) -> Parts
     use_device(device)
     with watch.timed("weights"):
         model, pooler = build_weights(spec, settings, device)
+    draft_model, draft = None, None
+    if spec.draft is not None and settings.draft is not None:
+        with watch.timed("draft weights"):
+            draft_model, draft_pooler = build_weights(spec.draft, settings.draft, device)
     cache, blocks = None, 0
     generator = None
     with watch.timed("memory"):
@@ -289,9 +372,19 @@ def _build_parts(spec: ModelSpec, settings: Resolved, watch: Stopwatch) -> Parts
             if settings.speculation is not None:
                 generator.max_rows *= 1 + settings.speculation.num_speculative_tokens
         if settings.chunked or settings.generates:
-            cache, blocks = make_cache(cast("CausalModel", model), settings, dtype, device)
+            others = [] if draft_model is None else [cast("CausalModel", draft_model)]
+            cache, blocks = make_cache(cast("CausalModel", model), settings, dtype, device, others)
+        if draft_model is not None and settings.draft is not None and generator is not None:
+            own = Generator(
+                draft_model.heads[Task.GENERATE], settings.max_num_seqs, device, generator.sampler.plan.seed
+            )
+            own.max_rows *= 2  # the first step of a proposal may run two tokens of each sequence
+            own_cache = allocate_cache(
+                cast("CausalModel", draft_model), settings.draft, dtype, device, blocks
+            )
+            draft = Parts(draft_model, draft_pooler, own_cache, own, blocks)
         images = _image_runner(model, settings, dtype, device)
-    return Parts(model, pooler, cache, generator, blocks, images)
+    return Parts(model, pooler, cache, generator, blocks, images, draft)
 
 
 _IMAGE_CACHE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
@@ -571,10 +664,15 @@ def _check_layers(spec: ModelSpec, settings: Resolved) -> None:
 
 
 def make_cache(
-    model: CausalModel, settings: Resolved, dtype: torch.dtype, device: torch.device
+    model: CausalModel,
+    settings: Resolved,
+    dtype: torch.dtype,
+    device: torch.device,
+    others: Sequence[CausalModel] = (),
 ) -> tuple[KVCache, int]:
-    """The KV cache and its number of blocks."""
-    blocks = count_blocks(model, settings, dtype, device)
+    """The KV cache and its number of blocks. `others`: models with caches of as many blocks, out of the same
+    memory."""
+    blocks = count_blocks(model, settings, dtype, device, others)
     return allocate_cache(model, settings, dtype, device, blocks), blocks
 
 
@@ -594,15 +692,21 @@ def _cache_dtype(settings: Resolved, dtype: torch.dtype, device: torch.device) -
     return FP8
 
 
-def count_blocks(model: CausalModel, settings: Resolved, dtype: torch.dtype, device: torch.device) -> int:
+def count_blocks(
+    model: CausalModel,
+    settings: Resolved,
+    dtype: torch.dtype,
+    device: torch.device,
+    others: Sequence[CausalModel] = (),
+) -> int:
     """The blocks of the KV cache: as many as were granted, and at least those of one row."""
     import torch
 
     from penstock.kvcache.store import KVStore
 
-    layers, kv_heads, dim = model.kv_shape
     cached = _cache_dtype(settings, dtype, device)
-    block_bytes = BLOCK_SIZE * KVStore.bytes_per_slot(layers, kv_heads, dim, cached)
+    slot_bytes = [KVStore.bytes_per_slot(*each.kv_shape, cached) for each in (model, *others)]
+    block_bytes = BLOCK_SIZE * sum(slot_bytes)
     needed = -(-settings.max_model_len // BLOCK_SIZE)
     enough = needed * settings.max_num_seqs
     granted = settings.kv_cache_bytes or int(settings.kv_share * torch.cuda.mem_get_info(device)[0])

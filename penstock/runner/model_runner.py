@@ -95,9 +95,11 @@ class ModelRunner:
         *,
         graphs: bool = False,
         images: ImageRunner | None = None,
+        beside: ModelRunner | None = None,
     ) -> None:
         """`cache` is needed for plans that use the KV cache, `generator` for those that generate, `images`
-        for those with images."""
+        for those with images. `beside`: another runner of the same device, whose thread this one uses, so
+        that their steps take turns."""
         self.device = device
         self.staging = Staging(device, depth)
         self._uses_graphs = graphs
@@ -113,13 +115,24 @@ class ModelRunner:
         self._no_hidden = torch.empty((0, model.hidden_size), device=device)  # of a step without tokens
         self._pads_steps = pads_steps(device)
         self._trimmer = HeapTrimmer()  # of steps on a CPU
-        self._thread = ThreadPoolExecutor(
-            1, thread_name_prefix="penstock-step", initializer=use_device, initargs=(device,)
-        )
         self._launching_thread = 0  # the last one that launched a step
         self.background: InterruptibleSteps | None = None
-        if device.type == "cpu":
+        self._thread = (
+            ThreadPoolExecutor(
+                1, thread_name_prefix="penstock-step", initializer=use_device, initargs=(device,)
+            )
+            if beside is None
+            else beside.thread
+        )
+        if beside is not None:
+            self.background = beside.background
+        elif device.type == "cpu":
             self.background = InterruptibleSteps(self._run_guarded, self._thread)
+
+    @property
+    def thread(self) -> ThreadPoolExecutor:
+        """The one that steps run on, or are waited for."""
+        return self._thread
 
     def install(
         self,

@@ -171,15 +171,24 @@ class StorageMover:
 
 
 class ModelSleeper:
-    """Puts one `ModelRunner` to sleep and wakes it."""
+    """Puts one `ModelRunner` to sleep and wakes it, and that of its draft model with it."""
 
-    def __init__(self, runner: ModelRunner, folder: Path, install: Callable[[], None]) -> None:
-        """`install` builds the model from the files in `folder` and installs it in the runner."""
+    def __init__(
+        self,
+        runner: ModelRunner,
+        folder: Path,
+        install: Callable[[], None],
+        *,
+        draft: ModelRunner | None = None,
+        draft_folder: Path | None = None,
+    ) -> None:
+        """`install` builds the models from the files in their folders and installs them in the runners."""
         self.runner = runner
+        self._runners = [runner] if draft is None else [runner, draft]
         self.device = runner.device
         self.default_level = 1 if self.device.type == "cuda" else 2
-        self._folder = folder
-        self._files = _fingerprints(folder)
+        folders = [folder] if draft_folder is None else [folder, draft_folder]
+        self._files = {each: _fingerprints(each) for each in folders}
         self._install = install
         self._mover = StorageMover(self.device)
         self._is_uninstalled = False
@@ -195,8 +204,10 @@ class ModelSleeper:
             elif self.device.type == "cuda":
                 self._forget_graphs()
                 self._mover.move_out(self._roots(), self._caches())
-            elif self.runner.cache is not None:
-                self.runner.cache.store.clear()
+            else:
+                for runner in self._runners:
+                    if runner.cache is not None:
+                        runner.cache.store.clear()
             self._return_free_memory()
             return max(0, before - self._used_bytes())
 
@@ -245,37 +256,41 @@ class ModelSleeper:
         if self._is_uninstalled:
             return
         tensors = [weakref.ref(tensor) for tensor in tensors_of(self._roots())]
-        self.runner.uninstall()
+        for runner in self._runners:
+            runner.uninstall()
         self._is_uninstalled = True
         if any(tensor() is not None for tensor in tensors):
             _collect_cycles()
 
     def _check_files(self) -> None:
         """Refuse other weights than those that the server has described and answered with."""
-        found = _fingerprints(self._folder)
-        for name, known in self._files.items():
-            if name not in found:
-                raise ModelLoadError(
-                    f"{name} of {self._folder.name} is gone, so the model cannot be read again"
-                )
-            if found[name] != known:
-                raise ModelLoadError(
-                    f"{name} of {self._folder.name} has changed since the model was loaded; unload and "
-                    "load the model, or restart the server, to serve the new files"
-                )
+        for folder, files in self._files.items():
+            found = _fingerprints(folder)
+            for name, known in files.items():
+                if name not in found:
+                    raise ModelLoadError(
+                        f"{name} of {folder.name} is gone, so the model cannot be read again"
+                    )
+                if found[name] != known:
+                    raise ModelLoadError(
+                        f"{name} of {folder.name} has changed since the model was loaded; unload and "
+                        "load the model, or restart the server, to serve the new files"
+                    )
 
     def _forget_graphs(self) -> None:
-        for graphs in (self.runner.graphs, self.runner.decode, self.runner.mixed):
-            if graphs is not None:
-                graphs.forget()
+        for runner in self._runners:
+            for graphs in (runner.graphs, runner.decode, runner.mixed):
+                if graphs is not None:
+                    graphs.forget()
 
     def _roots(self) -> list[object]:
         """What holds the tensors that live longer than a step."""
-        runner = self.runner
-        roots: list[object] = [runner.model, runner.pooler, runner.cache, runner.generator, runner.images]
-        if runner.graphs is not None:
-            roots += (runner.graphs.integers, runner.graphs.row_numbers)
-        roots += [graphs.integers for graphs in (runner.decode, runner.mixed) if graphs is not None]
+        roots: list[object] = []
+        for runner in self._runners:
+            roots += [runner.model, runner.pooler, runner.cache, runner.generator, runner.images]
+            if runner.graphs is not None:
+                roots += (runner.graphs.integers, runner.graphs.row_numbers)
+            roots += [graphs.integers for graphs in (runner.decode, runner.mixed) if graphs is not None]
         return roots
 
     def _caches(self) -> list[object]:
@@ -283,7 +298,7 @@ class ModelSleeper:
         scorer = self.runner.pooler.scorer
         images = self.runner.images
         return [
-            self.runner.cache,
+            *(runner.cache for runner in self._runners),
             None if scorer is None else scorer.store,
             None if images is None else images.store,
         ]

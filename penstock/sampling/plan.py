@@ -135,19 +135,22 @@ class SlotPlan:
         self.table = np.zeros((total, WIDTH), np.int32)
         self.table[:] = self._row(SamplerParams(temperature=0.0), stream=0)
 
-    def join(self, slot: int, params: SamplerParams, generated: int) -> Need:
+    def join(self, slot: int, params: SamplerParams, generated: int, stream: int | None = None) -> Need:
         """Take the slot. A sequence that was preempted has sampled `generated` tokens before."""
         if not 0 <= slot < self.max_slots:
             raise ValueError(f"slot {slot} is not in 0 … {self.max_slots - 1}")
         if slot in self.held:
             raise ValueError(f"slot {slot} is taken by another sequence, which must leave first")
         check_sampling(params, self.vocab_size)
-        if params.seed is None:
+        if params.seed is not None:
+            stream = 0
+        elif stream is None:
             self._streams += 1
+            stream = self._streams
         entries = _entries(params, generated, self.vocab_size)
         need = _need(params) | (Need.NOTHING if entries is None else Need.ENTRIES)
         row = self.table[slot]
-        row[:] = self._row(params, stream=0 if params.seed is not None else self._streams)
+        row[:] = self._row(params, stream)
         if need & Need.COUNTS:
             row[Column.COUNT_ROW] = self.counts.take()
         if need & Need.MASK:
@@ -210,6 +213,14 @@ class SlotPlan:
         """The same, and count the token that each slot samples."""
         need = self.need(slots)
         self.generated[slots] += 1
+        return need
+
+    def rewind(self, slots: Ints, num_sampled: Ints) -> Need:
+        """Slots have sampled so many tokens, whatever was counted. Returns what a batch of them needs."""
+        need = self.need(slots)
+        if need & (EDITS | Need.TAIL):
+            raise ValueError("a slot whose logits are edited by its tokens cannot be rewound")
+        self.generated[slots] = num_sampled
         return need
 
     def rows(self, slots: Ints, need: Need) -> Ints:

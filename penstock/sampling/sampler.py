@@ -75,10 +75,16 @@ class Sampler:
         self._batch: tuple[int, bytes] = (-1, b"")
 
     def join(
-        self, slot: int, params: SamplerParams, prompt_ids: Ints, output_ids: Ints | None = None
+        self,
+        slot: int,
+        params: SamplerParams,
+        prompt_ids: Ints,
+        output_ids: Ints | None = None,
+        stream: int | None = None,
     ) -> None:
+        """`stream`: of the noise of a sequence without a seed; None: one that no other has."""
         output_ids = _NOTHING if output_ids is None else output_ids
-        need = self.plan.join(slot, params, len(output_ids))
+        need = self.plan.join(slot, params, len(output_ids), stream)
         self._processors.join(slot, need, params, prompt_ids, output_ids)
         self._joined[slot] = len(output_ids)
 
@@ -86,6 +92,14 @@ class Sampler:
         self._processors.leave(slot, self.plan.leave(slot))
         self._joined.pop(slot, None)
         self._changed.discard(slot)
+
+    def rewind(self, slots: Ints, num_sampled: Ints) -> None:
+        """Sample the next tokens of these slots with the noise of those that follow `num_sampled` tokens."""
+        if not self.plan.rewind(slots, num_sampled) & Need.NOISE:
+            return  # nothing else of what they may need depends on it
+        self.flush()
+        at, positions = self._send(np.stack((slots, num_sampled)))
+        self.positions.index_copy_(0, at.long(), positions)
 
     def mask(self, slot: int, bitmask: Ints | None) -> None:
         """Set the tokens that the slot may sample, 32 to a word, lowest bit first; None: all tokens."""

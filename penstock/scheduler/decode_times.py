@@ -1,12 +1,14 @@
 """How long decode steps take with and without speculation, and which of the two is faster.
 
 Times are those from the plan of one decode step to the plan of the next: what a token really takes, with what
-the host adds. Steps of another kind in between are left out.
+the host adds. Steps of another kind in between are left out. A draft model reads the known tokens of a
+sequence once: that time is spread over many steps, and left out where speculation has just been switched on.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _LATEST_WEIGHT = 0.1  # of the latest step in the means
 _MAX_TIMES_MEAN = 4.0  # longer steps are counted as that many times the mean: something else happened
@@ -14,6 +16,7 @@ MIN_STEPS = 8  # of each kind, before their times are compared
 TRIAL_STEPS = 8  # of the kind that is not preferred, to measure it again
 FIRST_TRIAL_AFTER = 256  # steps; each trial that changes nothing doubles it
 LAST_TRIAL_AFTER = 4096
+_CATCH_UP_WEIGHT = 0.02  # of the latest step in the mean time that a draft model reads known tokens
 _UNKNOWN_ROW_COST = 0.1  # tokens that a proposed token costs, before it was measured
 _MIN_ROW_COST = 0.02
 
@@ -23,32 +26,38 @@ class _Mean:
     """Seconds and proposed tokens of a kind of step, the latest ones weighing most."""
 
     num_steps: int = 0
-    seconds: float = 0.0
+    own_s: float = 0.0  # without catching up
+    catch_up_s: float = 0.0
     num_proposed: float = 0.0
 
-    def add(self, seconds: float, num_proposed: int) -> None:
+    def add(self, own_s: float, num_proposed: int) -> None:
         if self.num_steps >= MIN_STEPS:
-            seconds = min(seconds, _MAX_TIMES_MEAN * self.seconds)
+            own_s = min(own_s, _MAX_TIMES_MEAN * self.own_s)
         self.num_steps += 1
         weight = max(_LATEST_WEIGHT, 1 / self.num_steps)
-        self.seconds += weight * (seconds - self.seconds)
+        self.own_s += weight * (own_s - self.own_s)
         self.num_proposed += weight * (num_proposed - self.num_proposed)
+
+    def add_catch_up(self, seconds: float) -> None:
+        self.catch_up_s += _CATCH_UP_WEIGHT * (seconds - self.catch_up_s)
+
+    @property
+    def seconds(self) -> float:
+        return self.own_s + self.catch_up_s
 
     @property
     def is_measured(self) -> bool:
-        return self.num_steps >= MIN_STEPS and self.seconds > 0
+        return self.num_steps >= MIN_STEPS and self.own_s > 0
 
 
-class _Latest:
+class _Latest(NamedTuple):
     """The step that was planned last."""
 
-    __slots__ = ("began_s", "is_speculative", "num_proposed", "num_sequences")
-
-    def __init__(self, began_s: float, num_sequences: int, num_proposed: int, is_speculative: bool) -> None:
-        self.began_s = began_s
-        self.num_sequences = num_sequences
-        self.num_proposed = num_proposed
-        self.is_speculative = is_speculative
+    began_s: float
+    num_sequences: int
+    num_proposed: int
+    is_speculative: bool
+    catch_up_s: float
 
 
 class DecodeTimes:
@@ -57,18 +66,31 @@ class DecodeTimes:
     def __init__(self) -> None:
         self._means: dict[tuple[int, bool], _Mean] = {}
         self._latest: _Latest | None = None
+        self._was_speculative = False  # the step before the next one, whatever came in between
         self._bucket = 0  # of the latest step
         self._trial_left = 0  # steps left of the current trial
         self._trial_is_speculative = False
         self._since_trial = 0
         self._trial_after = FIRST_TRIAL_AFTER
 
-    def begin(self, now_s: float, num_sequences: int, num_proposed: int, *, is_speculative: bool) -> None:
-        """A decode step is planned now; the one before took until now."""
+    def begin(
+        self,
+        now_s: float,
+        num_sequences: int,
+        num_proposed: int,
+        *,
+        is_speculative: bool,
+        catch_up_s: float = 0.0,
+    ) -> None:
+        """A decode step is planned now; the one before took until now. `catch_up_s` of this one go to what a
+        draft model does once for a sequence."""
         if (last := self._latest) is not None:
             mean = self._mean(last.num_sequences.bit_length(), last.is_speculative)
-            mean.add(now_s - last.began_s, last.num_proposed)
-        self._latest = _Latest(now_s, num_sequences, num_proposed, is_speculative)
+            mean.add(max(0.0, now_s - last.began_s - last.catch_up_s), last.num_proposed)
+        if is_speculative and self._was_speculative:
+            self._mean(num_sequences.bit_length(), True).add_catch_up(catch_up_s)
+        self._was_speculative = is_speculative
+        self._latest = _Latest(now_s, num_sequences, num_proposed, is_speculative, catch_up_s)
         self._bucket = num_sequences.bit_length()
         self._since_trial += 1
         self._trial_left -= self._trial_left > 0
@@ -82,7 +104,7 @@ class DecodeTimes:
         plain, speculative = self._mean(bucket, False), self._mean(bucket, True)
         if not (plain.is_measured and speculative.is_measured and speculative.num_proposed > 0):
             return _UNKNOWN_ROW_COST
-        extra = speculative.seconds / plain.seconds - 1
+        extra = speculative.own_s / plain.own_s - 1
         return max(_MIN_ROW_COST, extra * num_sequences / speculative.num_proposed)
 
     def speedup(self, mean_gain: float) -> float:
@@ -91,21 +113,28 @@ class DecodeTimes:
             return 1.0
         return (1 + mean_gain) * plain.seconds / speculative.seconds
 
-    def prefers_speculation(self, tokens_per_step: float, *, is_on: bool, margin: float) -> bool:
+    def prefers_speculation(
+        self, tokens_per_step: float, *, is_on: bool, margin: float, is_gain_known: bool = True
+    ) -> bool:
         """Whether steps that give this many tokens for a sequence beat plain ones. Now and then the other
-        kind runs for a few steps, so that its time is known."""
+        kind runs for a few steps, so that its time is known. Without `is_gain_known`, `tokens_per_step` may
+        be out of date while speculation is off: it is tried even if it gains nothing by that number."""
         if self._trial_left:
             return self._trial_is_speculative
         plain, speculative = self._mean(self._bucket, False), self._mean(self._bucket, True)
         if not plain.is_measured:
             return False
-        if not speculative.is_measured:
-            return tokens_per_step > margin
-        faster = tokens_per_step * plain.seconds / speculative.seconds
-        preferred = faster > (1.0 if is_on else margin)
+        promises_gain = tokens_per_step > margin
+        if speculative.is_measured:
+            faster = tokens_per_step * plain.seconds / speculative.seconds
+            preferred = faster > (1.0 if is_on else margin)
+        elif promises_gain or is_gain_known:
+            return promises_gain
+        else:
+            preferred = False
         if preferred != is_on:
             self._trial_after, self._since_trial = FIRST_TRIAL_AFTER, 0
-        elif self._since_trial >= self._trial_after and (preferred or tokens_per_step > margin):
+        elif self._since_trial >= self._trial_after and (preferred or promises_gain or not is_gain_known):
             self._since_trial, self._trial_left = 0, TRIAL_STEPS
             self._trial_after = min(2 * self._trial_after, LAST_TRIAL_AFTER)
             self._trial_is_speculative = not preferred

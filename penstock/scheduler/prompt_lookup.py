@@ -25,10 +25,14 @@ class Proposals(NamedTuple):
 
     token_ids: Ints  # [sequences, num_tokens]
     counts: Ints  # [sequences], how many of them are proposed
+    seconds: float = 0.0  # that it took to make them
+    catch_up_s: float = 0.0  # the part of it that later proposals do not take again
 
 
 class PromptLookup:
     """Proposes tokens for the slots of a `SlotTable` from their own known tokens."""
+
+    is_free = True
 
     def __init__(self, slots: SlotTable, num_tokens: int, min_ngram: int, max_ngram: int) -> None:
         self.num_tokens = num_tokens
@@ -46,8 +50,9 @@ class PromptLookup:
         """Other sequences have taken these slots."""
         self._num_indexed[slots] = 0
 
-    def propose(self, slots: Ints) -> Proposals:
-        """The continuation of the latest occurrence of the longest n-gram that ends each sequence."""
+    def propose(self, slots: Ints, max_counts: Ints) -> Proposals:
+        """The continuation of the latest occurrence of the longest n-gram that ends each sequence, as long as
+        a proposal may be: it costs no more than a shorter one."""
         self._index(slots)
         tokens, known = self._slots.token_ids, self._slots.num_known[slots]
         found = np.zeros(len(slots), dtype=np.int32)

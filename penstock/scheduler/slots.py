@@ -42,6 +42,7 @@ class SlotTable:
         self.num_logprobs = numbers()  # top tokens that it asks for; -1: no log probabilities
         self.epoch = numbers()  # changes whenever results in flight for the slot become invalid
         self.visit = numbers()  # changes whenever its sequence gets or loses its blocks
+        self.stream = np.zeros(num_slots, dtype=np.int64)  # of its noise, where it has no seed
         self.device_s = np.zeros(num_slots)
         self.is_constrained = np.zeros(num_slots, dtype=bool)
         self.needs_details = np.zeros(num_slots, dtype=bool)  # its outputs carry more than a token id
@@ -49,6 +50,7 @@ class SlotTable:
         self._free = list(range(num_slots - 1, -1, -1))
         self._joins: list[Join] = []
         self._leaves: list[int] = []
+        self._num_assigned = 0
         self._named = (np.zeros(0, dtype=np.int32),) * 2  # the slots and epochs of `_names`
         self._names: SequenceIds = ()
 
@@ -92,13 +94,15 @@ class SlotTable:
         adapters = sequence.request.adapters
         self.adapter[slot] = -1 if adapters is None else adapters[sequence.row]
         self.device_s[slot] = 0.0
+        self._num_assigned += 1
+        self.stream[slot] = self._num_assigned
         self.is_constrained[slot] = sequence.constraint is not None
         self.needs_details[slot] = (
             sequence.constraint is not None
             or params.logprobs is not None
             or params.prompt_logprobs is not None
         )
-        self._joins.append(Join(slot, params, prompt))
+        self._joins.append(Join(slot, params, prompt, stream=self._num_assigned))
 
     def free(self, sequence: SequenceState) -> None:
         """Take a sequence's slot; its results in flight are ignored when they come."""
@@ -118,7 +122,7 @@ class SlotTable:
         self.num_tokens[slot] = self.num_known[slot]
         output = self.token_ids[slot, int(self.prompt_length[slot]) : int(self.num_known[slot])].copy()
         self._leave(slot)
-        self._joins.append(Join(slot, sequence.sampling, sequence.prompt, output))
+        self._joins.append(Join(slot, sequence.sampling, sequence.prompt, output, int(self.stream[slot])))
 
     def _leave(self, slot: int) -> None:
         self._joins = [join for join in self._joins if join.slot != slot]

@@ -6,8 +6,9 @@ noise (`kernels.sampling`). A proposal is accepted if it equals the sample of th
 does not change, and a step gives one token more for each accepted proposal.
 
 Proposals need the known tokens, so no decode step is planned ahead while speculation is on. Whether the
-tokens that it gains outweigh its longer steps is measured all the time. While it is off, proposals are still
-made and compared with the tokens that come, which costs the device nothing.
+tokens that it gains outweigh its longer steps is measured all the time. While it is off, proposals that cost
+nothing are still made and compared with the tokens that come. Those of a draft model are not: it runs in
+trials of a few steps, after which it is known again what it gains.
 """
 
 from __future__ import annotations
@@ -32,13 +33,20 @@ _PRIOR_TRIES = 2.0  # proposed tokens that the expected acceptance of a new sequ
 _PRIOR_ACCEPTANCE = 0.7
 _MARGIN = 1.03  # by so much speculation must be faster before it is switched on
 _MAX_ROW_COST = 0.5  # of a proposed token, in tokens
+_RETRY_AFTER = 32  # tokens of a sequence that a draft model predicts badly, until it is tried again
 
 
 class Proposer(Protocol):
     num_tokens: int  # that it proposes for a sequence
 
-    def propose(self, slots: Ints) -> Proposals:
-        """Tokens that may follow the known tokens of these slots."""
+    @property
+    def is_free(self) -> bool:
+        """Whether proposals cost the device nothing. Else those of a sequence are made when it has blocks for
+        them, and none are made that do not run."""
+
+    def propose(self, slots: Ints, max_counts: Ints) -> Proposals:
+        """Tokens that may follow the known tokens of these slots, at most `max_counts` [slots] of each; a
+        free proposer may give more."""
 
     def forget(self, slots: Ints) -> None:
         """Other sequences have taken these slots."""
@@ -58,6 +66,7 @@ class SpeculationCounts:
     num_drafts: int = 0  # proposals that ran, one for a sequence and a step
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    draft_s: float = 0.0  # that a draft model took to propose
 
 
 def can_speculate(sequence: SequenceState) -> bool:
@@ -93,7 +102,8 @@ class Speculation:
         self.accepted_at: NDArray[np.int64] = np.zeros(proposer.num_tokens, dtype=np.int64)  # by position
         self.is_on = not is_adaptive
         self.times = DecodeTimes()
-        self._slots, self._pool, self._proposer = slots, pool, proposer
+        self.proposer = proposer
+        self._slots, self._pool = slots, pool
         self._is_adaptive = is_adaptive
         count, width = slots.num_slots, proposer.num_tokens
         self._epochs = np.full(count, -1, dtype=np.int32)  # of the sequences that the arrays below belong to
@@ -103,7 +113,9 @@ class Speculation:
         self._pending: Ints = np.zeros((count, width), dtype=np.int32)  # the latest proposal
         self._pending_count: Ints = np.zeros(count, dtype=np.int32)
         self._pending_at = np.full(count, -1, dtype=np.int32)  # tokens known when it was made; -1: none
+        self._tried_at: Ints = np.zeros(count, dtype=np.int32)  # tokens known when it was last not empty
         self._proposed_at = np.full(count, -1, dtype=np.int32)  # tokens known when proposals last ran
+        self._catch_up_s = 0.0  # of the latest proposals
         self._mean_gain = _PRIOR_GAIN
         self._num_unobserved = 0  # steps since proposals were last compared while speculation was off
 
@@ -125,10 +137,17 @@ class Speculation:
         if not len(decoding) or not self._is_due():
             return None
         self._meet(decoding)
-        proposals = self._compare_and_propose(decoding)
+        self._compare(decoding)
+        wanted, is_free = self._worthwhile(decoding), self.proposer.is_free
+        limits = np.full_like(wanted, self.proposer.num_tokens)
+        if not is_free:
+            limits = self._fitting(decoding, wanted, max_tokens)
+        proposals = self._make(decoding, limits)
         if not self.is_on:
             return None
-        counts = self._fitting(decoding, np.minimum(proposals.counts, self._worthwhile(decoding)), max_tokens)
+        counts = proposals.counts
+        if is_free:
+            counts = self._fitting(decoding, np.minimum(counts, wanted), max_tokens)
         if not (total := int(counts.sum())):
             return None
         table, own = self._slots, np.repeat(np.arange(len(decoding)), counts)
@@ -140,7 +159,13 @@ class Speculation:
 
     def planned(self, now_s: float, decoding: Ints, num_proposed: int) -> None:
         """A step of these decoding sequences alone begins now."""
-        self.times.begin(now_s, len(decoding), num_proposed, is_speculative=self.is_on)
+        self.times.begin(
+            now_s,
+            len(decoding),
+            num_proposed,
+            is_speculative=self.is_on,
+            catch_up_s=self._catch_up_s if self.is_on else 0.0,
+        )
         if self._is_adaptive:
             self.is_on = self._pays(decoding)
 
@@ -149,10 +174,11 @@ class Speculation:
         self.times.interrupt()
 
     def _is_due(self) -> bool:
-        """Whether to compare proposals with tokens now: always while speculation is on; else once for as many
-        tokens as a proposal has."""
+        """Whether to make proposals and compare them with tokens now: always while speculation is on; else,
+        if that is free, once for as many tokens as a proposal has."""
         self._num_unobserved += 1
-        if not self.is_on and self._num_unobserved < self._proposer.num_tokens:
+        is_skipped = self._num_unobserved < self.proposer.num_tokens or not self.proposer.is_free
+        if not self.is_on and is_skipped:
             return False
         self._num_unobserved = 0
         return True
@@ -164,14 +190,14 @@ class Speculation:
             return
         self._epochs[new] = self._slots.epoch[new]
         self._eligible[new] = [can_speculate(self._slots[slot]) for slot in new.tolist()]
-        self._pending_at[new] = -1
+        self._pending_at[new], self._tried_at[new] = -1, self._slots.num_known[new]
         self._gain[new] = np.where(self._eligible[new], self._mean_gain, 0.0)
         self._tries[new], self._hits[new] = _PRIOR_TRIES, _PRIOR_TRIES * _PRIOR_ACCEPTANCE
-        self._proposer.forget(new)
+        self.proposer.forget(new)
 
-    def _compare_and_propose(self, slots: Ints) -> Proposals:
-        """Compare the last proposals with the tokens that came, and make new ones."""
-        table, width = self._slots, self._proposer.num_tokens
+    def _compare(self, slots: Ints) -> None:
+        """Compare the last proposals with the tokens that came."""
+        table, width = self._slots, self.proposer.num_tokens
         known, at, count = table.num_known[slots], self._pending_at[slots], self._pending_count[slots]
         compared = np.minimum(count, known - at)
         ahead = np.arange(width, dtype=np.int32)
@@ -180,14 +206,25 @@ class Speculation:
             ahead < compared[:, None]
         )
         num_equal = np.logical_and.accumulate(equal, axis=1).sum(axis=1)
-        is_new = known > at
-        is_compared = (at >= 0) & is_new & self._eligible[slots]
+        is_compared = (at >= 0) & (known > at) & self._eligible[slots]
         self._learn(slots[is_compared], num_equal[is_compared], compared[is_compared])
-        proposals = self._proposer.propose(slots)
-        self._pending[slots], self._pending_count[slots] = proposals
+
+    def _make(self, slots: Ints, max_counts: Ints) -> Proposals:
+        """New proposals; only those that may run have a count."""
+        table = self._slots
+        proposals = self.proposer.propose(slots, max_counts)
+        self.counts.draft_s += proposals.seconds
+        self._catch_up_s = proposals.catch_up_s
+        known = table.num_known[slots]
+        self._pending[slots], self._pending_count[slots] = proposals.token_ids, proposals.counts
         self._pending_at[slots] = known
-        may = self._eligible[slots] & (known >= table.min_length[slots])
-        return Proposals(proposals.token_ids, np.where(may, proposals.counts, 0))
+        self._tried_at[slots] = np.where(proposals.counts > 0, known, self._tried_at[slots])
+        return proposals._replace(counts=np.where(self._may_run(slots), proposals.counts, 0))
+
+    def _may_run(self, slots: Ints) -> NDArray[np.bool_]:
+        """Which sequences may run proposed tokens now."""
+        may: NDArray[np.bool_] = self._eligible[slots]
+        return may & (self._slots.num_known[slots] >= self._slots.min_length[slots])
 
     def _learn(self, slots: Ints, num_equal: NDArray[np.intp], compared: Ints) -> None:
         """Take in how many tokens of the last proposals came true."""
@@ -201,13 +238,16 @@ class Speculation:
 
     def _worthwhile(self, slots: Ints) -> Ints:
         """Proposed tokens of each sequence that are likely enough to be accepted to be worth their time."""
-        width = self._proposer.num_tokens
+        width, may = self.proposer.num_tokens, self._may_run(slots)
         if not self._is_adaptive:
-            return np.full(len(slots), width, dtype=np.int32)
+            return np.where(may, np.int32(width), np.int32(0))
         cost = min(self.times.row_cost(len(slots)), _MAX_ROW_COST)
         acceptance = np.clip(self._hits[slots] / self._tries[slots], 1e-3, 0.999)
         counts: Ints = np.minimum(np.log(cost) / np.log(acceptance), width).astype(np.int32)
-        return counts
+        if not self.proposer.is_free:  # what is not proposed is not compared
+            is_due = self._slots.num_known[slots] - self._tried_at[slots] >= _RETRY_AFTER
+            counts = np.where(is_due, np.maximum(counts, np.int32(1)), counts)
+        return np.where(may, counts, np.int32(0))
 
     def _fitting(self, slots: Ints, counts: Ints, max_tokens: int) -> Ints:
         """As many as the sequences may still have, as the step has room for, and as there are blocks for.
@@ -266,4 +306,6 @@ class Speculation:
         gain = (
             float(np.where(is_known, self._gain[decoding], self._mean_gain).mean()) if len(decoding) else 0.0
         )
-        return self.times.prefers_speculation(1.0 + gain, is_on=self.is_on, margin=_MARGIN)
+        return self.times.prefers_speculation(
+            1.0 + gain, is_on=self.is_on, margin=_MARGIN, is_gain_known=self.proposer.is_free
+        )

@@ -78,6 +78,12 @@ ACCEPTED_TOKENS = Gauge(
     ["model", "position"],
     multiprocess_mode="livesum",
 )
+DRAFT_SECONDS = Gauge(
+    "penstock_speculative_draft_seconds",
+    "Time that a draft model took to propose tokens",
+    ["model"],
+    multiprocess_mode="livesum",
+)
 SPECULATIVE_SPEEDUP = Gauge(
     "penstock_speculative_speedup",
     "How many times as fast sequences decode with speculation, as estimated; 1 while it is off",
@@ -239,6 +245,7 @@ class EngineMetrics:
         model, number = self._labels
         DRAFTS.labels(model).set(speculation.counts.num_drafts)
         DRAFT_TOKENS.labels(model).set(speculation.counts.num_draft_tokens)
+        DRAFT_SECONDS.labels(model).set(speculation.counts.draft_s)
         for position, accepted in enumerate(speculation.accepted_at.tolist()):
             ACCEPTED_TOKENS.labels(model, str(position)).set(accepted)
         SPECULATIVE_SPEEDUP.labels(model, number).set(speculation.speedup)

@@ -102,11 +102,12 @@ class Oracle:
     """Proposes what will follow, with a wrong token now and then, and now and then nothing."""
 
     num_tokens = 5
+    is_free = True
 
     def __init__(self, slots: SlotTable) -> None:
         self._slots = slots
 
-    def propose(self, slots: Ints) -> Proposals:
+    def propose(self, slots: Ints, max_counts: Ints) -> Proposals:
         proposed = np.zeros((len(slots), self.num_tokens), dtype=np.int32)
         counts = np.zeros(len(slots), dtype=np.int32)
         for row, slot in enumerate(slots.tolist()):

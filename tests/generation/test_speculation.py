@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from penstock import SamplingParams
-from penstock.types import SamplerParams
 from tests.generation import direct
 from tests.generation.families import check_nothing_is_held, engine, prompts, write
-from tests.generation.speculative import ALWAYS, NGRAM, REPETITIVE, speculation_of
+from tests.generation.speculative import ALWAYS, KINDS, NGRAM, REPETITIVE, speculation_of
 
 FAMILIES = ["llama", "mistral", "gemma2", "gpt-oss", "qwen3-moe"]
 SMOLLM2 = Path(os.environ.get("PENSTOCK_SMOLLM2", "models/smollm2"))
@@ -38,21 +37,6 @@ def test_greedy_output_is_the_same_with_and_without(name: str, tmp_path: Path) -
         assert 0 < counts.num_accepted_tokens < counts.num_draft_tokens
         assert speculation_of(used).accepted_at.sum() == counts.num_accepted_tokens
         check_nothing_is_held(used)
-
-
-KINDS: dict[str, SamplerParams] = {
-    "greedy": SamplerParams(temperature=0),
-    "seeded": SamplerParams(temperature=0.4, seed=3),
-    "filters": SamplerParams(temperature=0.8, seed=4, top_k=8, top_p=0.9, min_p=0.02),
-    "logprobs": SamplerParams(temperature=0, logprobs=3),
-    "prompt logprobs": SamplerParams(temperature=0, logprobs=0, prompt_logprobs=1),
-    "penalties": SamplerParams(temperature=0, presence_penalty=0.6, repetition_penalty=1.3),
-    "bias": SamplerParams(temperature=0, logit_bias={7: 2.0}),
-    "bad words": SamplerParams(temperature=0, bad_token_ids=((8,), (9, 10))),
-    "allowed": SamplerParams(temperature=0.5, seed=9, allowed_token_ids=tuple(range(4, 60))),
-    "min tokens": SamplerParams(temperature=0, min_tokens=9, stop_token_ids=tuple(range(0, 96, 2))),
-    "stop tokens": SamplerParams(temperature=0, stop_token_ids=tuple(range(0, 96, 7))),
-}
 
 
 @pytest.mark.parametrize(

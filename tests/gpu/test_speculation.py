@@ -73,6 +73,23 @@ def test_graphs_replay_steps_with_proposals(tmp_path: Path) -> None:
         assert decode.replays > before
 
 
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}], ids=str)
+def test_a_draft_of_the_same_weights_is_accepted_and_its_steps_are_replayed(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = write("llama", tmp_path / "llama")
+    config = {"model": str(folder), "num_speculative_tokens": 4, "adaptive": False}
+    with Engine(str(folder), device="cuda", dtype="bfloat16", speculative_config=config, **options) as used:
+        for _ in range(2):
+            made = [each.token_ids for each in used.generate(ROWS, GREEDY)]
+            check_nothing_is_held(used)
+        counts = speculation_of(used).counts
+        assert counts.num_accepted_tokens > 0.9 * counts.num_draft_tokens > 0
+        runner = speculation_of(used).proposer._draft.runner  # type: ignore[attr-defined]
+        assert options or runner.decode.replays > 0
+    likely("llama", folder, made)
+
+
 def test_the_kernel_accepts_what_the_reference_accepts() -> None:
     draw, device = np.random.default_rng(0), torch.device("cuda")
     for _ in range(50):

@@ -47,20 +47,20 @@ def expected_proposal(row: list[int], count: int, smallest: int, largest: int) -
 
 def test_the_tokens_behind_the_last_n_gram_are_proposed() -> None:
     table = table_with([1, 2, 3, 4, 5, 9, 1, 2, 3], [1, 2, 3])
-    found = PromptLookup(table, 3, 2, 3).propose(ALL)
+    found = PromptLookup(table, 3, 2, 3).propose(ALL, ALL)
     assert found.counts.tolist() == [3, 0]
     assert found.token_ids[0].tolist() == [4, 5, 9]
 
 
 def test_the_longest_n_gram_wins_and_of_equal_ones_the_latest() -> None:
     table = table_with([7, 1, 2, 50, 1, 2, 60, 7, 1, 2], [1, 2, 50, 1, 2, 60, 8, 1, 2])
-    found = PromptLookup(table, 1, 2, 3).propose(ALL)
+    found = PromptLookup(table, 1, 2, 3).propose(ALL, ALL)
     assert found.token_ids[:, 0].tolist() == [50, 60]
 
 
 def test_a_loop_is_proposed_for_as_long_as_a_proposal_may_be() -> None:
     table = table_with([9, 5, 5, 5], [8, 1, 2, 1, 2])
-    found = PromptLookup(table, 5, 2, 2).propose(ALL)
+    found = PromptLookup(table, 5, 2, 2).propose(ALL, ALL)
     assert found.token_ids[0].tolist() == [5] * 5
     assert found.token_ids[1].tolist() == [1, 2, 1, 2, 1]
 
@@ -75,7 +75,7 @@ def test_proposals_equal_a_plain_search_while_sequences_grow_and_change(data: st
     table = table_with(*rows, length=1 << 14)  # so many buckets that no two of these n-grams share one
     lookup = PromptLookup(table, 4, smallest, largest)
     for _ in range(data.draw(st.integers(1, 8))):
-        found = lookup.propose(ALL)
+        found = lookup.propose(ALL, ALL)
         for slot, row in enumerate(rows):
             expected = expected_proposal(row, 4, smallest, largest)
             assert found.counts[slot] == len(expected)
@@ -93,11 +93,13 @@ def test_proposals_equal_a_plain_search_while_sequences_grow_and_change(data: st
 class Fixed:
     """Always proposes the same tokens."""
 
+    is_free = True
+
     def __init__(self, *token_ids: int) -> None:
         self.num_tokens = len(token_ids)
         self._token_ids = ints(list(token_ids))
 
-    def propose(self, slots: Ints) -> Proposals:
+    def propose(self, slots: Ints, max_counts: Ints) -> Proposals:
         repeated = np.repeat(self._token_ids[None], len(slots), axis=0)
         return Proposals(repeated, np.full(len(slots), self.num_tokens, dtype=np.int32))
 
@@ -298,10 +300,10 @@ def simulate(step_s: Callable[[int], float], *, is_right: bool, count: int = 400
             super().__init__(0, 0, 0)
             self._slots = slots
 
-        def propose(self, slots: Ints) -> Proposals:
+        def propose(self, slots: Ints, max_counts: Ints) -> Proposals:
             at = int(self._slots.num_known[slots[0]]) - len(prompt)
             self._token_ids = ints([(t + (not is_right)) % 97 for t in [*made[at : at + 3], 0, 0, 0][:3]])
-            return super().propose(slots)
+            return super().propose(slots, max_counts)
 
     generation.enable_speculation(Known)
     generation.add(generation_request("a", [prompt], count))

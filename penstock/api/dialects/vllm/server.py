@@ -71,6 +71,7 @@ class ServedModelInfo(msgspec.Struct, kw_only=True):
     labels: list[str]
     tensor_parallel_size: int | None  # null until the engine has started
     lora: LoraInfo | None  # null: the model takes no LoRA adapters
+    draft_model: str | None  # that proposes tokens to it; null: none
 
 
 class ServerInfoAnswer(msgspec.Struct, kw_only=True):
@@ -93,6 +94,7 @@ async def server_info(call: Call) -> Reply:
             labels=list(model.spec.labels),
             tensor_parallel_size=getattr(model.engine, "engine_settings", {}).get("tensor_parallel_size"),
             lora=lora_info(model) if model.takes_adapters else None,
+            draft_model=None if model.spec.draft is None else model.spec.draft.name,
         )
         for model in call.state.models.values()
         if call.may_use(model)
