@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program")
 
 
@@ -39,5 +41,5 @@ class Authority:
 
 
 def _openssl(*arguments: str) -> None:
-    ran = subprocess.run(["openssl", *arguments], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(["openssl", *arguments], capture_output=True, text=True, timeout=PATIENCE_S)
     assert ran.returncode == 0, ran.stderr

@@ -21,6 +21,7 @@ from penstock.types import PooledOutput, Request, Task, Timings
 from penstock.wire.status import EngineStatus, StatusReader, StatusWriter, create_status_page
 from tests.api.scripted_app import listening, make_state
 from tests.text_models import ScriptedEngine, continue_with, write_text_model
+from tests.waiting import PATIENCE_S
 
 SETTINGS = {
     "max_num_batched_tokens": 1000,
@@ -62,7 +63,10 @@ def connect(url: str, source: str | None = None) -> HTTPConnection:
     address = urlsplit(url)
     assert address.hostname is not None
     return HTTPConnection(
-        address.hostname, address.port, timeout=60, source_address=None if source is None else (source, 0)
+        address.hostname,
+        address.port,
+        timeout=PATIENCE_S,
+        source_address=None if source is None else (source, 0),
     )
 
 

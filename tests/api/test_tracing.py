@@ -24,6 +24,7 @@ from tests.api.local_app import local_app
 from tests.api.scripted_app import make_state
 from tests.checkpoints import write_bert
 from tests.text_models import ScriptedEngine, continue_with, write_text_model
+from tests.waiting import PATIENCE_S
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SECRET = "water that nobody may read"
@@ -43,7 +44,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def collector() -> Iterator[Collector]:
+def no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that ends waits until its last spans are sent, however busy the machine is."""
+    monkeypatch.setattr(tracing, "MAX_CLOSE_S", PATIENCE_S)
+
+
+@pytest.fixture
+def collector(no_haste: None) -> Iterator[Collector]:
     with grpc_collector() as running:
         yield running
 
@@ -61,6 +68,7 @@ def test_an_embedding_is_a_server_span_with_its_phases_below(
     folder: Path,
     start: Callable[[], AbstractContextManager[Collector]],
     protocol: str,
+    no_haste: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
@@ -197,11 +205,12 @@ def test_a_collector_that_never_answers_does_not_hold_up_the_end(
     tracer.begin(scope, "/x", 1.0)._span.end()
     tracer.close()
     assert "the last spans are lost" in caplog.text
-    assert released.wait(100)  # the export is given up
+    assert released.wait(PATIENCE_S)  # the export is given up
 
 
 @needs_otel
-def test_a_dead_collector_fails_no_request(folder: Path) -> None:
+def test_a_dead_collector_fails_no_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "MAX_CLOSE_S", 0.01)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"

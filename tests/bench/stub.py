@@ -96,7 +96,7 @@ class Handler(BaseHTTPRequestHandler):
         """Answer nothing before this number of requests has been in progress at once."""
         with self.server.changed:
             self.server.changed.wait_for(
-                lambda: self.server.max_active >= count or self.server.is_stopping, 60
+                lambda: self.server.max_active >= count or self.server.is_stopping, 100
             )
 
     def _answer(self, number: int, body: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from penstock.bench.options import BackendName, DatasetName
 from penstock.cli.command import repeat_flags
 from penstock.cli.main import app
 from tests.bench.stub import Stub, stub
+from tests.waiting import PATIENCE_S
 
 
 def bench(*args: object) -> Any:
@@ -297,5 +298,7 @@ def test_the_load_client_needs_no_torch() -> None:
         "import penstock.bench.selftest, penstock.bench.load.worker\n"
         "print(*sorted({'torch', 'transformers', 'scipy', 'sentence_transformers'} & sys.modules.keys()))"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    )
     assert ran.stdout.strip() == ""

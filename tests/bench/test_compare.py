@@ -4,6 +4,8 @@ import json
 import re
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +28,20 @@ def compare(prompts: Path, *args: object) -> Any:
     return CliRunner().invoke(app, common + flags + [str(arg) for arg in args])
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+@contextmanager
+def reserved_ports(count: int) -> Iterator[list[int]]:
+    """Ports for servers that a test starts. No other process gets one: a socket that does not listen
+    holds each, and shares it with the server because both set SO_REUSEADDR."""
+    with ExitStack() as stack:
+        held = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in held:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            each.bind(("127.0.0.1", 0))
+        yield [each.getsockname()[1] for each in held]
 
 
 def test_the_slower_server_has_the_smaller_ratio(prompts: Path, tmp_path: Path) -> None:
-    with stub() as fast, stub(delay_s=0.03) as slow:
+    with stub() as fast, stub(delay_s=0.1) as slow:
         result = compare(
             prompts,
             *(
@@ -43,7 +51,7 @@ def test_the_slower_server_has_the_smaller_ratio(prompts: Path, tmp_path: Path) 
                 "--server-backend",
                 "slow=infinity-embeddings",
             ),
-            *("--rounds", 2, "--num-prompts", 16, "--max-concurrency", 2),
+            *("--rounds", 2, "--num-prompts", 16, "--max-concurrency", 4),
             *("--save-result", "--result-dir", tmp_path, "--result-filename", "c.json"),
         )
         routes = {route for route, _ in slow.bodies}
@@ -60,23 +68,17 @@ def test_the_slower_server_has_the_smaller_ratio(prompts: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_servers_are_started_and_stopped_for_a_comparison(prompts: Path, alone: bool) -> None:
-    ports = [free_port(), free_port()]
-    flags: list[object] = []
-    for name, port in zip("ab", ports, strict=True):
-        flags += [
-            "--server",
-            f"{name}=http://127.0.0.1:{port}",
-            "--start",
-            f"{name}={sys.executable} {STUB} {port}",
-        ]
-    result = compare(
-        prompts, *flags, *(["--one-at-a-time"] if alone else []), "--rounds", 1, "--num-prompts", 5
-    )
-    assert result.exit_code == 0, result.output
-    assert "a was ready after" in result.stderr
-    for port in ports:
-        with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", port)) != 0
+    flags: list[object] = ["--one-at-a-time"] if alone else []
+    with reserved_ports(2) as ports:
+        for name, port in zip("ab", ports, strict=True):
+            flags += ["--server", f"{name}=http://127.0.0.1:{port}"]
+            flags += ["--start", f"{name}={sys.executable} {STUB} {port}"]
+        result = compare(prompts, *flags, "--rounds", 1, "--num-prompts", 5)
+        assert result.exit_code == 0, result.output
+        assert "a was ready after" in result.stderr
+        for port in ports:
+            with socket.socket() as probe:
+                assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def test_the_error_quotes_a_server_that_does_not_start(prompts: Path) -> None:

@@ -22,6 +22,7 @@ from penstock.bench.load.sender import Sender
 from penstock.bench.load.store import Store, write_store, write_tickets
 from penstock.errors import BadValue
 from tests.bench.stub import Stub, stub
+from tests.waiting import PATIENCE_S
 
 
 def message(route: str = "/v1/embeddings", **fields: Any) -> bytes:
@@ -94,7 +95,7 @@ def test_a_rate_spreads_the_requests() -> None:
 
 def test_requests_are_repeated_for_the_duration() -> None:
     with stub(delay_s=0.01) as server:
-        outcome = send(server, count=2, duration_s=0.4)
+        outcome = send(server, count=2, duration_s=1.0)
     assert outcome.planned is None
     assert len(outcome.samples) > 2
     assert set(outcome.samples.columns["request"].tolist()) == {0, 1}
@@ -134,9 +135,10 @@ def test_a_run_ends_when_its_server_is_gone() -> None:
 
 
 def test_a_refused_connection_is_a_failure() -> None:
-    with stub() as server:
-        port = server.port
-    outcome = run_load([message()] * 5, Address("127.0.0.1", port), "body", Traffic(max_concurrency=2), 1)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and does not listen
+        address = Address("127.0.0.1", silent.getsockname()[1])
+        outcome = run_load([message()] * 5, address, "body", Traffic(max_concurrency=2), 1)
     assert list(outcome.samples.errors()) == ["cannot connect: Connection refused"]
 
 
@@ -203,7 +205,7 @@ async def sent_here(
         slots=None,
         duration_s=None,
         keepalive=True,
-        timeout_s=10.0,
+        timeout_s=PATIENCE_S,
         reader="body",
     )
     over, recorder = asyncio.Event(), Recorder()
@@ -211,7 +213,7 @@ async def sent_here(
     try:
         sender.begin(time.monotonic())
         meanwhile()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             await over.wait()
     finally:
         os.close(store)
@@ -222,13 +224,13 @@ async def sent_here(
 def test_a_burst_is_sent_before_the_first_response_is_awaited() -> None:
     """None of many requests waits until the connections of all the others are up."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
-        listener.settimeout(30)
+        listener.settimeout(PATIENCE_S)
 
         def answer() -> None:
             for _ in range(20):
                 accepted, _ = listener.accept()
                 with accepted:
-                    accepted.settimeout(30)
+                    accepted.settimeout(PATIENCE_S)
                     assert accepted.recv(10_000) == message()
                     accepted.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
 

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 
 from penstock.bench.load.store import Store, draw, write_store, write_tickets
+from tests.waiting import PATIENCE_S
 
 DRAWER = """
 import sys
@@ -51,6 +52,6 @@ def test_concurrent_processes_never_draw_the_same_ticket() -> None:
         drawer.stdin.write("go\n")
         drawer.stdin.flush()
     for drawer in drawers:
-        found += [int(line) for line in drawer.communicate(timeout=60)[0].split()]
+        found += [int(line) for line in drawer.communicate(timeout=PATIENCE_S)[0].split()]
     os.close(fd)
     assert sorted(found) == list(range(20_000))

@@ -11,6 +11,7 @@ import pytest
 from penstock.api.key_file import read_key_file
 from penstock.cli.flags import api_keys, hang_timeout
 from penstock.errors import ConfigError
+from tests.waiting import PATIENCE_S
 
 PROGRAM = """
 import sys
@@ -33,7 +34,7 @@ def test_a_secret_is_overwritten_wherever_it_is_an_argument() -> None:
         "--admin-key=a,b",
         "é",
     ]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     shown = [b"--api-key", b"xxxxxx", b"--api_key=xxxxxx", b"--admin-key=xxx", "é".encode(), b""]
     assert ran.stdout == f"{command[3:]} {shown}\n"
 

@@ -86,7 +86,7 @@ def test_a_stopped_engine_answers_503_and_serves_again_when_it_continues(
 
 
 def test_a_process_that_stays_stopped_is_replaced(gates: Gates, background: ThreadPoolExecutor) -> None:
-    with serving(*NULL, "--engine-hang-timeout", "1", environment=gates.environment) as server:
+    with serving(*NULL, "--engine-hang-timeout", "2", environment=gates.environment) as server:
         with gates.no_step_finishes():
             waiting = background.submit(server.post, ROUTE, input="a")
             server.wait_for_metric(RUNNING_ROWS, 1)

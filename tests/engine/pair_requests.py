@@ -6,6 +6,7 @@ import numpy as np
 
 from penstock import Engine
 from penstock.types import Ints, PooledOutput, PoolingParams, Request, Task
+from tests.waiting import PATIENCE_S
 
 TEXTS = [
     "what is a cat",
@@ -31,4 +32,4 @@ def score_request(name: str, rows: list[list[int]], pairs: Ints, **more: object)
 
 
 def run(engine: Engine, request: Request) -> PooledOutput:
-    return engine.local.engine.submit(request).result(timeout=60)
+    return engine.local.engine.submit(request).result(timeout=PATIENCE_S)

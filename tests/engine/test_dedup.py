@@ -10,6 +10,7 @@ from penstock import Engine
 from penstock.types import Failure, Outcome, PooledOutput, PoolingParams, Request, Task
 from tests.engine.fakes import ManualRunner, PoisonedRunner, expected_values, make_core, run_to_the_end
 from tests.thinning import num_examples
+from tests.waiting import PATIENCE_S
 
 
 def request(
@@ -102,7 +103,7 @@ def test_every_offline_caller_gets_an_array_of_its_own() -> None:
     with Engine(device="null") as engine:
         asked = [request(name, list(range(1, 30))) for name in "abc"]
         futures = [engine.local.engine.submit(each) for each in asked]
-        arrays = [future.result(timeout=60).values for future in futures]
+        arrays = [future.result(timeout=PATIENCE_S).values for future in futures]
         for i, array in enumerate(arrays):
             array[:] = i  # type: ignore[call-overload]
         assert [float(array[0, 0]) for array in arrays] == [0.0, 1.0, 2.0]  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from penstock.inputs.grammar_sandbox import GrammarTimeout, GrammarTooComplex
 from penstock.types import Grammar, Request
 from tests.generation.fakes import VOCABULARY, Answers, continued, generation_request, make_core, run
 from tests.text_models import text_spec, tokenizer_folder
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 ROW = [3, 1, 4]
 
@@ -60,7 +60,7 @@ class Slow:
             self.limits.append(max_s)
             raise GrammarTimeout
         if grammar.text in self.gates:
-            assert self.gates[grammar.text].wait(20)
+            assert self.gates[grammar.text].wait(PATIENCE_S)
         if grammar.text == "bad":
             raise BadValue("the regular expression cannot be used: said the library")
         if grammar.text == "broken":
@@ -91,7 +91,7 @@ def following(name: str, text: str, rows: int = 1, param: str | None = None, **f
 
 
 def until(core: EngineCore, answers: Answers, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         answers.take(list(core.step()))
@@ -117,7 +117,7 @@ def test_other_requests_generate_while_a_grammar_compiles(slow: Slow) -> None:
         core.add(following("bound", "slow"))
     woken.clear()
     gate.set()
-    assert woken.wait(10), "the engine was not woken when the grammar was ready"
+    assert woken.wait(PATIENCE_S), "the engine was not woken when the grammar was ready"
     run(core, answers)
     for row in (0, 1):
         assert answers.tokens["bound", row] == continued(ROW, 3) and answers.finished["bound", row] == "stop"
@@ -354,5 +354,5 @@ def test_closing_the_engine_ends_the_compiler_threads(slow: Slow) -> None:
     assert threads and all(thread.is_alive() and thread.daemon for thread in threads)
     core.close()
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE_S)
     assert not any(thread.is_alive() for thread in threads)

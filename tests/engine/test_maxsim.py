@@ -12,6 +12,7 @@ from penstock import Engine
 from penstock.inputs.vectors import make_comparison
 from penstock.types import Comparison
 from penstock.wire.messages import Compare, decode_to_engine, pack_comparison, unpack_comparison
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -72,5 +73,5 @@ def test_a_comparison_that_fails_fails_alone(engine: Engine) -> None:
     broken = make_comparison("broken", [[[1.0, 2.0]]], [[[1.0, 2.0]]])
     broken.pairs = np.array([7], dtype=np.int32)  # no such query
     with pytest.raises(Exception, match="the comparison failed"):
-        engine.local.engine.submit(broken).result(timeout=30)
+        engine.local.engine.submit(broken).result(timeout=PATIENCE_S)
     assert engine.embed("still here").shape == (1, 384)

@@ -13,6 +13,7 @@ from penstock.errors import ConfigError
 from penstock.types import PoolingParams, Task
 from tests.checkpoints import write_bert, write_cross_encoder, write_late
 from tests.engine.pair_requests import PAIRS, TEXTS, run, score_request
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module", params=[{}, {"max_num_batched_tokens": 8}, {"document_cache_gb": 0.01}])
@@ -41,7 +42,7 @@ def test_scores_and_vectors_share_a_step(engine: Engine) -> None:
     scores = engine.local.engine.submit(score_request("pairs", rows, PAIRS, cache_salt="mixed"))
     vectors = engine.embed(TEXTS)
     expected = [vectors[q] @ vectors[2 + d] for d, q in enumerate(PAIRS)]
-    np.testing.assert_allclose(scores.result(timeout=60).values[:, 0], expected, atol=1e-5)
+    np.testing.assert_allclose(scores.result(timeout=PATIENCE_S).values[:, 0], expected, atol=1e-5)
 
 
 def test_several_outputs_of_the_same_rows_come_from_one_forward() -> None:

@@ -38,7 +38,7 @@ from tests.engine.chunked import check_no_memory_is_held, chunked, rows
 from tests.generation.fakes import generation_request
 from tests.helpers import ints
 from tests.thinning import num_examples
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 BLOCK = 4
 PLACES = 64
@@ -362,7 +362,7 @@ def test_a_real_model_gives_the_same_vectors_when_a_step_fails(
             made = request(f"r{number}", [row], task)
             futures.append(engine.local.engine.submit(made))
         submitted()
-        return [future.result(timeout=60).values for future in futures]
+        return [future.result(timeout=PATIENCE_S).values for future in futures]
 
     with chunked(folder) as plain:
         wanted = submit(plain)
@@ -373,7 +373,7 @@ def test_a_real_model_gives_the_same_vectors_when_a_step_fails(
         gate = threading.Event()
 
         def fails(plan: StepPlan) -> StepResult:
-            gate.wait(60)
+            gate.wait(PATIENCE_S)
             if next(steps) == failing:
                 raise RuntimeError("this step fails")
             return run_step(plan)

@@ -22,6 +22,7 @@ from tests.generation.direct import generate, request_of
 from tests.generation.fakes import Answers, continued, generation_request, make_core, run
 from tests.generation.families import check_nothing_is_held, engine, prompts, write
 from tests.generation.streams import read_stream
+from tests.waiting import PATIENCE_S
 
 POISON = 399
 TOKENS = 30
@@ -189,11 +190,11 @@ def test_the_server_answers_500_in_the_shape_of_openai(
     server: Server, more: dict[str, Any], stream: bool
 ) -> None:
     asked = {"prompt": "日", "max_tokens": 9, "stream": stream} | more
-    answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60)
+    answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=PATIENCE_S)
     assert answer.status_code == 500, answer.text
     error = answer.json()["error"]
     assert SAID in error["message"] and error["code"] and error["type"]
     sound = {"prompt": "the water was", "max_tokens": 9, "temperature": 0}
-    assert httpx.post(f"{server.url}/v1/completions", json=sound, timeout=60).status_code == 200
+    assert httpx.post(f"{server.url}/v1/completions", json=sound, timeout=PATIENCE_S).status_code == 200
     server.wait_for(lambda: server.metric("penstock_kv_blocks") == 0)
     assert server.metric("penstock_requests_in_flight") == 0

@@ -22,6 +22,7 @@ from penstock.wire.server import EngineServer
 from tests.generation.fakes import continued, generation_request, make_core
 from tests.generation.families import check_nothing_is_held, prompts, write
 from tests.generation.streams import read_stream
+from tests.waiting import PATIENCE_S
 
 
 def test_generated_tokens_are_received_as_sent() -> None:
@@ -103,7 +104,7 @@ def served(tmp_path: Path) -> Iterator[tuple[str, EngineCore]]:
     thread.start()
     yield address, core
     server.stop()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
     assert not server._last_rows, "an idle server keeps no sequence names"
 
@@ -111,14 +112,14 @@ def served(tmp_path: Path) -> Iterator[tuple[str, EngineCore]]:
 async def connected(address: str) -> EngineClient:
     client = EngineClient(address)
     client.start()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while not client.ready:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     return client
 
 
 async def until_idle(core: EngineCore) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while core.busy:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -149,7 +150,7 @@ def test_a_client_gets_every_token_and_one_that_leaves_frees_its_blocks(
                 await asyncio.Event().wait()
 
         task = asyncio.create_task(read_until_cancelled())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             await has_tokens.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -184,7 +185,7 @@ def test_two_clients_get_their_own_tokens_while_others_come_and_go(served: tuple
             await anext(stream)
             await stream.aclose()
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             work = [read(clients[i % 2], f"r{i}", [[i], [i, 5]], 8 + 5 * i) for i in range(6)]
             await asyncio.gather(*work, *(leave(clients[i % 2], f"l{i}") for i in range(4)))
         await until_idle(core)
@@ -202,7 +203,7 @@ def test_tokens_of_a_reused_request_id_reach_the_new_request(served: tuple[str, 
         client = await connected(served[0])
         for prompt in ([1, 2], [3]):
             got: list[int] = []
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 async for part in read_stream(client, generation_request("same", [prompt], 12)):
                     got += part.token_ids.tolist()
             assert got == continued(prompt, 12)

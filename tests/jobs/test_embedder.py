@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from penstock.errors import BadValue
 from penstock.jobs.embedder import read_ahead
+from tests.waiting import PATIENCE_S, wait_until
 
 
 def readers() -> int:
@@ -33,7 +33,7 @@ def test_the_next_item_is_read_while_this_one_is_used() -> None:
         assert len(read) <= used + 2  # one waits in the queue, and the thread holds one
         if used == 1:
             for _ in range(3):
-                assert has_read.acquire(timeout=60)
+                assert has_read.acquire(timeout=PATIENCE_S)
 
 
 def test_an_error_comes_after_the_items_before_it() -> None:
@@ -52,7 +52,4 @@ def test_a_reader_thread_ends_when_its_consumer_stops() -> None:
     before = readers()
     for _ in read_ahead(iter(range(1000))):
         break
-    deadline_s = time.monotonic() + 60
-    while readers() > before:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
+    wait_until(lambda: readers() <= before)

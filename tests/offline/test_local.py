@@ -20,9 +20,9 @@ from tests.engine.fakes import ManualRunner, PoisonedRunner, expected_values
 from tests.generation.fakes import continued, generation_request, make_core
 from tests.generation.streams import QueuedTokens, read_stream
 from tests.helpers import make_request, make_spec
+from tests.waiting import PATIENCE_S, wait_until
 
 SETTINGS = resolve(EngineConfig(device="null"), ModelFacts(max_model_len=16), Machine(cpus=1, cuda=False))
-WAIT_S = 30
 
 
 @pytest.fixture
@@ -58,15 +58,7 @@ def at_once() -> PoisonedRunner:
 
 
 def values(future: Future[PooledOutput]) -> list[list[float]]:
-    return future.result(WAIT_S).values.tolist()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(3000):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("the condition never became true")
+    return future.result(PATIENCE_S).values.tolist()
 
 
 def test_threads_that_submit_at_the_same_time_get_their_own_outputs(
@@ -87,7 +79,7 @@ def test_threads_that_submit_at_the_same_time_get_their_own_outputs(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(WAIT_S)
+        thread.join(PATIENCE_S)
     assert wrong == []
 
 
@@ -99,8 +91,8 @@ def test_close_finishes_submitted_requests(open_engine: Callable[[ManualRunner],
     closing = threading.Thread(target=engine.close)
     closing.start()
     runner.finish()
-    assert future.result(WAIT_S).id == "a"
-    closing.join(WAIT_S)
+    assert future.result(PATIENCE_S).id == "a"
+    closing.join(PATIENCE_S)
     assert runner.closed
     with pytest.raises(EngineUnavailable, match="closed"):
         engine.submit(make_request("b", [4]))
@@ -122,7 +114,7 @@ def test_a_request_submitted_during_the_last_step_is_answered(
     engine.core.step = step_with_a_late_arrival  # type: ignore[method-assign]
     engine._inbox.put(None)
     wait_until(lambda: bool(late))
-    engine._thread.join(WAIT_S)
+    engine._thread.join(PATIENCE_S)
     assert late[0].done()
 
 
@@ -154,9 +146,9 @@ def test_a_request_id_in_use_is_refused_and_the_first_request_is_answered(
     first = engine.submit(make_request("same", [4]))
     wait_until(lambda: bool(runner.flights))
     with pytest.raises(BadValue, match="already in use"):
-        engine.submit(make_request("same", [2])).result(WAIT_S)
+        engine.submit(make_request("same", [2])).result(PATIENCE_S)
     runner.finish()
-    assert first.result(WAIT_S).id == "same"
+    assert first.result(PATIENCE_S).id == "same"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -175,14 +167,14 @@ def test_all_requests_fail_with_the_reason_when_the_engine_stops(
     futures.append(engine.submit(make_request("last", [4])))
     for future in futures:
         with pytest.raises(EngineUnavailable, match="the core is broken"):
-            future.result(WAIT_S)
+            future.result(PATIENCE_S)
     with pytest.raises(EngineUnavailable):
         engine.submit(make_request("later", [4]))
-    engine._thread.join(WAIT_S)
+    engine._thread.join(PATIENCE_S)
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
@@ -209,7 +201,7 @@ def test_event_loops_of_several_threads_get_their_own_outputs(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(WAIT_S)
+        thread.join(PATIENCE_S)
     assert wrong == [] and engine.stats().num_requests == 0
 
 
@@ -309,7 +301,7 @@ def test_a_stream_gives_every_token_and_one_left_early_frees_its_blocks(
         await stream.aclose()
 
     async def scene() -> None:
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             reads = [read(f"r{i}", [[i], [i, 5]], 8 + 5 * i) for i in range(6)]
             await asyncio.gather(*reads, *(leave(f"l{i}") for i in range(4)))
         with pytest.raises(BadValue, match="max_tokens is 0"):
@@ -373,4 +365,4 @@ def test_a_closed_event_loop_does_not_stop_the_engine(
     future = engine.submit(make_request("next", [2]))
     wait_until(lambda: bool(runner.flights))
     runner.finish()
-    assert future.result(WAIT_S).id == "next"
+    assert future.result(PATIENCE_S).id == "next"

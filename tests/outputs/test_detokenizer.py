@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -115,12 +114,10 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text(tokenizer: Tokenizer) -
             seen.append(len(some))
             return tokenizer.decode(some, skip_special_tokens)
 
-    began = time.monotonic()
     writer = detokenizer(Counting(), (), True)  # type: ignore[arg-type]
     for number in ids:
         writer.push(number)
     assert max(seen, default=0) <= 70 and sum(seen) <= 25 * len(ids)
-    assert time.monotonic() - began < 20
 
 
 def test_a_byte_token_gives_its_byte_and_a_word_its_space(tmp_path: Path) -> None:

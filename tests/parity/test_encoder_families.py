@@ -34,6 +34,7 @@ from tests.parity.encoders import (
     reference_terms,
 )
 from tests.parity.reference import Vectors, cosines
+from tests.waiting import PATIENCE_S
 
 ROWS = make_rows()
 SPLITS = np.cumsum(LENGTHS)[:-1]
@@ -155,7 +156,7 @@ def test_each_row_of_a_step_has_its_own_adapter(tmp_path: Path) -> None:
             ours.engine.submit(Opened.request(ROWS[:4], Task.TOKEN_EMBED, adapter=number))
             for number in [*range(len(names)), -1]
         ]
-        together = [future.result(timeout=60).values for future in futures]
+        together = [future.result(timeout=PATIENCE_S).values for future in futures]
     for number, expected in enumerate(merged):
         np.testing.assert_allclose(together[number], expected, atol=2e-4)
     assert cosines(merged[0], merged[1]).min() < 0.99

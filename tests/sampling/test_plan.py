@@ -22,6 +22,7 @@ from tests.helpers import ints
 from tests.runner.trap import DeepTrap, Trap
 from tests.sampling.driver import CPU, KINDS, SLOTS, VOCAB, Driver, logits_of
 from tests.sampling.plain import edited
+from tests.waiting import PATIENCE_S
 
 
 def alone(request: int, steps: int) -> Driver:
@@ -295,7 +296,9 @@ def test_a_slot_belongs_to_one_sequence() -> None:
 
 def test_the_slot_plan_does_not_import_torch() -> None:
     code = "import sys, penstock.sampling.plan\nprint('torch' in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
     assert ran.stdout.strip() == "False"
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from penstock.isolation import isolated_python
 from penstock.serving.child import Child, Standby, engine_child, spawned_engine
+from tests.waiting import PATIENCE_S
 
 
 def test_start_sends_the_configuration_to_a_spawned_process() -> None:
@@ -17,11 +18,11 @@ def test_start_sends_the_configuration_to_a_spawned_process() -> None:
     assert child.process is process and process.poll() is None
     child.config = b"{}"
     child.start()
-    assert child.process is process and process.wait(20) == 0
+    assert child.process is process and process.wait(PATIENCE_S) == 0
     assert child.poll_exit() == 0 and child.num_restarts == 1
     child.config = b"no JSON"
     child.start()  # spawns a new process
-    assert child.process is not None and child.process is not process and child.process.wait(20) == 1
+    assert child.process is not None and child.process is not process and child.process.wait(PATIENCE_S) == 1
 
 
 def test_a_process_that_exits_before_its_configuration_is_reported_like_any_other() -> None:
@@ -91,7 +92,7 @@ def test_an_exception_before_the_launch_stops_the_spawned_engine() -> None:
 def test_an_engine_process_without_a_configuration_exits_silently() -> None:
     child = engine_child("null")
     command = isolated_python("-m", child.module, *child.arguments)
-    ran = subprocess.run(command, input=b"", capture_output=True, timeout=60)
+    ran = subprocess.run(command, input=b"", capture_output=True, timeout=PATIENCE_S)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
 
 
@@ -119,7 +120,7 @@ def test_a_process_that_stands_by_takes_over_and_another_is_started_when_asked()
     assert first.spawn() is waiting and second.spawn() is not waiting
     for child in (first, second):
         child.start()
-        assert child.process is not None and child.process.wait(20) == 0
+        assert child.process is not None and child.process.wait(PATIENCE_S) == 0
     standby.prepare()
     again = standby.process
     assert again is not None and again is not waiting

@@ -15,6 +15,7 @@ from penstock.wire.messages import Cancel, Hello, Ready, encode, pack_requests
 from penstock.wire.server import EngineServer
 from tests.engine.fakes import ManualRunner, make_core
 from tests.helpers import make_request
+from tests.waiting import PATIENCE_S
 
 
 class Burst:
@@ -94,7 +95,7 @@ def test_every_iteration_handles_a_message_even_if_no_step_can_be_launched(
     burst.send(1, 30)
     burst.client.send_multipart([encode(Cancel(["r0"]))])
     monkeypatch.setattr(core, "_next_step", lambda: None)
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + PATIENCE_S
     while core.scheduler.queue.num_tokens == 0 and time.monotonic() < deadline_s:
         burst.receive()
     assert core.can_fill_step

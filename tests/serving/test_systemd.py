@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.serving.systemd import READY, notify, notify_alive
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -16,7 +17,7 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.
     """The socket of a service manager."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(str(tmp_path / "notify"))
-        receiver.settimeout(10)
+        receiver.settimeout(PATIENCE_S)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         yield receiver
 
@@ -30,7 +31,7 @@ def test_an_abstract_socket_is_addressed(monkeypatch: pytest.MonkeyPatch, tmp_pa
     name = f"penstock-test-{tmp_path.name}-{id(tmp_path)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind("\0" + name)
-        receiver.settimeout(10)
+        receiver.settimeout(PATIENCE_S)
         monkeypatch.setenv("NOTIFY_SOCKET", "@" + name)
         notify(READY)
         assert receiver.recv(1000) == b"READY=1"

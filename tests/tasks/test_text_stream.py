@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from penstock.inputs.generation import GenerationFields, GenerationInputs, Gener
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.tasks.text_stream import TextDelta, stream_text
 from tests.text_models import ScriptedEngine, continue_with, text_spec, write_text_model
+from tests.waiting import PATIENCE_S
 
 LONG = "the water was long and the people see many words"
 
@@ -116,6 +118,12 @@ def test_length_is_a_finish(text: GenerationInputs) -> None:
     assert (row.finish_reason, len(row.token_ids)) == ("length", 3)
 
 
+async def until(is_true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not is_true():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
 def test_leaving_early_cancels_every_request(text: GenerationInputs) -> None:
     engine = ScriptedEngine(continue_with(text.tokenizer, LONG))
 
@@ -123,8 +131,7 @@ def test_leaving_early_cancels_every_request(text: GenerationInputs) -> None:
         async with aclosing(stream_text(engine, text.tokenizer, job(text, n=3, seed=1))) as stream:  # type: ignore[type-var]
             await anext(stream)
             assert engine.open == 3
-        await asyncio.sleep(0.01)
-        assert engine.open == 0
+        await until(lambda: engine.open == 0)
 
     asyncio.run(leave())
     assert len(engine.cancelled) == 3
@@ -170,7 +177,7 @@ def test_a_slow_reader_gets_fewer_pieces(text: GenerationInputs) -> None:
         count = 0
         async for _ in stream_text(engine, text.tokenizer, job(text)):
             count += 1
-            await asyncio.sleep(0.02)
+            await until(lambda: engine.open == 0)
         return count
 
     assert asyncio.run(slow()) <= 4 < engine.steps

@@ -32,6 +32,7 @@ from penstock.wire.shared_memory import (
     open_shared_memory,
 )
 from tests.helpers import make_request
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
 WIDTH = MIN_SHARED_BYTES // 4  # values of a row that is just large enough to be shared
@@ -179,7 +180,7 @@ class WideRunner:
         gate = self.gate
 
         def run() -> None:
-            gate.wait(20)
+            gate.wait(PATIENCE_S)
             firsts = plan.token_ids[plan.cu_lengths[:-1]].astype(np.float32)
             outputs = tuple(
                 wide(firsts if variant.rows is None else firsts[variant.rows]) for variant in plan.variants
@@ -227,7 +228,7 @@ class Served:
     def stop(self) -> None:
         self.runner.gate.set()
         self.server.stop()
-        self.thread.join(10)
+        self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
 
 
@@ -242,7 +243,7 @@ def serve(folder: Path, shared_bytes: int) -> Iterator[tuple[str, Served]]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -397,7 +398,7 @@ async def hold(address):
         await asyncio.sleep(0.01)
     answer = await client.run(make_request("theirs", [1], first_token=3))
     print(answer.values[0, 0], flush=True)
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
 
 asyncio.run(hold(sys.argv[1]))
 """
@@ -416,7 +417,7 @@ def test_blocks_of_a_killed_process_are_freed_and_not_before(tmp_path: Path) -> 
             assert not is_shared(client, answer.values) and answer.values[0, 0] == 5
         finally:
             holder.kill()
-            holder.wait(10)
+            holder.wait(PATIENCE_S)
             holder.stdout.close()
         answer = await client.run(make_request("b", [1], first_token=6))
         assert is_shared(client, answer.values) and answer.values[0, 0] == 6
