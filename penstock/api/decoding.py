@@ -68,7 +68,7 @@ class RouteDecoder:
         except msgspec.ValidationError:
             raise
         except UNDECODABLE as error:
-            raise MalformedBody(f"the body is not valid JSON: {error}") from None
+            raise _not_json(error) from None
 
     def decode_tolerantly(self, raw: bytes | bytearray, error: msgspec.ValidationError) -> Decoded:
         """A body of a variant, or one with unknown fields or nulls; `error` tells why it is not exact."""
@@ -108,6 +108,8 @@ class BodyDecoder:
             return Decoded(self.decode_exact(raw))
         except msgspec.ValidationError as error:
             return self.decode_tolerantly(raw, error)
+        except UNDECODABLE as error:
+            raise _not_json(error) from None
 
     def decode_tolerantly(self, raw: bytes | bytearray, error: msgspec.ValidationError) -> Decoded:
         """Decode without unknown fields and nulls; `error` tells why the body is not exactly as declared."""
@@ -126,6 +128,8 @@ class BodyDecoder:
             return Decoded(self.decode_exact(bytes(tidied)), ignored)
         except msgspec.ValidationError as remaining:
             raise self._wrong(remaining) from None
+        except UNDECODABLE as undecodable:  # the first error was met before these bytes
+            raise _not_json(undecodable) from None
 
     @cached_property
     def _type(self) -> inspect.StructType:
@@ -136,6 +140,10 @@ class BodyDecoder:
     def _wrong(self, error: msgspec.ValidationError) -> MalformedBody:
         message, param = explain(str(error), self._body)
         return MalformedBody(message, param=param)
+
+
+def _not_json(error: Exception) -> MalformedBody:
+    return MalformedBody(f"the body is not valid JSON: {error}")
 
 
 def _tidied(raw: msgspec.Raw, kind: inspect.Type, path: str, ignored: Names) -> msgspec.Raw:

@@ -266,6 +266,12 @@ def test_every_token_is_an_event_of_a_stream(writer: TestClient, path: str, stre
     assert events[-1]["details"]["input_length"] >= 1
 
 
+def test_a_stream_that_is_declined_is_a_text_as_the_document_says(writer: TestClient) -> None:
+    assert ask(writer, "/generate_stream", inputs="find", stream=False)["generated_text"] == SAID
+    operation = writer.get("/openapi.json").json()["paths"]["/generate_stream"]["post"]
+    assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+
+
 def test_a_stop_sequence_ends_the_text_and_stays_in_it(writer: TestClient) -> None:
     given = {"stop": ["was"], "details": True}
     answer = ask(writer, "/generate", inputs="find", parameters=given)

@@ -68,6 +68,23 @@ def test_a_header_holds_whatever_name_a_client_invents(http: TestClient, name: s
     assert header.isascii() and header.isprintable() and 0 < len(header) <= 1024
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", b'{"unknown": 1, "input": "\xff\xfe"}'),
+        ("/v1/embeddings", b'{"input": null, "input": "\xff"}'),
+        ("/classify", b'{"messages": [], "cache_salt": "\xed\xa0\x80"}'),  # another kind of body claims it
+        ("/tokenize", b'{"messages": [], "unknown": 1, "model": "\xff"}'),
+    ],
+)
+def test_bytes_that_are_not_text_are_refused_behind_another_fault(
+    http: TestClient, path: str, body: bytes
+) -> None:
+    answer = http.post(path, content=body)
+    assert answer.status_code == 400, answer.text
+    assert "not valid JSON" in answer.json()["error"]["message"]
+
+
 def test_many_unknown_fields_cost_one_short_header(http: TestClient) -> None:
     answer = embed(http, **{f"field_{index}": index for index in range(10_000)})
     assert answer.status_code == 200

@@ -439,13 +439,6 @@ ROUTES = (
     ),
     RouteSpec("/generate", GenerateRequest, generate, _HF, GeneratedText, INFERENCE_ERRORS, _EXAMPLE),
     RouteSpec(
-        "/generate_stream",
-        GenerateRequest,
-        generate_stream,
-        _HF,
-        None,
-        INFERENCE_ERRORS,
-        _EXAMPLE,
-        media=("text/event-stream",),
+        "/generate_stream", GenerateRequest, generate_stream, _HF, GeneratedText, INFERENCE_ERRORS, _EXAMPLE
     ),
 )
