@@ -126,8 +126,8 @@ def engine_parts(turns: int) -> Figures:
 
 
 class EngineLoad:
-    """API processes of an engine server on the thread of its loop. They submit the requests of a step at once,
-    each in a message of its own, and take the answers.
+    """API processes of an engine server on the thread of its loop. They submit the requests of a step at
+    once, each in a message of its own, and take the answers.
 
     The loop calls `publish` at the end of each turn, so the work of the load is left out of the figures.
     Nothing here depends on time but the figures: a step always has the same requests.
@@ -144,7 +144,10 @@ class EngineLoad:
             socket.connect("inproc://engine")
             socket.send_multipart([encode(Hello(str(name), os.getpid()))])
         self._rng = np.random.default_rng(0)
-        self._num_waiting, self._num_sent = self.SENDERS, 0  # first, a message to each that the engine is ready
+        self._num_waiting, self._num_sent = (
+            self.SENDERS,
+            0,
+        )  # first, a message to each that the engine is ready
         self._since_s = 0.0
         self._spent_s = 0.0
         self.step_us: list[float] = []  # CPU time of the engine's thread, for a request of each step
@@ -184,7 +187,9 @@ class EngineLoad:
         requests = []
         for length in lengths[:, None]:
             ids = self._rng.integers(0, 30000, length[0], dtype=np.int32)
-            request = Request(f"{self._num_sent}", ids, length, arrival_s=time.monotonic(), client="127.0.0.1")
+            request = Request(
+                f"{self._num_sent}", ids, length, arrival_s=time.monotonic(), client="127.0.0.1"
+            )
             requests.append(request)
             self._num_sent += 1
         for sender, socket in enumerate(self._sockets):
@@ -194,7 +199,8 @@ class EngineLoad:
 
 
 def num_answers(message: Any) -> int:
-    return len(message.items)
+    """An item answers one request, or as many as it has ids."""
+    return sum(len(getattr(item, "ids", (None,))) for item in message.items)
 
 
 def engine_process(num_steps: int) -> Figures:
@@ -211,7 +217,11 @@ def engine_process(num_steps: int) -> Figures:
         counted = EngineLoad(size, 20)
         with cProfile.Profile(builtins=False) as profile:
             counted.run()
-        own = [entry for entry in profile.getstats() if "/penstock/" in str(getattr(entry.code, "co_filename", ""))]
+        own = [
+            entry
+            for entry in profile.getstats()
+            if "/penstock/" in str(getattr(entry.code, "co_filename", ""))
+        ]
         calls = sum(entry.callcount for entry in own) / 20 / size
         out.setdefault("calls of Python functions", {})[str(size)] = calls
     return out
