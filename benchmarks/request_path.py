@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import cProfile
 import gc
 import json
 import os
@@ -27,6 +28,7 @@ from typing import Any
 os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", tempfile.mkdtemp(prefix="penstock-bench-"))
 
 import numpy as np
+import zmq
 
 from penstock.api.app import build_app
 from penstock.api.process import http_config
@@ -41,13 +43,17 @@ from penstock.serving.engine_metrics import EngineMetrics
 from penstock.tasks.model import TextModel
 from penstock.types import PooledOutput, PoolingParams, Request, Task, Timings
 from penstock.wire.messages import (
+    Hello,
+    Ready,
     decode_from_engine,
     decode_to_engine,
+    encode,
     pack_outcomes,
     pack_requests,
     unpack_outcomes,
     unpack_requests,
 )
+from penstock.wire.server import EngineServer
 
 SIZES = (1, 16, 64, 256)
 TOKENS = 32
@@ -116,6 +122,108 @@ def engine_parts(turns: int) -> Figures:
     for size in SIZES:
         for name, value in engine_stages(size, turns).items():
             out.setdefault(name, {})[str(size)] = value
+    return out
+
+
+class EngineLoad:
+    """API processes of an engine server on the thread of its loop. They submit the requests of a step at
+    once, each in a message of its own, and take the answers.
+
+    The loop calls `publish` at the end of each turn, so the work of the load is left out of the figures.
+    Nothing here depends on time but the figures: a step always has the same requests.
+    """
+
+    SENDERS = 8
+
+    def __init__(self, num_requests: int, num_steps: int) -> None:
+        self._num_requests, self._num_steps = num_requests, num_steps
+        self._metrics = EngineMetrics("bench")
+        self.server = EngineServer("inproc://engine")
+        self._sockets = [self.server._context.socket(zmq.DEALER) for _ in range(self.SENDERS)]
+        for name, socket in enumerate(self._sockets):
+            socket.connect("inproc://engine")
+            socket.send_multipart([encode(Hello(str(name), os.getpid()))])
+        self._rng = np.random.default_rng(0)
+        self._num_waiting, self._num_sent = (
+            self.SENDERS,
+            0,
+        )  # first, a message to each that the engine is ready
+        self._since_s = 0.0
+        self._spent_s = 0.0
+        self.step_us: list[float] = []  # CPU time of the engine's thread, for a request of each step
+
+    def run(self) -> None:
+        scheduler = Scheduler(Budget(32768, 1024, 1 << 24, max_output_bytes=16 << 20, is_shared=True))
+        core = EngineCore(
+            NullRunner({Task.EMBED: WIDTH}),
+            scheduler,
+            depth=2,
+            wake=self.server.wake,
+            observe=self._metrics.step,
+        )
+        core.max_queue_s = 5.0
+        self._since_s = time.thread_time()
+        self.server.serve(core, Ready(os.getpid(), {}), self._turned)
+
+    def _turned(self, core: EngineCore) -> bool:
+        self._metrics.publish(core)
+        self._spent_s += time.thread_time() - self._since_s
+        for socket in self._sockets:
+            while socket.get(zmq.EVENTS) & zmq.POLLIN:
+                message: Any = decode_from_engine(socket.recv_multipart()[0])
+                self._num_waiting -= 1 if isinstance(message, Ready) else num_answers(message)
+        if not self._num_waiting:
+            self.step_us.append(self._spent_s / self._num_requests * 1e6)
+            self._spent_s = 0.0
+            if len(self.step_us) > self._num_steps:
+                self.server.stop()
+            else:
+                self._submit()
+        self._since_s = time.thread_time()
+        return True
+
+    def _submit(self) -> None:
+        lengths = self._rng.lognormal(np.log(70), 0.9, self._num_requests).clip(4, 512).astype(np.int32)
+        requests = []
+        for length in lengths[:, None]:
+            ids = self._rng.integers(0, 30000, length[0], dtype=np.int32)
+            request = Request(
+                f"{self._num_sent}", ids, length, arrival_s=time.monotonic(), client="127.0.0.1"
+            )
+            requests.append(request)
+            self._num_sent += 1
+        for sender, socket in enumerate(self._sockets):
+            if theirs := requests[sender :: self.SENDERS]:
+                socket.send_multipart(pack_requests(theirs))
+        self._num_waiting = self._num_requests
+
+
+def num_answers(message: Any) -> int:
+    """An item answers one request, or as many as it has ids."""
+    return sum(len(getattr(item, "ids", (None,))) for item in message.items)
+
+
+def engine_process(num_steps: int) -> Figures:
+    """The engine's thread with everything but a model: socket, loop, scheduler, plan, answers, metrics."""
+    out: Figures = {}
+    for size in (16, 64, 256):
+        load = EngineLoad(size, num_steps)
+        gc.collect()
+        gc.freeze()  # as an engine process does before it serves
+        load.run()
+        measured = sorted(load.step_us[num_steps // 4 :])
+        out.setdefault("CPU µs, 10th percentile", {})[str(size)] = measured[len(measured) // 10]
+        out.setdefault("CPU µs, median", {})[str(size)] = statistics.median(measured)
+        counted = EngineLoad(size, 20)
+        with cProfile.Profile(builtins=False) as profile:
+            counted.run()
+        own = [
+            entry
+            for entry in profile.getstats()
+            if "/penstock/" in str(getattr(entry.code, "co_filename", ""))
+        ]
+        calls = sum(entry.callcount for entry in own) / 20 / size
+        out.setdefault("calls of Python functions", {})[str(size)] = calls
     return out
 
 
@@ -475,6 +583,9 @@ def main() -> None:
     options = parser.parse_args()
     parts: dict[str, Callable[[], Figures]] = {
         "Engine process, µs a request, by requests in a turn": lambda: engine_parts(options.turns),
+        "Engine process with its socket, for a request, by requests in a step": lambda: engine_process(
+            options.turns
+        ),
         "Wire in the API process, µs a request, by requests in a message": lambda: client_stages(
             options.turns
         ),

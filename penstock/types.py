@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -463,8 +463,7 @@ class Comparison:
         return vector_pairs * max(int(self.queries.shape[1]), MIN_PRODUCT_WIDTH)
 
 
-@dataclass(frozen=True, slots=True)
-class Timings:
+class Timings(NamedTuple):
     """How long a request waited and ran inside the engine."""
 
     queue_s: float = 0.0
@@ -499,8 +498,7 @@ class RowSlice(NamedTuple):
         return np.flatnonzero(self.ends == self.request.lengths[self.rows]).astype(np.int32)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LengthGroup:
+class LengthGroup(NamedTuple):
     """Consecutive rows of equal length, cached length and key limit: a dense block inside the ragged run."""
 
     first_row: int
@@ -849,6 +847,22 @@ class PooledOutput:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PooledRows:
+    """Outputs of several requests that have one row each, in columns: the result of most pooling steps."""
+
+    ids: Sequence[str]
+    values: Array  # [requests, …], the row of each
+    queue_s: Sequence[float]  # of each
+    device_s: float  # of the step
+
+    def parts(self) -> Iterator[PooledOutput]:
+        """The same as one `PooledOutput` per request."""
+        values, device_s = self.values, self.device_s
+        for at, (request_id, queue_s) in enumerate(zip(self.ids, self.queue_s, strict=True)):
+            yield PooledOutput(request_id, values[at : at + 1], Timings(queue_s, device_s))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class GeneratedTokens:
     """New tokens of one row of a request. The last part carries the finish reason."""
 
@@ -892,7 +906,7 @@ class Failure:
     error: PenstockError
 
 
-Outcome = PooledOutput | DecodedTokens | GeneratedTokens | Failure
+Outcome = PooledOutput | PooledRows | DecodedTokens | GeneratedTokens | Failure
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,14 +17,18 @@ from penstock.scheduler.scheduler import ScheduledRows, Scheduler
 from penstock.types import (
     Array,
     Failure,
+    Ints,
     Outcome,
     PooledOutput,
     PooledResult,
+    PooledRows,
     PoolPlan,
     Request,
     RowSlice,
     Timings,
 )
+
+MAX_JOINED_BYTES = 1 << 14  # of the row of a request that is answered together with others
 
 
 class PendingRequests:
@@ -31,6 +36,7 @@ class PendingRequests:
 
     def __init__(self, scheduler: Scheduler, dedup: Deduplicator | None) -> None:
         self.allocate: Allocate = np.empty  # makes the arrays of answers
+        self.joins_answers = False  # requests of one row that end in the same step become one `PooledRows`
         self._scheduler = scheduler
         self._dedup = dedup
         self._progress: dict[str, Progress] = {}
@@ -76,6 +82,13 @@ class PendingRequests:
         """Give each request its rows of a step; requests that are complete become answers."""
         outcomes: list[Outcome] = []
         not_finite = _requests_not_finite(step, plan, result)
+        if self.joins_answers and not (not_finite or step.lost) and _has_one_small_output(plan, result):
+            joined, slices = self._join_answers(plan, result)
+            if joined is not None:
+                outcomes += [joined] if len(joined.ids) > 1 else joined.parts()
+            if not slices:
+                return outcomes
+            plan = replace(plan, slices=slices)
         for row_slice, values in _slice_values(step, plan, result.outputs):
             progress = self._progress.get(row_slice.request.id)
             if progress is None or progress.job is not row_slice.request:
@@ -88,6 +101,33 @@ class PendingRequests:
             if progress.complete:
                 outcomes += self._finish(progress)
         return outcomes
+
+    def _join_answers(
+        self, plan: PoolPlan, result: PooledResult
+    ) -> tuple[PooledRows | None, tuple[RowSlice, ...]]:
+        """Answer at once the requests of one row that ran in this step alone and whose row no other request
+        waits for. Returns their answer and the slices of all others."""
+        ids: list[str] = []
+        rows: list[Ints] = []
+        queue_s: list[float] = []
+        others: list[RowSlice] = []
+        all_progress, dedup = self._progress, self._dedup
+        for row_slice in plan.slices:
+            request = row_slice.request
+            progress = all_progress.get(request.id)
+            if progress is None or progress.job is not request or not progress.ends_with_its_row:
+                others.append(row_slice)
+                continue
+            del all_progress[request.id]
+            if dedup is not None:
+                dedup.forget(progress)
+            ids.append(request.id)
+            rows.append(row_slice.step_rows)
+            queue_s.append(progress.queue_s)
+        if not ids:
+            return None, plan.slices
+        values = result.outputs[0][np.concatenate(rows)]  # a copy: the step's memory is reused
+        return PooledRows(ids, values, queue_s, result.device_s), tuple(others)
 
     def fail(self, request_id: str, error: PenstockError) -> list[Outcome]:
         """End a request with an error, if it is still pending."""
@@ -165,6 +205,13 @@ class PendingRequests:
             self._dedup.forget(progress)
 
 
+def _has_one_small_output(plan: PoolPlan, result: PooledResult) -> bool:
+    """Whether all rows of a step end in it and have one output of the same size, which is small."""
+    if len(plan.variants) != 1 or plan.variants[0].rows is not None or plan.variants[0].params.per_token:
+        return False
+    return result.outputs[0].nbytes <= MAX_JOINED_BYTES * plan.num_rows
+
+
 def _slice_values(
     step: InFlightStep, plan: PoolPlan, arrays: tuple[Array, ...]
 ) -> list[tuple[RowSlice, tuple[Values, ...]]]:
@@ -186,7 +233,6 @@ def _requests_not_finite(step: InFlightStep, plan: PoolPlan, result: PooledResul
 
 
 def _answer(progress: Progress) -> PooledOutput:
-    request, launched_s = progress.request, progress.first_launch_s
-    queue_s = 0.0 if launched_s is None else max(0.0, launched_s - request.arrival_s)
     first, *more = progress.outputs()
-    return PooledOutput(request.id, first, Timings(queue_s, progress.device_s), tuple(more))
+    timings = Timings(progress.queue_s, progress.device_s)
+    return PooledOutput(progress.request.id, first, timings, tuple(more))

@@ -43,6 +43,20 @@ class Progress:
         return cls(request, job or request, [None] * len(request.all_params), source_rows=source_rows)
 
     @property
+    def queue_s(self) -> float:
+        """From its arrival until its first row ran."""
+        launched_s = self.first_launch_s
+        return 0.0 if launched_s is None else max(0.0, launched_s - self.request.arrival_s)
+
+    @property
+    def ends_with_its_row(self) -> bool:
+        """Whether it has one row, which runs for it alone and in one step, and one output."""
+        request = self.request
+        if self.job is not request or len(request.lengths) != 1 or request.extra_params:
+            return False
+        return not (self.followers or self.is_relay or self.num_leaders or self.device_s)
+
+    @property
     def complete(self) -> bool:
         needed = self.job.num_rows - self.job.num_queries
         return self.num_rows_done == needed and not self.num_leaders

@@ -230,21 +230,20 @@ def _groups(
         changes |= num_cached[1:] != num_cached[:-1]
     if not len(lengths):
         return ()
-    firsts = [0, *(np.flatnonzero(changes) + 1).tolist()]
-    ends = [*firsts[1:], len(lengths)]
+    edges = np.concatenate([[0], np.flatnonzero(changes) + 1, [len(lengths)]])
+    firsts = edges[:-1]
     keys = cu_lengths if num_cached is None else cumulative(lengths + num_cached)
-    return tuple(
-        LengthGroup(
-            first,
-            end - first,
-            int(lengths[first]),
-            int(cu_lengths[first]),
-            0 if num_cached is None else int(num_cached[first]),
-            int(keys[first]),
-            0 if limited is None else int(limited[first]),
-        )
-        for first, end in zip(firsts, ends, strict=True)
+    absent = np.zeros_like(firsts)
+    columns = (
+        firsts,
+        edges[1:] - firsts,
+        lengths[firsts],
+        cu_lengths[firsts],
+        absent if num_cached is None else num_cached[firsts],
+        keys[firsts],
+        absent if limited is None else limited[firsts],
     )
+    return tuple(map(LengthGroup._make, zip(*(column.tolist() for column in columns), strict=True)))
 
 
 def _limits(lengths: Ints, cu_lengths: Ints, keys: Ints) -> KeyLimits:

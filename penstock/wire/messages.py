@@ -25,6 +25,7 @@ from penstock.types import (
     Ints,
     Outcome,
     PooledOutput,
+    PooledRows,
     PoolingParams,
     Request,
     RequestImages,
@@ -157,6 +158,15 @@ class PooledItem(msgspec.Struct, tag="pooled", array_like=True):
     device_s: float
 
 
+class PooledRowsItem(msgspec.Struct, tag="pooled_rows", array_like=True):
+    """The outputs of several requests of one row each, in one array."""
+
+    ids: list[str]
+    values: FramedArray
+    queue_s: list[float]
+    device_s: float
+
+
 class LogprobBytes(msgspec.Struct, array_like=True):
     """Log probabilities of some tokens, as raw bytes."""
 
@@ -190,7 +200,7 @@ class FailedItem(msgspec.Struct, tag="failed", array_like=True):
     param: str | None
 
 
-Item = PooledItem | GeneratedItem | DecodedItem | FailedItem
+Item = PooledItem | PooledRowsItem | GeneratedItem | DecodedItem | FailedItem
 
 
 class Outcomes(msgspec.Struct, tag="outcomes", array_like=True):
@@ -492,6 +502,9 @@ def pack_outcomes(
         elif isinstance(outcome, Failure):
             error = outcome.error
             items.append(FailedItem(outcome.id, type(error).__name__, error.message, error.param))
+        elif isinstance(outcome, PooledRows):
+            values, queue_s = arrays.add(outcome.values), list(outcome.queue_s)
+            items.append(PooledRowsItem(list(outcome.ids), values, queue_s, outcome.device_s))
         else:
             framed = [arrays.add(array) for array in (outcome.values, *outcome.extra_values)]
             timings = outcome.timings
@@ -543,13 +556,18 @@ def unpack_outcomes(
             outcomes.append(Failure(item.id, revive(item.error, item.message, item.param)))
             continue
         arrays = []
-        for header in item.arrays:
+        for header in item.arrays if isinstance(item, PooledItem) else (item.values,):
             dtype, raw = np.dtype(header.dtype), frames[header.frame]
             if header.frame == 0:
                 size = math.prod(header.shape) * dtype.itemsize
                 raw = small[start : start + size]
                 start += size
             arrays.append(np.frombuffer(raw, dtype=dtype).reshape(header.shape))
+        if isinstance(item, PooledRowsItem):
+            if not len(item.ids) == len(item.queue_s) == len(arrays[0]):
+                raise ValueError(f"{len(item.ids)} requests have {len(arrays[0])} rows")
+            outcomes.append(PooledRows(item.ids, arrays[0], item.queue_s, item.device_s))
+            continue
         timings = Timings(item.queue_s, item.device_s)
         outcomes.append(PooledOutput(item.id, arrays[0], timings, tuple(arrays[1:])))
     return outcomes

@@ -24,6 +24,7 @@ from penstock.types import (
     Ints,
     Outcome,
     PooledOutput,
+    PooledRows,
     SequenceIds,
 )
 
@@ -93,6 +94,10 @@ class OutcomeRouter(Generic[Owner]):
                 for owner, decoded in self._divide(outcome):
                     routed.setdefault(owner, []).append(decoded)
                 continue
+            if isinstance(outcome, PooledRows):
+                for owner, theirs in self._divide_answers(outcome):
+                    routed.setdefault(owner, []).append(theirs)
+                continue
             if isinstance(outcome, Failure):
                 failures.append(outcome)
                 continue
@@ -115,6 +120,19 @@ class OutcomeRouter(Generic[Owner]):
             request_id, owner = self._owners.popitem()
             routed.setdefault(owner, []).append(Failure(request_id, EngineUnavailable(reason)))
         return routed
+
+    def _divide_answers(self, answers: PooledRows) -> Iterable[tuple[Owner, PooledRows]]:
+        """The answers of each owner. Their requests are forgotten."""
+        at_of: dict[Owner, list[int]] = {}
+        for at, owner in enumerate([self._owners.pop(each, None) for each in answers.ids]):
+            if owner is not None:
+                at_of.setdefault(owner, []).append(at)
+        for owner, own in at_of.items():
+            if len(own) == len(answers.ids):
+                yield owner, answers
+                return
+            ids, queue_s = [answers.ids[at] for at in own], [answers.queue_s[at] for at in own]
+            yield owner, PooledRows(ids, answers.values[own], queue_s, answers.device_s)
 
     def _divide(self, decoded: DecodedTokens) -> Iterable[tuple[Owner, DecodedTokens]]:
         """The tokens of each owner. The division is kept while steps decode the same sequences."""
@@ -182,6 +200,11 @@ class Subscribers:
                 generated = {}
             if isinstance(outcome, DecodedTokens):
                 self._deliver_decoded(outcome)
+            elif isinstance(outcome, PooledRows):
+                for output in outcome.parts():
+                    future = self._futures.get(output.id)
+                    if future is not None and not future.done():
+                        future.set_result(output)
             elif isinstance(outcome, PooledOutput):
                 future = self._futures.get(outcome.id)
                 if future is not None and not future.done():

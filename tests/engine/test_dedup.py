@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import Engine
-from penstock.types import Failure, Outcome, PooledOutput, PoolingParams, Request, Task
+from penstock.types import Failure, Outcome, PooledOutput, PooledRows, PoolingParams, Request, Task
 from tests.engine.fakes import ManualRunner, PoisonedRunner, expected_values, make_core, run_to_the_end
 from tests.thinning import num_examples
 from tests.waiting import PATIENCE_S
@@ -206,3 +206,24 @@ def test_any_mix_of_arrivals_failures_and_cancellations_ends_every_request_once(
             assert outcome.values.tolist() == expected_values(asked[outcome.id])
         else:
             assert failed
+
+
+def test_requests_of_one_row_are_answered_together_but_not_those_with_followers() -> None:
+    runner = ManualRunner()
+    core = make_core(runner, share_identical=True)
+    core.pending.joins_answers = True
+    alone = [request("a", [1, 2]), request("b", [5]), request("c", [9, 8, 7])]
+    for each in (*alone, led := request("d", [3]), two := request("e", [4], [6])):
+        core.add(each)
+    core.add(follower := request("f", [3]))
+    core.step()
+    runner.finish()
+    joined, *others = core.step()
+    assert isinstance(joined, PooledRows)
+    assert values(list(joined.parts())) == {each.id: expected_values(each) for each in alone}
+    assert values(others) == {each.id: expected_values(each) for each in (led, two, follower)}
+    assert not core.pending and not core.busy
+    core.add(again := request("g", [1, 2]))  # nothing is left of the request that had this row
+    core.step()
+    runner.finish()
+    assert values(core.step()) == {"g": expected_values(again)}

@@ -14,6 +14,7 @@ from penstock.types import (
     Failure,
     OutputDtype,
     PooledOutput,
+    PooledRows,
     PoolingParams,
     Request,
     RequestImages,
@@ -167,6 +168,32 @@ def test_shared_arrays_are_sent_once_and_large_outputs_in_messages_of_their_own(
     for before, after in zip(sent, unpack_outcomes(message.items, frames), strict=True):
         assert isinstance(after, PooledOutput) and after.id == before.id
         np.testing.assert_array_equal(after.values, before.values)
+
+
+@pytest.mark.parametrize("width", [3, 40_000])
+def test_joined_answers_are_received_beside_other_outputs(width: int) -> None:
+    """In the frame of all small arrays, or in one of their own."""
+    rows = np.arange(2 * width, dtype=np.float16).reshape(2, width)
+    other = PooledOutput("c", np.ones((2, 3), dtype=np.float32), Timings(1.0, 2.0))
+    sent = [PooledRows(["a", "b"], rows, [0.25, 0.5], 3.0), other]
+    header, *frames = sent_and_received(pack_outcomes(sent))
+    message = decode_from_engine(header)
+    assert isinstance(message, Outcomes)
+    received, after = unpack_outcomes(message.items, frames)
+    assert isinstance(received, PooledRows) and isinstance(after, PooledOutput)
+    for at, part in enumerate(received.parts()):
+        assert (part.id, part.timings) == ("ab"[at], Timings((0.25, 0.5)[at], 3.0))
+        np.testing.assert_array_equal(part.values, rows[at : at + 1])
+    np.testing.assert_array_equal(after.values, other.values)
+
+
+def test_joined_answers_with_too_few_rows_are_refused() -> None:
+    rows = PooledRows(["a", "b"], np.zeros((1, 3), dtype=np.float32), [0.0, 0.0], 0.0)
+    header, *frames = sent_and_received(pack_outcomes([rows]))
+    message = decode_from_engine(header)
+    assert isinstance(message, Outcomes)
+    with pytest.raises(ValueError, match="2 requests have 1 rows"):
+        unpack_outcomes(message.items, frames)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from penstock.types import (
     GeneratedTokens,
     Outcome,
     PooledOutput,
+    PooledRows,
     SequenceIds,
     Timings,
 )
@@ -38,10 +39,35 @@ def nothing_generates(request_id: str) -> bool:
 def describe(outcome: Outcome) -> tuple[Any, ...]:
     if isinstance(outcome, DecodedTokens):
         return ("decoded", *zip(outcome.rows, outcome.token_ids.tolist(), strict=True))
+    if isinstance(outcome, PooledRows):
+        return ("rows", *zip(outcome.ids, outcome.values[:, 0].tolist(), outcome.queue_s, strict=True))
     return (type(outcome).__name__, outcome.id)
 
 
+def joined(*ids: str) -> PooledRows:
+    values = np.arange(len(ids), dtype=np.float32).repeat(2).reshape(-1, 2)
+    return PooledRows(ids, values, [10.0 + at for at in range(len(ids))], 0.5)
+
+
 class TestOutcomeRouter:
+    def test_joined_answers_are_divided_among_their_owners_and_forgotten(self) -> None:
+        router: OutcomeRouter[str] = OutcomeRouter()
+        for request_id, owner in (("a", "one"), ("b", "two"), ("c", "one")):
+            router.add(request_id, owner)
+        routed = router.route([joined("a", "b", "cancelled", "c")], nothing_generates)
+        assert {owner: [describe(each) for each in theirs] for owner, theirs in routed.items()} == {
+            "one": [("rows", ("a", 0.0, 10.0), ("c", 3.0, 13.0))],
+            "two": [("rows", ("b", 1.0, 11.0))],
+        }
+        assert len(router) == 0
+
+    def test_joined_answers_of_one_owner_are_not_copied(self) -> None:
+        router: OutcomeRouter[str] = OutcomeRouter()
+        for request_id in ("a", "b"):
+            router.add(request_id, "one")
+        answers = joined("a", "b")
+        assert router.route([answers], nothing_generates) == {"one": [answers]}
+
     def test_each_owner_gets_its_own_outcomes_with_failures_last(self) -> None:
         router: OutcomeRouter[str] = OutcomeRouter()
         for request_id, owner in (("a", "one"), ("b", "two"), ("c", "one"), ("d", "two")):
