@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.checkpoints import write_json, write_modules
 from tests.e2e.llama import write_llama
 
 POISON = "tool call"  # one token; no text of the load contains it
@@ -23,4 +24,8 @@ def write_poisoned_llama(folder: Path) -> Path:
     weights["model.embed_tokens.weight"][token_id] = torch.nan
     weights["lm_head.weight"][token_id] = 0.0  # other tokens have larger logits: it is never generated
     save_file(weights, file, metadata={"format": "pt"})
+    write_modules(folder, [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")])
+    hidden_size = weights["model.norm.weight"].numel()
+    pooling = {"word_embedding_dimension": hidden_size, "pooling_mode_lasttoken": True}
+    write_json(folder / "1_Pooling" / "config.json", pooling)
     return folder

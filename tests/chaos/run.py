@@ -152,6 +152,7 @@ def main() -> int:
         folder = write_poisoned_llama(Path(work) / "model")
         flags = ["--device", "cpu", "--served-model-name", "chaos", "--api-server-count", "2"]
         flags += [
+            "--enable-generation",
             "--standby-engine",
             "--engine-hang-timeout",
             f"{HANG_TIMEOUT_S:g}",
