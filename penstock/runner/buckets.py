@@ -147,7 +147,7 @@ class AdapterLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Where a step's arrays lie in one buffer of integers, each with room for the bucket."""
+    """Offsets of a step's arrays in one buffer of integers, each with room for the bucket."""
 
     bucket: Bucket
     cu_lengths: slice

@@ -72,7 +72,7 @@ class DecodeTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Where a step's arrays lie in one buffer of integers, each with room for the bucket's rows."""
+    """Offsets of a step's arrays in one buffer of integers, each with room for the bucket's rows."""
 
     rows: int
     max_blocks: int

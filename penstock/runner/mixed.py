@@ -76,7 +76,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Where a step's arrays lie in one buffer of integers, each with room for the graph's shape."""
+    """Offsets of a step's arrays in one buffer of integers, each with room for the graph's shape."""
 
     key: Key
     token_ids: slice

@@ -216,7 +216,7 @@ class SlotPlan:
         return need
 
     def rewind(self, slots: Ints, num_sampled: Ints) -> Need:
-        """Slots have sampled so many tokens, whatever was counted. Returns what a batch of them needs."""
+        """Set how many tokens these slots have sampled. Returns what a batch of them needs."""
         need = self.need(slots)
         if need & (EDITS | Need.TAIL):
             raise ValueError("a slot whose logits are edited by its tokens cannot be rewound")

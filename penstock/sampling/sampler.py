@@ -112,7 +112,7 @@ class Sampler:
         self, logits: Tensor, slots: Ints, slots_device: Tensor, verify: VerifyTensors | None = None
     ) -> Sampled:
         """With `verify`, slots whose logits nothing edits may have several rows, whose noise is that of the
-        positions that follow. The slot goes on behind the last row with an accepted proposal before it."""
+        positions that follow. The slot continues after the last row whose earlier proposals were accepted."""
         if logits.shape != (len(slots), self.plan.vocab_size):
             raise ValueError(
                 f"logits have shape {tuple(logits.shape)}, not {(len(slots), self.plan.vocab_size)}"

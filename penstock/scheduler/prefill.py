@@ -51,7 +51,7 @@ class Prefills:
         self._max_background = limits.max_rows / 2
 
     def max_tokens_beside(self, num_decoding: int, max_tokens: int) -> int:
-        """Prompt tokens that may run beside so many decodes, where a step has room for `max_tokens`."""
+        """Prompt tokens that may run beside these decodes, where a step has room for `max_tokens`."""
         return self.budget.max_tokens(self._demand(num_decoding, max_tokens))
 
     def _demand(self, num_decoding: int, max_tokens: int) -> PrefillDemand:

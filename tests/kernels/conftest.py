@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def seeded() -> None:
     """Draw the same random tensors in every run, on the CPU and on the device."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def kernels() -> Iterator[None]:
+    """Run the kernels on the CPU too, in the interpreter."""
+    from penstock.kernels import language
+
+    before = language._devices
+    language.set_kernel_devices("cpu", "cuda")
+    yield
+    language.set_kernel_devices(*before)
+
+
+@pytest.fixture
+def only_interpreted() -> None:
+    from penstock.kernels import language
+
+    if not language.IS_INTERPRETED:
+        pytest.skip("on a CUDA device tests/gpu compares whole models")
 
 
 @pytest.fixture

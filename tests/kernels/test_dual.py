@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from penstock.checkpoint.image_processor import ImageProcessorSpec, MaxPatches
-from penstock.kernels import language
 from penstock.layers.build import LayerBuilder
 from penstock.layers.images import VisionTower
 from penstock.models.dual import ClipVision
@@ -16,22 +13,10 @@ from penstock.models.siglip_vision import SiglipVision
 from penstock.weights.stream import DummySource
 from tests.kernels.towers import CONFIG, FIXED, run
 
+pytestmark = pytest.mark.usefixtures("only_interpreted")
+
 CPU = torch.device("cpu")
 NAFLEX = ImageProcessorSpec(geometry=MaxPatches(40), patch_size=4, resample=2, channels_last=True)
-
-
-@pytest.fixture
-def kernels() -> Iterator[None]:
-    before = language._devices
-    language.set_kernel_devices("cpu", "cuda")
-    yield
-    language.set_kernel_devices(*before)
-
-
-@pytest.fixture(autouse=True)
-def only_interpreted() -> None:
-    if not language.IS_INTERPRETED:
-        pytest.skip("on a CUDA device tests/gpu compares whole models")
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip", "naflex"])

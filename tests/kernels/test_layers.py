@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,8 @@ from penstock.weights.stream import open_weights
 from tests.helpers import make_spec
 from tests.layers.inputs import ordered_batch
 
+pytestmark = pytest.mark.usefixtures("only_interpreted")
+
 CPU = torch.device("cpu")
 SIZES = {
     "hidden_size": 32,
@@ -52,20 +53,6 @@ SPARSE = (
     {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3}
     | {"moe_intermediate_size": 24, "norm_topk_prob": True, "mlp_only_layers": [1]},
 )
-
-
-@pytest.fixture
-def kernels() -> Iterator[None]:
-    before = language._devices
-    language.set_kernel_devices("cpu", "cuda")
-    yield
-    language.set_kernel_devices(*before)
-
-
-@pytest.fixture(autouse=True)
-def only_interpreted() -> None:
-    if not language.IS_INTERPRETED:
-        pytest.skip("on a CUDA device tests/gpu compares whole models")
 
 
 def batch_with(lengths: list[int], type_ids: Tensor | None = None) -> Batch:

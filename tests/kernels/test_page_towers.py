@@ -3,7 +3,6 @@ and Gemma 4's with its rotation by column and row, norms of heads and sandwich n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 
 from penstock.checkpoint.gemma_vision import GemmaVision, GemmaVisionShape
 from penstock.checkpoint.image_processor import ImageProcessorSpec, SoftTokens
-from penstock.kernels import language
 from penstock.layers.build import LayerBuilder
 from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.images import ImageTokens, VisionTower
@@ -21,6 +19,8 @@ from penstock.models.siglip_vision import SiglipTokens, SiglipVision
 from penstock.weights.stream import DummySource
 from tests.kernels.towers import CONFIG, FIXED, run
 from tests.layers.inputs import draw, ordered_batch
+
+pytestmark = pytest.mark.usefixtures("only_interpreted")
 
 CPU = torch.device("cpu")
 SHAPE = GemmaVisionShape(
@@ -39,20 +39,6 @@ SHAPE = GemmaVisionShape(
     is_standardized=True,
 )
 SOFT = ImageProcessorSpec(geometry=SoftTokens(70, 2), patch_size=4, resample=3, channels_last=True)
-
-
-@pytest.fixture
-def kernels() -> Iterator[None]:
-    before = language._devices
-    language.set_kernel_devices("cpu", "cuda")
-    yield
-    language.set_kernel_devices(*before)
-
-
-@pytest.fixture(autouse=True)
-def only_interpreted() -> None:
-    if not language.IS_INTERPRETED:
-        pytest.skip("on a CUDA device tests/gpu compares whole models")
 
 
 @pytest.mark.parametrize("kind", ["siglip", "gemma"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 
 from penstock.checkpoint.qwen_vision import read_qwen_vision
 from penstock.inputs.images.positions import rope_positions
-from penstock.kernels import language
 from penstock.layers.build import LayerBuilder
 from penstock.layers.images import ImageTokens
 from penstock.models.decoder_layers import Decoder
@@ -22,21 +20,9 @@ from tests.layers.inputs import draw, ordered_batch
 from tests.models.qwen_towers import GRIDS, PROCESSOR, SMALL, TOWERS, pixels_of, run_tower
 from tests.parity.qwen_vl import TEXT
 
+pytestmark = pytest.mark.usefixtures("only_interpreted")
+
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def kernels() -> Iterator[None]:
-    before = language._devices
-    language.set_kernel_devices("cpu", "cuda")
-    yield
-    language.set_kernel_devices(*before)
-
-
-@pytest.fixture(autouse=True)
-def only_interpreted() -> None:
-    if not language.IS_INTERPRETED:
-        pytest.skip("on a CUDA device tests/gpu compares whole models")
 
 
 @pytest.mark.parametrize("kind", TOWERS)
