@@ -403,20 +403,20 @@ def test_a_draft_that_does_not_pay_runs_only_in_trials(is_right: bool, seconds: 
     assert not used.speculation.is_on and used.speculation.speedup == 1.0
 
 
-@pytest.mark.parametrize("seconds", [0.1, 0.6, 1.5])
+@pytest.mark.parametrize("seconds", [0.1, 1.0])
 def test_a_draft_that_becomes_good_is_used_again(seconds: float) -> None:
-    used = WithDraft()
+    used = WithDraft(num_sequences=1)
     used.draft.seconds = seconds
     used.run(50)
     assert used.run(100) == 100, "it pays"
     used.draft.is_right = False
-    assert used.run(100) < 30 and not used.speculation.is_on
+    assert used.run(4 * FIRST_TRIAL_AFTER) < 30 and not used.speculation.is_on
     used.draft.is_right = True
     assert not used.run(100), "nobody notices before the next trial"
-    used.run(FIRST_TRIAL_AFTER)
+    used.run(4 * FIRST_TRIAL_AFTER - 100)
     accepted = used.speculation.counts.num_accepted_tokens
     assert used.run(100) >= 100 - TRIAL_STEPS, "one trial of plain steps may fall into these"
-    assert used.speculation.counts.num_accepted_tokens - accepted > 480
+    assert used.speculation.counts.num_accepted_tokens - accepted > 200
     assert used.speculation.speedup > 1.2
 
 
