@@ -70,6 +70,7 @@ class DecodeTimes:
         self._bucket = 0  # of the latest step
         self._trial_left = 0  # steps left of the current trial
         self._trial_is_speculative = False
+        self._is_tried = False  # a trial runs, or its outcome has not been judged
         self._since_trial = 0
         self._trial_after = FIRST_TRIAL_AFTER
 
@@ -125,6 +126,8 @@ class DecodeTimes:
         if not plain.is_measured:
             return False
         promises_gain = tokens_per_step > margin
+        if self._is_tried:
+            is_on = not self._trial_is_speculative  # a trial switches nothing: its outcome may
         if speculative.is_measured:
             faster = tokens_per_step * plain.seconds / speculative.seconds
             preferred = faster > (1.0 if is_on else margin)
@@ -132,12 +135,13 @@ class DecodeTimes:
             return promises_gain
         else:
             preferred = False
+        self._is_tried = False
         if preferred != is_on:
             self._trial_after, self._since_trial = FIRST_TRIAL_AFTER, 0
         elif self._since_trial >= self._trial_after and (preferred or promises_gain or not is_gain_known):
             self._since_trial, self._trial_left = 0, TRIAL_STEPS
             self._trial_after = min(2 * self._trial_after, LAST_TRIAL_AFTER)
-            self._trial_is_speculative = not preferred
+            self._trial_is_speculative, self._is_tried = not preferred, True
             return not preferred
         return preferred
 

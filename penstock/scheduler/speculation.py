@@ -166,8 +166,11 @@ class Speculation:
             is_speculative=self.is_on,
             catch_up_s=self._catch_up_s if self.is_on else 0.0,
         )
-        if self._is_adaptive:
-            self.is_on = self._pays(decoding)
+        if not self._is_adaptive:
+            return
+        was_on, self.is_on = self.is_on, self._pays(decoding)
+        if self.is_on and not was_on and not self.proposer.is_free:
+            self._expect_average()
 
     def interrupted(self) -> None:
         """A step of another kind was planned: the time until the next one says nothing about decoding."""
@@ -194,6 +197,12 @@ class Speculation:
         self._gain[new] = np.where(self._eligible[new], self._mean_gain, 0.0)
         self._tries[new], self._hits[new] = _PRIOR_TRIES, _PRIOR_TRIES * _PRIOR_ACCEPTANCE
         self.proposer.forget(new)
+
+    def _expect_average(self) -> None:
+        """Forget how often proposals were right: none were made for a while. Else a trial would propose
+        nothing for sequences that were predicted badly before, and so not notice that this has changed."""
+        self._tries[:], self._hits[:] = _PRIOR_TRIES, _PRIOR_TRIES * _PRIOR_ACCEPTANCE
+        self._pending_at[:] = -1
 
     def _compare(self, slots: Ints) -> None:
         """Compare the last proposals with the tokens that came."""

@@ -15,6 +15,7 @@ import pytest
 from penstock.checkpoint.find import default_folder
 from tests.checkpoints import write_bert, write_json
 from tests.cli.runs import error_of, invoke
+from tests.generation.families import write
 
 
 def facts(*args: object) -> dict[str, Any]:
@@ -149,3 +150,13 @@ def test_a_late_interaction_model_shows_its_token_vectors(tmp_path: Path) -> Non
     assert found["late_interaction"] == {"dimension": 16, "query_length": 24, "document_length": None}
     shown = invoke("info", tmp_path, "--device", "cpu").stdout
     assert "16 numbers; queries of 24 tokens, documents of 64" in shown and "pooling" not in shown
+
+
+def test_a_draft_model_is_named(tmp_path: Path) -> None:
+    model, draft = write("llama", tmp_path / "llama"), write("qwen3", tmp_path / "a-draft")
+    args = (model, "--device", "cpu", "--speculative-config", json.dumps({"model": str(draft)}))
+    assert facts(*args)["draft_model"] == "a-draft"
+    lines = [line.split() for line in invoke("info", *args).stdout.splitlines()]
+    assert ["draft", "model", "a-draft"] in lines
+    assert facts(model, "--device", "cpu")["draft_model"] is None
+    assert "draft model" not in invoke("info", model, "--device", "cpu").stdout

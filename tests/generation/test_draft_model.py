@@ -13,19 +13,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from penstock import Engine, SamplingParams
 from penstock.checkpoint.describe import describe
 from penstock.config import EngineConfig
 from penstock.engine.draft import MAX_FAILURES, DraftProposer
 from penstock.errors import ConfigError, ModelLoadError
-from penstock.runner.base import DraftRunner
+from penstock.runner.base import BLOCK_SIZE, DraftRunner
 from penstock.types import StepPlan
 from tests.checkpoints import write_bert
-from tests.generation import direct, fakes
+from tests.generation import direct, fakes, test_adapters
 from tests.generation.fakes import Answers, MemoryRunner, continued, generation_request, make_core
-from tests.generation.families import check_nothing_is_held, engine, prompts, write
+from tests.generation.families import FAMILIES, check_nothing_is_held, engine, prompts, write
 from tests.generation.speculative import KINDS, REPETITIVE, speculation_of
+from tests.parity.decoders import VOCABULARY
+from tests.parity.lora import opened_with, write_adapter
 from tests.thinning import num_examples
 
 ROWS = prompts() + REPETITIVE
@@ -132,6 +135,86 @@ def test_an_adaptive_draft_changes_no_output_either(llama: Path, qwen3: Path) ->
         for _ in range(3):
             assert [each.token_ids for each in used.generate(REPETITIVE, params)] == expected
         check_nothing_is_held(used)
+
+
+def test_rows_with_adapters_beside_a_draft_generate_the_same(llama: Path, tmp_path: Path) -> None:
+    base = test_adapters.write_base(tmp_path / "base", "qwen3")
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for number, folder in enumerate(folders):
+        targets = test_adapters.TARGETS["qwen3"]
+        write_adapter(base, folder, number, r=3 + number, target_modules=targets)
+    options = {"enable_generation": True, "max_num_seqs": 8, "kv_cache_gb": 0.001}
+    with opened_with(tmp_path / "base", folders, **options) as plain:
+        expected = test_adapters.generate(plain, 20)
+    assert expected[0] != expected[3] != expected[5], "the same prompt with each adapter and without one"
+    for draft in (tmp_path / "base", llama):
+        config = always(draft)
+        with opened_with(tmp_path / "base", folders, speculative_config=config, **options) as used:
+            assert test_adapters.generate(used, 20) == expected
+            assert test_adapters.generate(used, 20) == expected
+            generation = used.engine.core.generation
+            assert generation is not None and generation.speculation is not None
+            counts = generation.speculation.counts
+            assert counts.num_draft_tokens > 0
+            assert draft == llama or counts.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("vocab_size", [VOCABULARY - 100, VOCABULARY + 100])
+def test_a_draft_may_have_fewer_or_more_tokens(llama: Path, tmp_path: Path, vocab_size: int) -> None:
+    """The first row begins with tokens that both have. The second has one that the smaller draft lacks."""
+    draft = FAMILIES["qwen3"].write(tmp_path / "draft", vocab_size=vocab_size)
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    rows = [[*range(5, 35)], [*range(5, 35), VOCABULARY - 1, 6]]
+    with engine(llama) as plain:
+        expected = [each.token_ids for each in plain.generate(rows, params)]
+    with engine(llama, speculative_config=always(draft)) as used:
+        assert [each.token_ids for each in used.generate(rows, params)] == expected
+        assert not proposer_of(used)._num_failures
+        before = speculation_of(used).counts.num_draft_tokens
+        assert before > 0
+        assert [each.token_ids for each in used.generate(rows[1:], params)] == expected[1:]
+        is_drafted = speculation_of(used).counts.num_draft_tokens > before
+        assert is_drafted == (vocab_size > VOCABULARY)
+        check_nothing_is_held(used)
+
+
+def test_tokens_that_the_model_lacks_are_not_run(llama: Path, tmp_path: Path) -> None:
+    """A draft that proposes nothing but such tokens: the logits of all others are close to 0."""
+    draft = FAMILIES["gpt2"].write(tmp_path / "draft", vocab_size=VOCABULARY + 100)
+    file = draft / "model.safetensors"
+    tensors = load_file(file)
+    tensors["transformer.wte.weight"][:VOCABULARY] *= 1e-4
+    save_file(tensors, file, metadata={"format": "pt"})
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    with engine(llama) as plain:
+        expected = [each.token_ids for each in plain.generate(ROWS, params)]
+    with engine(llama, speculative_config=always(draft)) as used:
+        assert [each.token_ids for each in used.generate(ROWS, params)] == expected
+        counts = speculation_of(used).counts
+        assert counts.draft_s > 0 and counts.num_draft_tokens == 0
+        assert not proposer_of(used)._num_failures
+        check_nothing_is_held(used)
+
+
+def test_the_caches_of_model_and_draft_share_the_memory(llama: Path, qwen3: Path) -> None:
+    options: dict[str, Any] = {"kv_cache_gb": 0.002, "max_model_len": 64, "max_num_seqs": 64}
+    with engine(llama, **options) as plain, engine(qwen3, **options) as alone:
+        num_plain, num_alone = blocks_of(plain), blocks_of(alone)
+    with engine(llama, speculative_config=always(qwen3), **options) as used:
+        both = blocks_of(used)
+    granted = int(0.002 * 2**30)
+    assert 4 < both < num_plain < 64 * 4, "the memory decides, not the number of sequences"
+    # Bytes per block of the two add up, so the numbers of blocks do as resistors in parallel do.
+    assert both == pytest.approx(1 / (1 / num_plain + 1 / num_alone), abs=1)
+    shapes = [(3, 2, 16), (3, 2, 12)]  # layers, heads, numbers of a key
+    block_bytes = sum(BLOCK_SIZE * layers * heads * dim * 2 * 4 for layers, heads, dim in shapes)
+    assert both == granted // block_bytes
+
+
+def blocks_of(used: Engine) -> int:
+    generation = used.local.engine.core.generation
+    assert generation is not None
+    return generation.pool.num_blocks
 
 
 def test_nothing_is_drafted_beyond_the_draft_models_length(llama: Path) -> None:

@@ -328,3 +328,103 @@ def test_it_is_on_where_it_wins_and_off_where_it_loses() -> None:
     wrong = simulate(lambda rows: 1.0 + 0.05 * rows, is_right=False).speculation
     assert wrong is not None and wrong.counts.num_drafts < 30
     assert wrong.speedup == 1.0
+
+
+# A proposer whose proposals take time.
+
+
+class Draft:
+    """Predicts the tokens of `WithDraft`, right or wrong, and takes seconds for it."""
+
+    is_free = False
+    num_tokens = 3
+
+    def __init__(self, slots: SlotTable) -> None:
+        self.is_right, self.seconds, self.num_calls = True, 0.1, 0
+        self._slots = slots
+
+    def propose(self, slots: Ints, max_counts: Ints) -> Proposals:
+        self.num_calls += 1
+        ahead = np.arange(self.num_tokens, dtype=np.int32)
+        token_ids = token_at(self._slots.num_known[slots][:, None] + ahead) + np.int32(not self.is_right)
+        seconds = self.seconds if max_counts.any() else 0.0
+        return Proposals(token_ids.astype(np.int32), max_counts, seconds)
+
+    def forget(self, slots: Ints) -> None:
+        return None
+
+
+def token_at(positions: Ints) -> Ints:
+    found: Ints = positions * 7 % 97
+    return found
+
+
+class WithDraft:
+    """Sequences that decode side by side. A step takes 1 s, a little more for each row, and the time of the
+    draft; the clock is made up."""
+
+    def __init__(self, num_sequences: int = 2) -> None:
+        length = 1 << 15
+        limits = GenerationLimits(4, 64, 64, length, 1000)
+        self.generation = GenerationScheduler(BlockPool(num_sequences * length // 16 + 8, 16), limits)
+        self.generation.enable_speculation(Draft)
+        for number in range(num_sequences):
+            self.generation.add(generation_request(f"{number}", [[1, 2, 3]], length - 8))
+        assert self.generation.speculation is not None
+        self.speculation = self.generation.speculation
+        assert isinstance(self.speculation.proposer, Draft)
+        self.draft, self.now_s = self.speculation.proposer, 0.0
+
+    def run(self, num_steps: int) -> int:
+        """How many of so many steps had proposals."""
+        num_speculative = 0
+        for _ in range(num_steps):
+            draft_s = self.speculation.counts.draft_s
+            plan = next_plan(self.generation, self.now_s)
+            draft_s = self.speculation.counts.draft_s - draft_s
+            self.now_s += 1.0 + 0.02 * plan.num_rows + draft_s
+            num_speculative += plan.sample.verify is not None
+            rows = plan.sample.sampled_rows
+            self.generation.collect(plan, SampledResult(token_at(plan.positions[rows] + 1)))
+        return num_speculative
+
+
+@pytest.mark.parametrize(("is_right", "seconds"), [(False, 0.3), (True, 4.0)], ids=["wrong", "slow"])
+def test_a_draft_that_does_not_pay_runs_only_in_trials(is_right: bool, seconds: float) -> None:
+    used = WithDraft()
+    used.draft.is_right, used.draft.seconds = is_right, seconds
+    used.run(200)
+    assert used.draft.num_calls >= MIN_STEPS, "it is tried at first"
+    assert not used.speculation.is_on
+    before, num_trials = used.draft.num_calls, 3  # each comes after twice as many steps as the one before
+    used.run(FIRST_TRIAL_AFTER * (2**num_trials) - 200)
+    num_calls = used.draft.num_calls - before
+    assert TRIAL_STEPS <= num_calls <= num_trials * TRIAL_STEPS
+    assert not used.speculation.is_on and used.speculation.speedup == 1.0
+
+
+@pytest.mark.parametrize("seconds", [0.1, 1.0])
+def test_a_draft_that_becomes_good_is_used_again(seconds: float) -> None:
+    used = WithDraft(num_sequences=1)
+    used.draft.seconds = seconds
+    used.run(50)
+    assert used.run(100) == 100, "it pays"
+    used.draft.is_right = False
+    assert used.run(4 * FIRST_TRIAL_AFTER) < 30 and not used.speculation.is_on
+    used.draft.is_right = True
+    assert not used.run(100), "nobody notices before the next trial"
+    used.run(4 * FIRST_TRIAL_AFTER - 100)
+    accepted = used.speculation.counts.num_accepted_tokens
+    assert used.run(100) >= 100 - TRIAL_STEPS, "one trial of plain steps may fall into these"
+    assert used.speculation.counts.num_accepted_tokens - accepted > 200
+    assert used.speculation.speedup > 1.2
+
+
+def test_a_draft_that_becomes_fast_is_used_again() -> None:
+    used = WithDraft()
+    used.draft.seconds = 4.0
+    used.run(200)
+    assert not used.speculation.is_on
+    used.draft.seconds = 0.1
+    used.run(FIRST_TRIAL_AFTER + 4 * TRIAL_STEPS)
+    assert used.run(100) >= 100 - TRIAL_STEPS, "one trial of plain steps may fall into these"
