@@ -1,6 +1,8 @@
 """Chunks of rows as a dataset of Ray Data: each row of the dataset is a bundle of consecutive chunks.
 
-A task of Ray costs some milliseconds. Bundles grow while engines take chunks faster than that is worth.
+A task of Ray costs some milliseconds, as much as a fast engine takes for a chunk of short rows. When a node
+dies, Ray runs its read tasks again and continues behind the bundles that it has, by their number. So a bundle
+must hold the same rows every time: its size depends on its rows alone, never on the time.
 
 Imports Ray: import it late.
 """
@@ -8,7 +10,6 @@ Imports Ray: import it late.
 from __future__ import annotations
 
 import pickle
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,29 +28,8 @@ from penstock.jobs.rows import Chunk, Columns
 
 BUNDLE = "bundle"  # the only column
 SCHEMA = pa.schema([(BUNDLE, pa.large_binary())])
-
-
-class BundleSize:
-    """How many chunks are sent together: as many as engines compute in about `TARGET_S`.
-
-    The time that a bundle takes is known once readers wait for engines; before, it is the time of reading.
-    So the size doubles only after several bundles that were fast, and falls at once.
-    """
-
-    TARGET_S, MAX_CHUNKS, NUM_FAST = 0.25, 8, 4
-
-    def __init__(self) -> None:
-        self.num_chunks = 1
-        self._num_fast = 0
-
-    def took(self, seconds: float) -> None:
-        """A bundle of this size took so long, from one to the next."""
-        if seconds > self.TARGET_S:
-            self.num_chunks, self._num_fast = max(1, int(self.num_chunks * self.TARGET_S / seconds)), 0
-            return
-        self._num_fast += 1
-        if self._num_fast >= self.NUM_FAST and 2 * seconds <= self.TARGET_S:
-            self.num_chunks, self._num_fast = min(self.MAX_CHUNKS, 2 * self.num_chunks), 0
+# A bundle ends with the chunk that reaches one of these. An H200 takes a fraction of a second for it.
+BUNDLE_CHARS, BUNDLE_CHUNKS = 1 << 18, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +51,23 @@ class Reading:
 
 
 def bundled(chunks: Iterator[Chunk]) -> Iterator[pa.Table]:
-    """The chunks in bundles. The caller takes the next bundle when engines have room for it."""
-    size, began_s = BundleSize(), time.monotonic()
+    """The chunks in bundles. Equal chunks give equal bundles."""
     bundle: list[Chunk] = []
+    num_chars = 0
     for chunk in chunks:
         bundle.append(chunk)
-        if len(bundle) >= size.num_chunks:
+        num_chars += _num_chars(chunk)
+        if len(bundle) >= BUNDLE_CHUNKS or num_chars >= BUNDLE_CHARS:
             yield packed(bundle)
-            bundle, ended_s = [], time.monotonic()
-            size.took(ended_s - began_s)
-            began_s = ended_s
+            bundle, num_chars = [], 0
     if bundle:
         yield packed(bundle)
+
+
+def _num_chars(chunk: Chunk) -> int:
+    """The size of its texts. Images are large, so a chunk of them fills a bundle."""
+    inputs: list[Any] = chunk.texts
+    return sum(len(each) if isinstance(each, str) else BUNDLE_CHARS for each in inputs)
 
 
 def packed(bundle: list[Chunk]) -> pa.Table:

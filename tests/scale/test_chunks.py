@@ -1,42 +1,57 @@
-"""Chunks cross to engines in bundles, whose size follows the speed of the engines."""
+"""Chunks cross to engines in bundles, which depend on their rows alone."""
 
 from __future__ import annotations
+
+import time
+from itertools import count
+from typing import Any
 
 import pytest
 
 pytest.importorskip("ray", reason="bundles are rows of a dataset of Ray Data")
 
 from penstock.jobs.rows import Chunk
-from penstock.scale.chunks import BundleSize, bundled, unpacked
+from penstock.scale.chunks import BUNDLE_CHARS, BUNDLE_CHUNKS, bundled, unpacked
 
 
-def size_after(seconds: float, bundles: int, size: BundleSize | None = None) -> int:
-    size = size or BundleSize()
-    for _ in range(bundles):
-        size.took(seconds * size.num_chunks)
-    return size.num_chunks
+def chunks_of(texts: list[str]) -> list[Chunk]:
+    return [
+        Chunk(2 * at, 2, ["a", text], {"id": [at, at + 1]}, at / len(texts)) for at, text in enumerate(texts)
+    ]
 
 
-def test_bundles_grow_while_engines_are_fast() -> None:
-    assert size_after(0.001, 3) == 1
-    assert size_after(0.001, 4) == 2
-    assert size_after(0.001, 100) == BundleSize.MAX_CHUNKS
-    assert size_after(0.05, 100) == 4  # which take 0.2 s: eight would take longer than they should
-
-
-def test_bundles_of_a_slow_engine_are_single_chunks_at_once() -> None:
-    size = BundleSize()
-    assert size_after(0.001, 100, size) == BundleSize.MAX_CHUNKS
-    assert size_after(4.0, 1, size) == 1
-    assert size_after(4.0, 100, size) == 1
+def bundle_sizes(chunks: list[Chunk]) -> list[int]:
+    return [len(unpacked(table)) for table in bundled(iter(chunks))]
 
 
 def test_every_chunk_is_in_one_bundle_in_order() -> None:
-    chunks = [Chunk(2 * at, 2, ["a", f"b{at}"], {"id": [at, at + 1]}, at / 50) for at in range(50)]
+    chunks = chunks_of([f"b{at}" for at in range(50)])
     tables = list(bundled(iter(chunks)))
     assert all(table.num_rows == 1 for table in tables)
     found = [chunk for table in tables for chunk in unpacked(table)]
     assert [(each.first, each.texts, each.carried, each.read) for each in found] == [
         (each.first, each.texts, each.carried, each.read) for each in chunks
     ]
-    assert len(tables) < len(chunks)
+
+
+def test_a_chunk_of_images_is_a_bundle() -> None:
+    picture: Any = object  # whatever is no text
+    assert bundle_sizes([Chunk(at, 1, [picture], {}, None) for at in range(3)]) == [1, 1, 1]
+
+
+def test_short_chunks_share_a_bundle_and_long_ones_do_not() -> None:
+    assert bundle_sizes(chunks_of(["b"] * (2 * BUNDLE_CHUNKS + 3))) == [BUNDLE_CHUNKS, BUNDLE_CHUNKS, 3]
+    assert bundle_sizes(chunks_of(["b" * BUNDLE_CHARS] * 3)) == [1, 1, 1]
+    assert bundle_sizes(chunks_of(["b", "b" * BUNDLE_CHARS, "b", "b"])) == [2, 2]
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 10.0])
+def test_bundles_do_not_depend_on_the_time_that_engines_take(
+    monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """Ray continues a read task by the number of its bundles: other bundles would lose or repeat rows."""
+    chunks = chunks_of([f"b{at}" * 1000 for at in range(100)])
+    expected = bundle_sizes(chunks)
+    ticks = count()
+    monkeypatch.setattr(time, "monotonic", lambda: next(ticks) * seconds)
+    assert bundle_sizes(chunks) == expected
