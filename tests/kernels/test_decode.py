@@ -52,12 +52,13 @@ class Recorded:
     """Proposes outputs that are known, every third of them with a wrong token."""
 
     num_tokens = 3
+    is_free = True
 
     def __init__(self, slots: SlotTable, outputs: list[list[int]]) -> None:
         self._slots, self._outputs = slots, outputs
         self._num_proposals = 0
 
-    def propose(self, slots: Ints) -> Proposals:
+    def propose(self, slots: Ints, max_counts: Ints) -> Proposals:
         proposed, counts = np.zeros((len(slots), self.num_tokens), np.int32), np.zeros(len(slots), np.int32)
         for index, slot in enumerate(slots.tolist()):
             known = self._slots.token_ids[slot, : self._slots.num_known[slot]].tolist()
