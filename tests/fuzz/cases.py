@@ -6,8 +6,11 @@ here. A case depends only on (seed, server, number), so any of them can be repea
 
 from __future__ import annotations
 
+import base64
 import json
 import random
+import struct
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +32,8 @@ class Case:
 
 WORDS = ("water", "time", "people", "word", "long", "find", "oil", "the")
 TEXT = "the long water"
+
+ADAPTER = "tenant"  # of the server that has one
 
 # Bodies that succeed, for routes whose schema alone does not say what makes sense together.
 EXAMPLES: dict[str, Json] = {
@@ -58,6 +63,7 @@ ACCEPTED: dict[str, tuple[Json, ...]] = {
     "request_id": ("mine", "größer"),
     "user": ("someone",),
     "cache_salt": ("salt",),
+    "adapter": (ADAPTER,),
     "input_type": ("query", "document"),
     "top_n": (1, 100),
     "top_k": (1, 5),
@@ -555,6 +561,107 @@ def _wire(schema: Schema, rng: Rng) -> Case:
     return Case("wire", path, raw)
 
 
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def _png(width: int, height: int, *, is_whole: bool = True) -> bytes:
+    """A grey picture; without its rows if it is not whole."""
+    rows = (b"\0" + b"\x7f" * width) * height if is_whole else b"\0"
+    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    data = _chunk(b"IHDR", head) + _chunk(b"IDAT", zlib.compress(rows)) + _chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + data
+
+
+def _picture(rng: Rng) -> Json:
+    """A reference to an image; about half of them can be read."""
+    good = _png(rng.randint(1, 40), rng.randint(1, 40))
+    file = rng.choice(
+        (
+            good,
+            good,
+            good,
+            good[: rng.randrange(len(good))],
+            good[:40] + rng.randbytes(20) + good[60:],
+            _png(1, 5000),
+            _png(2**31 - 1, 2**31 - 1, is_whole=False),
+            _png(60_000, 60_000, is_whole=False),
+            _png(0, 0, is_whole=False),
+            b"GIF89a" + rng.randbytes(30),
+            b"\xff\xd8\xff\xe0" + rng.randbytes(100),
+            b"RIFF\xff\xff\xff\xffWEBPVP8 " + rng.randbytes(50),
+            b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+            b"%PDF-1.7",
+            b"",
+        )
+    )
+    text = base64.b64encode(file).decode()
+    others = (
+        "http://127.0.0.1:1/a.png",
+        "http://[::1]/a.png",
+        "file:///etc/passwd",
+        "file-unknown",
+        "data:,",
+        "data:image/png;base64," + text[:-1],
+        rng.choice(STRINGS),
+        _any_value(rng),
+    )
+    return rng.choice((text, f"data:image/png;base64,{text}", f"data:text/html;base64,{text}", *others))
+
+
+def _image(schema: Schema, rng: Rng) -> Case:
+    """Images as each dialect sends them, with some of them odd."""
+    del schema
+    image, other = _picture(rng), _picture(rng)
+    url = {"type": "image_url", "image_url": rng.choice(({"url": image}, image))}
+    messages = [{"role": "user", "content": [url, {"type": "text", "text": TEXT}]}]
+    voyage = [{"type": "image_base64", "image_base64": image}, {"type": "text", "text": TEXT}]
+    path, body = rng.choice(
+        (
+            ("/v1/embeddings", {"input": [{"image": image}, {"text": TEXT}, {"image": other}]}),
+            ("/v1/embeddings", {"messages": messages}),
+            ("/v1/embeddings", {"input": [{"image": image}] * rng.choice((1, 40, 300))}),
+            ("/pooling", {"messages": messages}),
+            ("/embeddings", {"input": [image, other], "modality": "image"}),
+            ("/v1/multimodalembeddings", {"inputs": [{"content": voyage}]}),
+            ("/v2/embed", {"images": [image], "input_type": "image"}),
+            ("/v2/embed", {"inputs": [{"content": [url]}], "input_type": "search_document"}),
+            ("/rerank", {"query": TEXT, "documents": [{"image": image}, TEXT]}),
+            ("/rerank", {"query": {"image": image}, "documents": [{"content": [url]}]}),
+            ("/score", {"queries": {"content": [url]}, "documents": [TEXT]}),
+            ("/v1/chat/completions", {"messages": messages, "max_tokens": 2}),
+            ("/api/generate", {"prompt": TEXT, "images": [image], "stream": False}),
+        )
+    )
+    return Case("image", path, _http(path, json.dumps(body).encode()))
+
+
+def _adapter(schema: Schema, rng: Rng) -> Case:
+    """Adapters by every kind of name, on every route."""
+    path, body, example = _pick(schema, rng)
+    names = (ADAPTER, f"{ADAPTER}:query", f"model:{ADAPTER}", f"{ADAPTER}:{ADAPTER}", ":", f"{ADAPTER}:", "")
+    for name in ("model", "adapter", "adapter_id"):
+        if name in body["properties"] and rng.random() < 0.6:
+            example[name] = rng.choice((*names, rng.choice(STRINGS)))
+    return Case("adapter", path, _http(path, json.dumps(example).encode()))
+
+
+def _pipelined(schema: Schema, rng: Rng) -> Case:
+    """Several requests at once; the first answer is judged, and the client leaves during the others."""
+    raw = []
+    for _ in range(rng.choice((2, 5, 20, 64, 66))):
+        path, _, example = _pick(schema, rng)
+        expects = [(b"expect", b"100-continue")] if rng.random() < 0.2 else []
+        raw.append(
+            _http(path, json.dumps(example).encode(), headers=[(b"host", b"localhost"), *expects])
+            if rng.random() < 0.8
+            else _http(rng.choice(schema.paths), method=rng.choice(("HEAD", "GET", "OPTIONS")))
+        )
+    path, _, example = _pick(schema, rng)
+    first = _http(path, json.dumps(example).encode())
+    return Case("pipelined", path, b"".join((first, *raw)))
+
+
 def _abandoned(schema: Schema, rng: Rng) -> Case:
     """A request that stops in the middle; the client leaves."""
     path, _, example = _pick(schema, rng)
@@ -583,6 +690,9 @@ _KINDS: dict[Callable[[Schema, Rng], Case], float] = {
     _methods: 4,
     _paths: 3,
     _wire: 4,
+    _image: 4,
+    _adapter: 3,
+    _pipelined: 2,
     _abandoned: 2,
     _left: 2,
 }

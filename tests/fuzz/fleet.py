@@ -10,6 +10,8 @@ from typing import Any
 from tests.checkpoints import write_cross_encoder, write_json, write_late, write_m3, write_token_classifier
 from tests.docs.stand_ins import STAND_INS
 from tests.e2e.llama import write_llama
+from tests.fuzz.cases import ADAPTER
+from tests.lora_models import adapted_embedder
 
 FLAGS = ("--device", "cpu", "--threads", "1")
 TEXT = "the long water"
@@ -24,10 +26,12 @@ class Target:
     route: str
     body: dict[str, Any]
     write: Callable[[Path], Path] | None = None  # None: the default model
+    more_flags: tuple[str, ...] = ()  # {folder} is where the model was written
 
     def flags(self, folder: Path) -> tuple[str, ...]:
         model = () if self.write is None else (str(self.write(folder / self.name)),)
-        return (*model, *FLAGS)
+        more = (each.format(folder=folder / self.name) for each in self.more_flags)
+        return (*model, *FLAGS, *more)
 
 
 def _write_llama(folder: Path) -> Path:
@@ -35,11 +39,30 @@ def _write_llama(folder: Path) -> Path:
     return write_llama(folder)
 
 
+def _write_adapted(folder: Path) -> Path:
+    return adapted_embedder(folder, ADAPTER).base
+
+
+SPECULATION = '{{"method": "ngram", "num_speculative_tokens": 4, "adaptive": false}}'
 TARGETS = (
-    Target("minilm", 0.35, "/v1/embeddings", {"input": TEXT}),
+    Target("minilm", 0.25, "/v1/embeddings", {"input": TEXT}),
     Target(
-        "llama", 0.25, "/v1/completions", {"prompt": TEXT, "max_tokens": 2, "temperature": 0}, _write_llama
+        "llama",
+        0.2,
+        "/v1/completions",
+        {"prompt": TEXT, "max_tokens": 2, "temperature": 0},
+        _write_llama,
+        ("--speculative-config", SPECULATION),
     ),
+    Target(
+        "adapted",
+        0.05,
+        "/v1/embeddings",
+        {"input": TEXT, "adapter": ADAPTER},
+        _write_adapted,
+        ("--enable-lora", "--lora-modules", f"{ADAPTER}={{folder}}/adapters/{ADAPTER}"),
+    ),
+    Target("clip", 0.1, "/v1/embeddings", {"input": TEXT}, STAND_INS["clip"]),
     Target("reranker", 0.1, "/rerank", {"query": TEXT, "documents": ["water", "oil"]}, write_cross_encoder),
     Target("late", 0.1, "/rerank", {"query": TEXT, "documents": ["water", "oil"]}, write_late),
     Target("m3", 0.1, "/v1/sparse", {"input": TEXT}, write_m3),
