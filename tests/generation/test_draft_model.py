@@ -23,7 +23,7 @@ from penstock.errors import ConfigError, ModelLoadError
 from penstock.runner.base import BLOCK_SIZE, DraftRunner
 from penstock.types import StepPlan
 from tests.checkpoints import write_bert
-from tests.generation import direct, fakes, test_adapters
+from tests.generation import adapters, direct, fakes
 from tests.generation.fakes import Answers, MemoryRunner, continued, generation_request, make_core
 from tests.generation.families import FAMILIES, check_nothing_is_held, engine, prompts, write
 from tests.generation.speculative import KINDS, REPETITIVE, speculation_of
@@ -138,20 +138,20 @@ def test_an_adaptive_draft_changes_no_output_either(llama: Path, qwen3: Path) ->
 
 
 def test_rows_with_adapters_beside_a_draft_generate_the_same(llama: Path, tmp_path: Path) -> None:
-    base = test_adapters.write_base(tmp_path / "base", "qwen3")
+    base = adapters.write_base(tmp_path / "base", "qwen3")
     folders = [tmp_path / "0", tmp_path / "1"]
     for number, folder in enumerate(folders):
-        targets = test_adapters.TARGETS["qwen3"]
+        targets = adapters.TARGETS["qwen3"]
         write_adapter(base, folder, number, r=3 + number, target_modules=targets)
     options = {"enable_generation": True, "max_num_seqs": 8, "kv_cache_gb": 0.001}
     with opened_with(tmp_path / "base", folders, **options) as plain:
-        expected = test_adapters.generate(plain, 20)
+        expected = adapters.generate(plain, 20)
     assert expected[0] != expected[3] != expected[5], "the same prompt with each adapter and without one"
     for draft in (tmp_path / "base", llama):
         config = always(draft)
         with opened_with(tmp_path / "base", folders, speculative_config=config, **options) as used:
-            assert test_adapters.generate(used, 20) == expected
-            assert test_adapters.generate(used, 20) == expected
+            assert adapters.generate(used, 20) == expected
+            assert adapters.generate(used, 20) == expected
             generation = used.engine.core.generation
             assert generation is not None and generation.speculation is not None
             counts = generation.speculation.counts
