@@ -2,10 +2,14 @@
 
     python benchmarks/speculative.py FOLDER [--sequences 1 4 16] [--rounds 3] [--output 128] [--save FILE]
     python benchmarks/speculative.py FOLDER --load-format dummy --acceptance 0.8 [--prompt 1024]
+    python benchmarks/speculative.py FOLDER --draft FOLDER [--load-format dummy --acceptance 0.8]
 
 The first form asks a real model to quote passages of its prompt, and proposes by prompt lookup. The second is
 for weights that mean nothing: proposals come from a first run of the same prompts, and each token of them is
-wrong with a chance of one less `--acceptance`. Greedy outputs of all rounds are compared token by token.
+wrong with a chance of one less `--acceptance`. With `--draft`, a draft model proposes; with `--acceptance` as
+well it runs all its steps, and its tokens are replaced by those of the first run. It then never finds its own
+tokens behind a sequence, so it reruns all that were accepted, and gains a little less than a real one would.
+Greedy outputs of all rounds are compared token by token.
 """
 
 from __future__ import annotations
@@ -55,12 +59,19 @@ def question(seed: int, num_passages: int) -> str:
 
 
 class KnownContinuations:
-    """Proposes tokens of outputs that are known, each of them right with a given chance."""
+    """Proposes tokens of outputs that are known, each of them right with a given chance. A draft model may
+    run before, for the time that it takes."""
 
-    is_free = True
-
-    def __init__(self, slots: SlotTable, num_tokens: int, rows: list[list[int]], acceptance: float) -> None:
-        self.num_tokens = num_tokens
+    def __init__(
+        self,
+        slots: SlotTable,
+        num_tokens: int,
+        rows: list[list[int]],
+        acceptance: float,
+        draft: Proposer | None = None,
+    ) -> None:
+        self.num_tokens, self.is_free = num_tokens, draft is None
+        self._draft = draft
         self._slots, self._acceptance = slots, acceptance
         self._rows = {tuple(row[:PREFIX]): np.array(row, dtype=np.int32) for row in rows}
         self._row_of: dict[int, Ints] = {}
@@ -76,9 +87,15 @@ class KnownContinuations:
             following = self._row_of[slot][known : known + self.num_tokens]
             proposed[index, : len(following)], counts[index] = following, len(following)
         wrong = self._draw.random(proposed.shape) >= self._acceptance
-        return Proposals(np.where(wrong, 1, proposed).astype(np.int32), counts)
+        proposed = np.where(wrong, 1, proposed).astype(np.int32)
+        if self._draft is None:
+            return Proposals(proposed, counts)
+        drafted = self._draft.propose(slots, max_counts)
+        return drafted._replace(token_ids=proposed, counts=np.minimum(counts, drafted.counts))
 
     def forget(self, slots: Ints) -> None:
+        if self._draft is not None:
+            self._draft.forget(slots)
         for slot in slots.tolist():
             self._row_of.pop(slot, None)
 
@@ -110,13 +127,17 @@ def scheduler_of(engine: Engine) -> GenerationScheduler:
     return generation
 
 
-def speculation(engine: Engine, options: argparse.Namespace, known: list[list[int]], way: str) -> Speculation:
+def speculation(
+    engine: Engine, options: argparse.Namespace, known: list[list[int]], way: str, draft: Proposer | None
+) -> Speculation:
     """A new one, with nothing learned."""
 
     def make(slots: SlotTable) -> Proposer:
-        if options.acceptance is None:
-            return PromptLookup(slots, options.tokens, options.lookup_min, options.lookup_max)
-        return KnownContinuations(slots, options.tokens, known, options.acceptance)
+        if options.acceptance is not None:
+            return KnownContinuations(slots, options.tokens, known, options.acceptance, draft)
+        if draft is not None:
+            return draft
+        return PromptLookup(slots, options.tokens, options.lookup_min, options.lookup_max)
 
     generation = scheduler_of(engine)
     generation.enable_speculation(make, is_adaptive=way == "adaptive")
@@ -125,18 +146,21 @@ def speculation(engine: Engine, options: argparse.Namespace, known: list[list[in
 
 
 def measure(
-    engine: Engine, rows: list[list[int]], options: argparse.Namespace
+    engine: Engine, rows: list[list[int]], options: argparse.Namespace, draft: Proposer | None
 ) -> tuple[dict[str, Rounds], int]:
     """Each way's rounds, and how many outputs of theirs differ from the first."""
     generation, ways = scheduler_of(engine), {way: Rounds() for way in ("plain", *options.ways)}
     generation.speculation = None
     expected, _ = generated(engine, rows, options.output)  # also the warm-up, and fills the prefix cache
     known = [row + made for row, made in zip(rows, expected, strict=True)]
-    kept = {way: speculation(engine, options, known, way) for way in options.ways}
+    kept = {way: speculation(engine, options, known, way, draft) for way in options.ways}
+    all_slots = np.arange(max(16, *options.sequences))
     num_different = 0
     for number in range(options.rounds + 1):  # the first round captures graphs and is not counted
         for way, found in ways.items():
             generation.speculation = kept.get(way)
+            if draft is not None:
+                draft.forget(all_slots)  # nobody told it of the sequences of plain rounds
             counts = None if way == "plain" else kept[way].counts
             before = (0, 0, 0)
             if counts is not None:
@@ -183,6 +207,7 @@ def main() -> None:
     parser.add_argument("--lookup-min", type=int, default=2)
     parser.add_argument("--lookup-max", type=int, default=4)
     parser.add_argument("--ways", nargs="+", default=["adaptive", "always"], choices=["adaptive", "always"])
+    parser.add_argument("--draft", type=Path, help="a draft model proposes")
     parser.add_argument("--acceptance", type=float, help="propose the known continuation, right this often")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--max-model-len", type=int, default=2048)
@@ -193,13 +218,17 @@ def main() -> None:
     settings: dict[str, Any] = {"load_format": options.load_format, "max_model_len": options.max_model_len}
     settings |= {"max_num_seqs": max(16, *options.sequences), "enable_generation": True}
     settings["speculative_config"] = {"num_speculative_tokens": options.tokens}
+    if options.draft is not None:
+        settings["speculative_config"]["model"] = str(options.draft)
     lines = [
         "| sequences | decoding | tok/s, median | rounds | times plain | accepted | tokens a step |",
         "|---|---|---|---|---|---|---|",
     ]
     with Engine(str(options.folder), **settings) as engine:
+        started = scheduler_of(engine).speculation
+        draft = None if options.draft is None or started is None else started.proposer
         for count in options.sequences:
-            ways, num_different = measure(engine, prompt_rows(engine, count, options), options)
+            ways, num_different = measure(engine, prompt_rows(engine, count, options), options, draft)
             lines += [table_line(count, way, found, ways["plain"]) for way, found in ways.items()]
             print(f"{count} sequences: {num_different} outputs differ from plain decoding", flush=True)
             print("\n".join(lines[-len(ways) :]), flush=True)
