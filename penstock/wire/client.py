@@ -108,7 +108,9 @@ class EngineClient(EngineHandle):
         self._socket = self._context.socket(zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for an engine that is gone
+        # Not with zmq.IMMEDIATE, which discards answers that have arrived when the engine disconnects. So what
+        # is sent in the moment before the monitor reports that is queued for the next engine, which ignores
+        # all that comes before the Hello.
         # Without a growing interval: otherwise some API processes would refuse requests for up to 0.2 s after
         # the first one has said that the server is ready.
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
@@ -214,10 +216,7 @@ class EngineClient(EngineHandle):
     def _send(self, frames: list[Any]) -> None:
         if self._engine is None:
             return  # all pending requests have failed
-        try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        except zmq.Again:  # the engine is just going away, which the monitor will report
-            return
+        self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         self._on_readable()  # a send may consume the edge that announces a received message
 
     def _on_readable(self) -> None:
@@ -321,10 +320,7 @@ class EngineClient(EngineHandle):
 
     def _send_hello(self) -> None:
         """Ask a new engine whether it is ready; it answers as soon as it is."""
-        try:
-            self._socket.send_multipart([encode(Hello(self._name, os.getpid()))], zmq.NOBLOCK)
-        except zmq.Again:  # the handshake ends shortly before the socket becomes writable
-            self._loop.call_later(0.005, self._send_hello)
+        self._socket.send_multipart([encode(Hello(self._name, os.getpid()))], zmq.NOBLOCK)
         self._on_readable()
 
     def _fail_all(self, reason: str) -> None:

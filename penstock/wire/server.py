@@ -285,7 +285,7 @@ class EngineServer:
         if isinstance(message, Hello):
             self._welcome(sender, message)
         elif sender not in self._clients:
-            return []  # sent before its process exited
+            return []  # sent before its process exited, or to the engine before this one
         elif isinstance(message, Submit):
             return self._submit(sender, message, header, frames)
         elif isinstance(message, Compare):

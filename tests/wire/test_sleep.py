@@ -218,6 +218,32 @@ def test_a_server_that_stops_answers_what_it_holds(sleeping: Sleeping) -> None:
     assert all(isinstance(each, np.ndarray) for each in sleeping.run(*requests("d"), during=stop))
 
 
+def test_answers_that_arrived_before_the_engine_closed_are_read_after_it(sleeping: Sleeping) -> None:
+    sleeping.start()
+    sleeping.fall_asleep()
+    sleeping.may_wake.clear()
+
+    async def main() -> list[object]:
+        client = EngineClient(sleeping.address)
+        client.start()
+        async with asyncio.timeout(PATIENCE_S):
+            while not client.ready:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            tasks = [asyncio.create_task(client.run(each)) for each in requests("e")]
+            while sleeping.read().queued_rows != 12:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            sleeping.server.stop()
+            sleeping.may_wake.set()
+            sleeping.thread.join(PATIENCE_S)  # the client reads nothing until the connection is closed
+            found = [(await each).values for each in tasks]
+            while client.ready:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        client.close()
+        return found
+
+    assert len(asyncio.run(main())) == 6
+
+
 def test_commands_before_the_engine_serves_run_when_it_does(sleeping: Sleeping) -> None:
     ended: list[str | None] = []
     sleeping.server.sleep(None, ended.append)
