@@ -108,9 +108,9 @@ class EngineClient(EngineHandle):
         self._socket = self._context.socket(zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
-        # Not with zmq.IMMEDIATE, which discards answers that have arrived when the engine disconnects. So what
-        # is sent in the moment before the monitor reports that is queued for the next engine, which ignores
-        # all that comes before the Hello.
+        # Not with zmq.IMMEDIATE, which discards answers that have arrived when the engine disconnects.
+        # What is sent in the moment before the monitor reports it is queued for the next engine, which
+        # ignores all that comes before the Hello.
         # Without a growing interval: otherwise some API processes would refuse requests for up to 0.2 s after
         # the first one has said that the server is ready.
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
