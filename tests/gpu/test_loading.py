@@ -12,7 +12,10 @@ from penstock.weights.bulk import BulkReader
 from penstock.weights.stream import SafetensorsSource
 from tests.weights.samples import some_tensors, write_shards
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -34,6 +34,11 @@ from tests.gpu import run
 for file in sys.argv[1:]:
     print("status", run.run([pathlib.Path(file)], [], "X"))
 """
+SHARED = """
+import pathlib, sys
+from tests.gpu import run
+print("status", run.run([pathlib.Path(file) for file in sys.argv[1:]], [], "X", jobs=2))
+"""
 
 
 @thorough
@@ -66,3 +71,19 @@ def test_all_kernel_tests_and_all_marked_tests_are_run() -> None:
     files = {str(file.relative_to(run.TESTS)) for file in run.gpu_test_files()}
     assert {"kernels/test_norm.py", "gpu/test_graphs.py", "runner/test_runners.py"} <= files
     assert "inputs/test_late.py" not in files
+
+
+@thorough
+def test_processes_share_the_tests_but_those_of_memory(tmp_path: Path) -> None:
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a CUDA device\n")
+    worker = "import os\nimport pytest\n@pytest.mark.gpu\n"
+    shared, alone = tmp_path / "test_shared.py", tmp_path / run.ALONE[0]
+    shared.write_text(worker + "def test_one(): assert os.environ['PYTEST_XDIST_WORKER_COUNT'] == '2'\n")
+    alone.write_text(worker + "def test_one(): assert 'PYTEST_XDIST_WORKER_COUNT' not in os.environ\n")
+    ran = subprocess.run(
+        [sys.executable, "-c", SHARED, shared, alone], cwd=run.TESTS.parent, capture_output=True, text=True
+    )
+    lines = ran.stdout.splitlines()
+    assert lines[-1] == "status 0", ran.stdout + ran.stderr
+    assert lines[-2].startswith("gpu-test: 2 passed, 0 failed, 0 skipped in ")
