@@ -1,19 +1,24 @@
 """Run every test that needs a CUDA device, and end with one summary line.
 
-python -m tests.gpu.run [--jobs N] [pytest options]
+python -m tests.gpu.run [--jobs N] [--files FILE...] [pytest options]
 
 `make gpu-test` calls this. The status is 0 if all tests passed, 3 if there is no CUDA device, 1 otherwise. It
-needs torch, Triton and pytest, but no pytest plugin. With `--jobs` and pytest-xdist, several processes share
-the device; tests of its memory run after the others, in one process.
+needs torch, Triton and pytest, but no pytest plugin. With `--jobs`, every file has a process of its own and N
+of them share the device, so that an illegal access ends one file alone; tests of memory run after
+the others, one file at a time.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,10 +29,13 @@ TESTS = Path(__file__).parents[1]
 NO_DEVICE = 3
 TIMEOUT_S = 600  # of one test, where pytest-timeout is installed
 ALONE = ("gpu/test_memory.py", "gpu/test_sleep.py", "gpu/test_graphs.py")  # they watch or limit memory
+SHARERS = "PENSTOCK_TEST_SHARERS"  # processes on the device
+KEPT_FREE = 0.5  # of the memory, for weights and activations of processes that share the device
+OUTCOMES = ("passed", "failed", "skipped")
 
 
 class Summary:
-    """A pytest plugin that counts outcomes. An error in a fixture counts as a failure."""
+    """A pytest plugin that counts outcomes and tells failures at once. An error in a fixture is a failure."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -35,6 +43,8 @@ class Summary:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
             self.counts[report.outcome] += 1
+        if report.failed:  # now, in case a later test ends the process
+            print(f"\nfailed: {report.nodeid}\n{report.longreprtext}", flush=True)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -47,7 +57,7 @@ def gpu_test_files() -> list[Path]:
     return [file for file in files if file.parent.name == "kernels" or "mark.gpu" in file.read_text()]
 
 
-def run(files: Sequence[Path], options: Sequence[str], device: str, jobs: int = 1) -> int:
+def run(files: Sequence[Path], options: Sequence[str], device: str) -> int:
     """Run the tests marked `gpu` in these files and print the summary line. 0: some passed and none
     failed."""
     summary = Summary()
@@ -55,36 +65,95 @@ def run(files: Sequence[Path], options: Sequence[str], device: str, jobs: int = 
     if find_spec("pytest_timeout") is not None:
         settings.append(f"--timeout={TIMEOUT_S}")
     began = time.monotonic()
-    statuses = []
-    for part, more in _parts(files, jobs):
-        statuses.append(pytest.main([*settings, *more, *options, *map(str, part)], plugins=[summary]))
-    seconds = time.monotonic() - began
-    counts = ", ".join(f"{summary.counts[name]} {name}" for name in ("passed", "failed", "skipped"))
-    print(f"gpu-test: {counts} in {seconds:.0f} s on {device}", flush=True)
-    fine = {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
-    passed = fine.issuperset(statuses) and summary.counts["passed"] > 0 and not summary.counts["failed"]
+    status = pytest.main([*settings, *options, *map(str, files)], plugins=[summary])
+    _print_summary(summary.counts, began, device)
+    passed = status == pytest.ExitCode.OK and summary.counts["passed"] > 0 and not summary.counts["failed"]
     return 0 if passed else 1
 
 
-def _parts(files: Sequence[Path], jobs: int) -> list[tuple[list[Path], list[str]]]:
-    """Files that run together, with their options."""
-    if jobs == 1:
-        return [(list(files), [])]
+def run_apart(files: Sequence[Path], options: Sequence[str], device: str, jobs: int) -> int:
+    """The same with a process for each file, `jobs` of them at a time."""
+    counts: Counter[str] = Counter()
+    began = time.monotonic()
     alone = [file for file in files if file.as_posix().endswith(ALONE)]
-    shared = [file for file in files if file not in alone]
-    spread = ["-p", "tests.gpu.shared_device", "-n", str(jobs), "--dist", "worksteal"]
-    return [(part, more) for part, more in ((shared, spread), (alone, [])) if part]
+    shared = sorted((file for file in files if file not in alone), key=_size, reverse=True)
+    for part, together in ((shared, jobs), (alone, 1)):
+        with ThreadPoolExecutor(together) as pool:
+            for done in as_completed(pool.submit(_run_file, file, options, together) for file in part):
+                counts += done.result()
+    _print_summary(counts, began, device)
+    return 0 if counts["passed"] and not counts["failed"] else 1
 
 
-def main(options: Sequence[str]) -> int:
+def _run_file(file: Path, options: Sequence[str], sharers: int) -> Counter[str]:
+    """Counts of the outcomes of one file. A process that ends early counts as one more failure."""
+    command = [sys.executable, "-m", "tests.gpu.run", "--files", str(file), "--", "-vv", *options]
+    environment = {**os.environ, SHARERS: str(sharers), "PYTHONUNBUFFERED": "1"}
+    began = time.monotonic()
+    ran = subprocess.run(
+        command,
+        cwd=TESTS.parent,
+        env=environment,
+        text=True,
+        errors="replace",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    found = re.findall(r"^gpu-test: (\d+) passed, (\d+) failed, (\d+) skipped", ran.stdout, re.MULTILINE)
+    if found:
+        counts = Counter(dict(zip(OUTCOMES, map(int, found[-1]), strict=True)))
+    else:
+        words = re.findall(r"^\S+::.* (PASSED|FAILED|SKIPPED|ERROR)\b", ran.stdout, re.MULTILINE)
+        counts = Counter({"ERROR": "failed"}.get(word, word.lower()) for word in words)
+        counts["failed"] += 1
+    told = f"{file.relative_to(TESTS) if file.is_relative_to(TESTS) else file}: " + _tell(counts)
+    print(f"{told} in {time.monotonic() - began:.0f} s, status {ran.returncode}", flush=True)
+    if counts["failed"]:
+        print(ran.stdout, flush=True)
+    return counts
+
+
+def share_memory() -> None:
+    """Show engines of this process its share of the free memory: they give most of it to the KV cache."""
+    sharers = int(os.environ.get(SHARERS, "1"))
+    if sharers == 1:
+        return
+    of_device = torch.cuda.mem_get_info
+
+    def of_process(device: torch.device | int | None = None) -> tuple[int, int]:
+        free, total = of_device(device)
+        return min(free, int(total * KEPT_FREE / sharers)), total
+
+    torch.cuda.mem_get_info = of_process
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size
+
+
+def _tell(counts: Counter[str]) -> str:
+    return ", ".join(f"{counts[name]} {name}" for name in OUTCOMES)
+
+
+def _print_summary(counts: Counter[str], began: float, device: str) -> None:
+    print(f"gpu-test: {_tell(counts)} in {time.monotonic() - began:.0f} s on {device}", flush=True)
+
+
+def main(arguments: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         print(f"gpu-test: no CUDA device found; torch {torch.__version__} is {built}. Nothing was run.")
         return NO_DEVICE
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--jobs", type=int, default=1)
-    own, rest = parser.parse_known_args(options)
-    return run(gpu_test_files(), rest, torch.cuda.get_device_name(), own.jobs)
+    parser.add_argument("--files", type=Path, nargs="+")
+    own, options = parser.parse_known_args(arguments)
+    options = [option for option in options if option != "--"]
+    files, device = own.files or gpu_test_files(), torch.cuda.get_device_name()
+    if own.jobs > 1:
+        return run_apart(files, options, device, own.jobs)
+    share_memory()
+    return run(files, options, device)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,11 +35,15 @@ from tests.gpu import run
 for file in sys.argv[1:]:
     print("status", run.run([pathlib.Path(file)], [], "X"))
 """
-SHARED = """
+APART = """
 import pathlib, sys
 from tests.gpu import run
-print("status", run.run([pathlib.Path(file) for file in sys.argv[1:]], [], "X", jobs=2))
+print("status", run.run_apart([pathlib.Path(file) for file in sys.argv[1:]], [], "X", 2))
 """
+# A process of its own does not ask for a device here.
+WITHOUT_DEVICE = (
+    "import torch\ntorch.cuda.is_available = lambda: True\ntorch.cuda.get_device_name = lambda: 'X'\n"
+)
 
 
 @thorough
@@ -74,16 +79,27 @@ def test_all_kernel_tests_and_all_marked_tests_are_run() -> None:
 
 
 @thorough
-def test_processes_share_the_tests_but_those_of_memory(tmp_path: Path) -> None:
+def test_an_illegal_access_ends_the_tests_of_one_file_alone(tmp_path: Path) -> None:
     (tmp_path / "gpu").mkdir()
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a CUDA device\n")
-    worker = "import os\nimport pytest\n@pytest.mark.gpu\n"
-    shared, alone = tmp_path / "test_shared.py", tmp_path / run.ALONE[0]
-    shared.write_text(worker + "def test_one(): assert os.environ['PYTEST_XDIST_WORKER_COUNT'] == '2'\n")
-    alone.write_text(worker + "def test_one(): assert 'PYTEST_XDIST_WORKER_COUNT' not in os.environ\n")
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_DEVICE)
+    mine = f"import os\nimport pytest\ndef sharers(): return os.environ['{run.SHARERS}']\n"
+    dies = "@pytest.mark.gpu\ndef test_dies(): os.abort()\n"
+    tests = {
+        "test_dies.py": mine + PASSES + FAILS + dies + SKIPS,
+        "test_shared.py": mine + "@pytest.mark.gpu\ndef test_one(): assert sharers() == '2'\n",
+        run.ALONE[0]: mine + "@pytest.mark.gpu\ndef test_one(): assert sharers() == '1'\n",
+    }
+    for name, text in tests.items():
+        (tmp_path / name).write_text(text)
     ran = subprocess.run(
-        [sys.executable, "-c", SHARED, shared, alone], cwd=run.TESTS.parent, capture_output=True, text=True
+        [sys.executable, "-c", APART, *(tmp_path / name for name in tests)],
+        cwd=run.TESTS.parent,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{run.TESTS.parent}"},
+        capture_output=True,
+        text=True,
     )
     lines = ran.stdout.splitlines()
-    assert lines[-1] == "status 0", ran.stdout + ran.stderr
-    assert lines[-2].startswith("gpu-test: 2 passed, 0 failed, 0 skipped in ")
+    assert lines[-1] == "status 1", ran.stdout + ran.stderr
+    assert lines[-2].startswith("gpu-test: 3 passed, 2 failed, 0 skipped in "), ran.stdout
+    assert any(line.startswith("failed: ") and line.endswith("::test_fails") for line in lines)
