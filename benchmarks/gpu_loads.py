@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from model_shapes import DERIVED, derive
+from process_profile import Profile
 from texts import mixed_texts
 
 HERE = Path(__file__).resolve().parent
@@ -101,7 +102,8 @@ def _chat(name: str, title: str, concurrency: int, goal: float, vllm: str = "–
     return Load(name, title, "chat", 128, concurrency, goal=goal, vllm=vllm, prompt_tokens=1024)
 
 
-CHAT_FLAGS = ("--max-model-len", "2048")
+# Rounds repeat their prompts. Without a prefix cache, each prompt is computed as a new one would be.
+CHAT_FLAGS = ("--max-model-len", "2048", "--no-enable-prefix-caching")
 FP8_FLAGS = ("--quantization", "fp8", "--kv-cache-dtype", "fp8")
 
 SETUPS = (
@@ -626,6 +628,8 @@ def run_setup(setup: Setup, loads: list[Load], options: argparse.Namespace, all_
         for row in rows:
             row.start_s = start_s
             _measure(row, server, options)
+            if options.profile:
+                _profile(row.load, server, options)
             row.memory_mib = memory.peak_mib
         if setup.show_processes:
             _say("\n".join(gpu_report(server)))
@@ -657,6 +661,19 @@ def _measure(row: Row, server: Server, options: argparse.Namespace) -> None:
     except Failed as error:
         row.problem = f"failed: {error}"
         _say(f"  {row.load.name}: {error}\n    " + "\n    ".join(server.tail()))
+
+
+def _profile(load: Load, server: Server, options: argparse.Namespace) -> None:
+    """Repeat a load while the server's processes are sampled."""
+    folder = Path(options.profile) / load.name
+    seconds = max(options.seconds, 5.0)
+    profile = Profile(server.processes(), folder, seconds - 2)
+    timer = threading.Timer(2.5, profile.start)  # the client has begun by then
+    timer.start()
+    with contextlib.suppress(Failed):
+        run_load(load, server, options, seconds)
+    timer.join()
+    (folder / "profile.md").write_text("\n".join(profile.finish()) + "\n")
 
 
 def table(rows: list[Row]) -> list[str]:
@@ -820,6 +837,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--share", action="store_true", help="S2 and S4 with identical rows deduplicated")
     parser.add_argument("--serve-flags", default="", help="more flags for every server")
     parser.add_argument("--bench-flags", default="", help="more flags for every client but S2's")
+    parser.add_argument("--profile", metavar="DIR", help="repeat each load once and sample its processes")
     parser.add_argument("--start-timeout", type=float, default=90.0)
     parser.add_argument("--port", type=int, default=0, help="by default a free one")
     parser.add_argument("--save", metavar="PATH", help="write the table as Markdown")

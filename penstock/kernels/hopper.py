@@ -27,6 +27,8 @@ def act_of(x: gl.tensor, KIND: gl.constexpr) -> gl.tensor:
         return x / (1.0 + gl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     if KIND == 2:
         return x / (1.0 + gl.exp(-x))
+    if KIND == 4:
+        return x / (1.0 + gl.exp(-1.702 * x))
     return gl.maximum(x, 0.0)
 
 

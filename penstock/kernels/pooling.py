@@ -98,7 +98,8 @@ def _pool(
     if SKIP:
         first += tl.load(skip + row)
     if METHOD < 2:
-        token = tl.minimum(first, end - 1) if METHOD == 0 else end - 1
+        last = tl.maximum(end - 1, 0)  # a graph is captured with empty rows in front
+        token = tl.minimum(first, last) if METHOD == 0 else last
         value = tl.load(hidden + token.to(tl.int64) * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
     else:
         partial = tl.full([TILE, BLOCK], float("-inf") if METHOD == 5 else 0.0, tl.float32)

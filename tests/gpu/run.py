@@ -88,7 +88,13 @@ def run_apart(files: Sequence[Path], options: Sequence[str], device: str, jobs: 
 def _run_file(file: Path, options: Sequence[str], sharers: int) -> Counter[str]:
     """Counts of the outcomes of one file. A process that ends early counts as one more failure."""
     command = [sys.executable, "-m", "tests.gpu.run", "--files", str(file), "--", "-vv", *options]
-    environment = {**os.environ, SHARERS: str(sharers), "PYTHONUNBUFFERED": "1"}
+    threads = max(1, (os.cpu_count() or 1) // sharers)  # of references on the CPU
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        SHARERS: str(sharers),
+        "PYTHONUNBUFFERED": "1",
+    }
     began = time.monotonic()
     ran = subprocess.run(
         command,

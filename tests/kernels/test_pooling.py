@@ -47,6 +47,17 @@ def test_a_row_whose_tokens_are_all_skipped_pools_to_zero(device: torch.device) 
     assert torch.equal(pool(hidden, cu, "cls", max_length=4, skip=skip)[0], hidden[3])
 
 
+@pytest.mark.parametrize("method", ["cls", "last"])
+def test_an_empty_row_in_front_reads_no_token_before_the_first(method: str, device: torch.device) -> None:
+    """A graph that is captured without a step has rows of no tokens."""
+    around = torch.full((5, 8), float("nan"), device=device)
+    hidden = around[1:]
+    hidden.copy_(torch.randn(4, 8))
+    pooled = pool(hidden, ragged([0, 4], device), method, max_length=4)
+    assert pooled.isfinite().all()
+    assert torch.equal(pooled[1], hidden[0 if method == "cls" else 3])
+
+
 def test_sums_of_half_precision_are_fp32(device: torch.device) -> None:
     hidden = torch.full((1000, 8), 1.01, device=device).bfloat16()
     out = pool(hidden, ragged([1000], device), "mean", max_length=1000)
