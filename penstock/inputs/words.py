@@ -12,6 +12,7 @@ import re
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
 import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, normalizers, pre_tokenizers
@@ -62,7 +63,7 @@ class WordTokenizer:
     def of(cls, rust: RustTokenizer, encode: Callable[[list[str]], list[Ints]]) -> WordTokenizer | None:
         """None if the tokenizer is of another kind, or special tokens may hide in plain words."""
         is_bert = (
-            isinstance(rust.normalizer, normalizers.BertNormalizer)
+            _is_berts(rust.normalizer)
             and isinstance(rust.pre_tokenizer, pre_tokenizers.BertPreTokenizer)
             and isinstance(rust.model, models.WordPiece)
         )
@@ -151,3 +152,12 @@ class WordTokenizer:
         """Know no words. What another thread reads stays as it is."""
         self._known: dict[str, bytes] = {}
         self._tokens_of = self._known.get
+
+
+def _is_berts(normalizer: normalizers.Normalizer | None) -> bool:
+    """Whether texts are normalised as BERT's are, or lower-cased and then so, as the settings of many
+    embedders ask. Both look at one character at a time, and no space comes or goes."""
+    if isinstance(normalizer, normalizers.Sequence):
+        steps = msgspec.json.decode(normalizer.__getstate__())["normalizers"]
+        return [step["type"] for step in steps] == ["Lowercase", "BertNormalizer"]
+    return isinstance(normalizer, normalizers.BertNormalizer)

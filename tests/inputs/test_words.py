@@ -84,6 +84,20 @@ def test_tokens_by_words_are_those_of_the_text(options: dict[str, bool]) -> None
         check(words, rust, [text for text in random_texts(seed) if text.isascii()])
 
 
+def test_texts_that_settings_lower_case_first_are_tokenised_by_words_too() -> None:
+    """sentence_bert_config.json of many embedders asks for it, though their tokenizer lower-cases already."""
+    for after in ({}, {"lowercase": False}, {"strip_accents": False}):
+        rust = wordpiece_tokenizer()
+        bert = normalizers.BertNormalizer(**after)
+        rust.normalizer = normalizers.Sequence([normalizers.Lowercase(), bert])
+        words = words_of(rust)
+        assert words is not None
+        for seed in range(4):
+            check(words, rust, random_texts(seed))
+    rust.normalizer = normalizers.Sequence([bert, normalizers.Replace("a", " ")])
+    assert words_of(rust) is None
+
+
 def test_words_of_european_texts_are_learnt() -> None:
     rust = wordpiece_tokenizer()
     words = words_of(rust)
