@@ -7,6 +7,7 @@ them. Any launch that is out of the ordinary goes through Triton.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -32,6 +33,8 @@ _INT32 = 1 << 31
 MAX_COMPILED = 1024  # compiled kernels that a `Kernel` remembers
 # Whether kernels are compiled and not run. Only by the thread that says so: others may need their results.
 _precompiling: ContextVar[bool] = ContextVar("penstock_precompiling", default=False)
+_num_precompiling = 0  # threads that do; while there are none, a launch need not ask for its context
+_counting = threading.Lock()
 
 
 class Compiled(NamedTuple):
@@ -147,6 +150,8 @@ class Kernel(JITFunction):  # type: ignore[misc]
             if found is not None and len(self.compiled_kernels) < MAX_COMPILED:
                 self.compiled_kernels[key] = found
             return compiled
+        if _num_precompiling and _precompiling.get():
+            return None  # its inputs may be outputs of kernels that were not run
         self.num_direct_launches += 1
         found.call(grid[0], 1, 1, stream, *found.leading, *args, *found.constants)
         return None
@@ -213,10 +218,18 @@ def precompile(threads: int) -> Iterator[None]:
     """
     with _Compilers(threads) as pool, triton_internals.compile_in(pool):
         token = _precompiling.set(True)
+        _count_precompiling(1)
         try:
             yield
         finally:
+            _count_precompiling(-1)
             _precompiling.reset(token)
+
+
+def _count_precompiling(change: int) -> None:
+    global _num_precompiling
+    with _counting:
+        _num_precompiling += change
 
 
 def is_precompiling() -> bool:
@@ -251,7 +264,7 @@ class BoundKernel:
 
         def launch() -> Any:
             nonlocal prepared
-            if prepared is not None:
+            if prepared is not None and not _num_precompiling:
                 return prepared()
             before = self.kernel.num_direct_launches
             found = self(programs, *args)
@@ -297,6 +310,8 @@ class BoundKernel:
             if found is not None:
                 self.compiled_kernels[device, dtypes] = found
             return compiled
+        if _num_precompiling and _precompiling.get():
+            return None
         kernel.num_direct_launches += 1
         ordered = addresses if self._reorder is None else self._reorder(addresses)
         found.call(programs, 1, 1, stream, *found.leading, *ordered, *numbers, *found.constants)

@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
+LEAST_OF_BF16 = {"Lfm2": 0.997}  # of the worst token; on a CPU, bf16 is as far from fp32
 TEXTS = [text for text in make_texts(24, seed=5) if text]
 
 
@@ -33,6 +34,8 @@ def test_cuda_equals_the_cpu(name: str, query_length: int, dtype: str, least: fl
     late = LATE[name]
     if not hasattr(transformers, f"{late.case.name}Config"):
         pytest.skip(f"this transformers has no {late.case.name}")
+    if dtype == "bfloat16":
+        least = LEAST_OF_BF16.get(late.case.name, least)
     late.write(tmp_path, 0.1, **{"query_maxlen" if late.stanford else "query_length": query_length})
     with Engine(str(tmp_path), device="cpu", dtype="float32") as cpu:
         expected = {kind: cpu.token_embed(TEXTS, input_type=kind) for kind in ("query", "document")}

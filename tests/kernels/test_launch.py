@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -336,6 +337,36 @@ def test_precompiled_kernels_are_compiled_in_threads_and_not_run(monkeypatch: py
     assert len(threads) == 3 and all(name.startswith("penstock-compile") for name in threads)
     assert not kernel.compiled_kernels and not bound.compiled_kernels and kernel.num_direct_launches == 0
     bound(3, x, x, 8, 0.5)  # runs again
+
+
+def test_kernels_that_are_known_are_not_run_while_others_are_precompiled(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their inputs may be outputs of a kernel that was not run, such as the numbers of experts."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    x = torch.zeros(64)
+    bound = kernel.bind(None, BLOCK=64, TWICE=False)
+    again = bound.replay(3, x, x, 8, 0.5)
+    launches: list[Callable[[], Any]] = [
+        lambda: kernel[(3,)](x, x, 8, 0.5, BLOCK=16, TWICE=False),
+        lambda: bound(3, x, x, 8, 0.5),
+        again,
+    ]
+    for run in launches * 2:
+        run()
+    before = [len(compiled.launches) for compiled in kernel.compiled]
+    with launch.precompile(1):
+        for run in launches:
+            run()
+        assert [len(compiled.launches) for compiled in kernel.compiled] == before
+        with ThreadPoolExecutor(1) as pool:  # another thread needs its results
+            for run in launches:
+                pool.submit(run).result()
+    assert sum(len(compiled.launches) for compiled in kernel.compiled) == sum(before) + len(launches)
+    for run in launches:
+        run()
+    assert sum(len(compiled.launches) for compiled in kernel.compiled) == sum(before) + 2 * len(launches)
 
 
 def test_only_the_thread_that_precompiles_leaves_its_kernels_unrun(monkeypatch: pytest.MonkeyPatch) -> None:
