@@ -16,7 +16,14 @@ USES_BEFORE_CAPTURE = 2  # of a shape, under load
 MAX_KNOWN = 4096  # shapes whose steps are counted
 MAX_PLANNED = 160  # shapes that are captured before they come
 SMALL_STEP = 512  # tokens; a step of unknown cost up to this size may borrow a graph of twice its size
-MAX_DEVICE_SHARE = 1.5  # a step that keeps the device busy this many times the host's work gains nothing
+# A step that keeps the device busy this many times the host's work gains nothing, unless the device waits for
+# the host all the same: many small requests cost it more than the launches.
+MAX_DEVICE_SHARE = 1.5
+MAX_GAP_S = 0.005  # between steps; after a longer one there was nothing to run
+# Of the time under load: from the first on the device waits for the host, until it is below the second.
+_HOST_BOUND, _DEVICE_BUSY = 0.15, 0.03
+_GAP_WEIGHT = 1 / 32  # of the newest gap in the mean
+_HOST_GAIN = 0.5  # of the host's time: what a graph of a large step gains where the device waits for the host
 MIN_IDLE_S = 0.02  # without any work, before a graph is captured
 IDLE_SHARE = 4.0  # times a capture's duration without any work, before it begins
 _DEVICE_BOUND = 1.2  # the device took so much longer than the host that its own time was measured
@@ -31,6 +38,16 @@ class StepTimes:
         self.host_s = float("inf")  # the least; it hardly depends on a step's size
         self._device: dict[int, float] = {}  # tokens of a bucket → the least time on the device
         self._sizes: list[int] = []  # those that are known, sorted
+        self.waits_for_host = False  # the device does, under load
+        self._idle_share = 0.0
+
+    def followed(self, gap_s: float, device_s: float) -> None:
+        """Note for how long the device had nothing to do before a step."""
+        if gap_s > MAX_GAP_S:
+            return
+        share = max(gap_s, 0.0) / (max(gap_s, 0.0) + max(device_s, 1e-6))
+        self._idle_share += _GAP_WEIGHT * (share - self._idle_share)
+        self.waits_for_host = self._idle_share > (_DEVICE_BUSY if self.waits_for_host else _HOST_BOUND)
 
     def ran_eagerly(self, tokens: int, host_s: float, device_s: float) -> None:
         """Note a step without a graph. While the device waits for the host, its time says nothing."""
@@ -62,8 +79,10 @@ class StepTimes:
     def gain_s(self, tokens: int) -> float:
         """What a graph saves a step of such a bucket; 0: nothing, or the host's time is not known."""
         host_s, device_s = self.host_s, self.device_s(tokens)
-        if host_s == float("inf") or (device_s is not None and device_s > MAX_DEVICE_SHARE * host_s):
+        if host_s == float("inf"):
             return 0.0
+        if device_s is not None and device_s > MAX_DEVICE_SHARE * host_s:
+            return _HOST_GAIN * host_s if self.waits_for_host else 0.0
         return max(host_s - (device_s or 0.0), _MIN_GAIN * host_s)
 
 
@@ -125,7 +144,13 @@ class GraphPolicy:
         device_s = times.device_s(roomy)
         if device_s is None or times.host_s == float("inf"):
             return tokens <= SMALL_STEP and roomy <= 2 * tokens
-        return device_s < _MIN_BORROW_GAIN * max(times.host_s, times.device_s(tokens) or 0.0)
+        own_s = times.device_s(tokens) or 0.0
+        without_s = own_s + _HOST_GAIN * times.host_s if times.waits_for_host else own_s
+        return device_s < _MIN_BORROW_GAIN * max(times.host_s, without_s)
+
+    def prefers_eager(self, key: Key) -> bool:
+        """Whether a step is better run without its graph: the device is busy anyway, and padding costs it."""
+        return self.times.host_s < float("inf") and not self.times.gain_s(key.bucket.tokens)
 
     def is_due(self, key: Key, borrowed: Key | None) -> bool:
         """Count a step that has no graph of its own, and say whether one should be captured under load. A

@@ -206,6 +206,8 @@ class Graphs(Captures[Key, Graph]):
         """The graph for a step, with the copy of the step's integers under way. None: run it eagerly."""
         self.policy.note_use(key)
         graph = self.captured.get(key)
+        if graph is not None and not key.is_prompt and self.policy.prefers_eager(key):
+            return None
         if graph is None:
             larger = self._larger_key(key)
             if not self._is_due(key, larger):
@@ -274,6 +276,10 @@ class Graphs(Captures[Key, Graph]):
     def observe_replay(self, graph: Graph, device_s: float) -> None:
         """Note what a step took by a graph."""
         self.policy.times.replayed(graph.layout.bucket.tokens, device_s)
+
+    def observe_gap(self, gap_s: float, device_s: float) -> None:
+        """Note for how long the device had nothing to do before a step of `device_s`."""
+        self.policy.times.followed(gap_s, device_s)
 
     def _larger_key(self, key: Key) -> Key | None:
         """The smallest larger graph, for a step whose own graph is not captured (yet). None: there is none,

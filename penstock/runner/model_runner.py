@@ -112,6 +112,7 @@ class ModelRunner:
         self._events: list[_Events] = []  # one pair more than there are steps in flight
         self._depth = depth
         self._turn = 0
+        self._newest_events: _Events | None = None  # of the step that was launched last
         self._no_hidden = torch.empty((0, model.hidden_size), device=device)  # of a step without tokens
         self._pads_steps = pads_steps(device)
         self._trimmer = HeapTrimmer()  # of steps on a CPU
@@ -399,7 +400,8 @@ class ModelRunner:
 
     def _launch_on_cuda(self, plan: StepPlan) -> Future[StepResult]:
         began = time.perf_counter()
-        events = self._next_events()
+        previous, events = self._newest_events, self._next_events()
+        self._newest_events = events
         events.begin.record()
         graphs, adapters = self.graphs, self._adapter_plan(plan)
         key = None if graphs is None else graphs.key_of(plan, adapters)
@@ -414,6 +416,8 @@ class ModelRunner:
         def collect() -> StepResult:
             events.end.synchronize()
             device_s = events.begin.elapsed_time(events.end) / 1000
+            if graphs is not None and previous is not None:  # its events are not used again before this one's
+                graphs.observe_gap(previous.end.elapsed_time(events.begin) / 1000, device_s)
             if graphs is not None and key is not None:
                 if replayed is None:
                     graphs.observe(key, host_s, device_s)

@@ -96,6 +96,33 @@ def test_a_larger_graph_is_borrowed_up_to_the_cost_of_a_step_without_one() -> No
     assert unknown.may_borrow(key_of(300), key_of(600)) and not unknown.may_borrow(key_of(600), key_of(700))
 
 
+def test_a_large_step_gains_by_a_graph_only_while_the_device_waits_for_the_host() -> None:
+    policy, large = measured(host_s=0.001), key_of(8192)
+    times = policy.times
+    assert times.gain_s(8192) == 0 and policy.prefers_eager(large)
+    for _ in range(200):
+        times.followed(0.004, device_s=0.008)
+    assert times.waits_for_host and times.gain_s(8192) > 0 and not policy.prefers_eager(large)
+    for _ in range(20):
+        policy.note_use(large)
+        due = policy.is_due(large, None)
+    assert due
+    assert policy.may_borrow(key_of(8000), key_of(8192)) and not policy.may_borrow(large, key_of(16384))
+    for _ in range(200):
+        times.followed(0.0005, device_s=0.008)
+    assert times.waits_for_host, "a graph makes the gaps shorter, and must stay in use then"
+    for _ in range(200):
+        times.followed(-1e-6, device_s=0.008)
+    assert not times.waits_for_host and policy.prefers_eager(large)
+
+
+def test_a_pause_without_requests_does_not_count_as_waiting_for_the_host() -> None:
+    times = measured().times
+    for _ in range(200):
+        times.followed(0.1, device_s=0.001)
+    assert not times.waits_for_host
+
+
 def test_planned_shapes_come_in_order_and_those_without_gain_not_at_all() -> None:
     policy = measured()
     policy.plan([key_of(100), key_of(12_000), key_of(1000)])
