@@ -667,7 +667,7 @@ def _profile(load: Load, server: Server, options: argparse.Namespace) -> None:
     """Repeat a load while the server's processes are sampled."""
     folder = Path(options.profile) / load.name
     seconds = max(options.seconds, 5.0)
-    profile = Profile(server.processes(), folder, seconds - 2)
+    profile = Profile(server.processes(), folder, seconds - 2, server.port)
     timer = threading.Timer(2.5, profile.start)  # the client has begun by then
     timer.start()
     with contextlib.suppress(Failed):

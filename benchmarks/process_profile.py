@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from urllib.request import urlopen
 
 RATE = 200  # samples a second
 LONGEST = 25  # functions that are listed
@@ -22,8 +24,12 @@ LONGEST = 25  # functions that are listed
 class Profile:
     """Samples processes for some seconds while a load runs."""
 
-    def __init__(self, processes: Iterable[tuple[int, str]], folder: Path, seconds: float) -> None:
-        """`processes`: (pid, module). One of each module is sampled; of all of them CPU time is counted."""
+    def __init__(
+        self, processes: Iterable[tuple[int, str]], folder: Path, seconds: float, port: int | None = None
+    ) -> None:
+        """`processes`: (pid, module). One of each module is sampled; of all of them CPU time is counted.
+        `port`: of the server, whose metrics are read."""
+        self._port = port
         self._processes = list(processes)
         self._folder, self._seconds = folder, seconds
         self._sampled: dict[str, tuple[Path, subprocess.Popen[bytes]]] = {}
@@ -33,6 +39,7 @@ class Profile:
         self._began = time.perf_counter()
         self._before = {pid: _cpu_seconds(pid) for pid, _ in self._processes}
         self._machine_before = _machine_seconds()
+        self._metrics_before = self._metrics()
         if shutil.which("py-spy") is None:
             return
         for pid, module in self._processes:
@@ -53,11 +60,39 @@ class Profile:
             lines.append(f"| {module} | {used:.2f} |")
         whole = (_machine_seconds() - self._machine_before) / spent
         lines.append(f"| the whole machine, of {os.cpu_count()} | {whole:.2f} |")
+        lines += ["", *self._changes(spent)]
         for module, (file, process) in self._sampled.items():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(30)
             if file.exists():
                 lines += ["", f"{module}, by thread and function:", "", *_report(file.read_text())]
+        return lines
+
+    def _metrics(self) -> dict[str, float]:
+        """The server's counters, with their labels."""
+        if self._port is None:
+            return {}
+        with (
+            contextlib.suppress(OSError),
+            urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=5) as got,
+        ):
+            found = re.findall(r"^(penstock_\S+?(?:\{.*?\})?) (\S+)$", got.read().decode(), re.MULTILINE)
+            return {name: float(value) for name, value in found}
+        return {}
+
+    def _changes(self, spent: float) -> list[str]:
+        """Means of what histograms counted meanwhile, and rates of counters."""
+        before, now = self._metrics_before, self._metrics()
+        new = {name: value - before.get(name, 0.0) for name, value in now.items()}
+        lines = ["| metric | mean, or a second |", "|---|---|"]
+        for name, change in sorted(new.items()):
+            base, brace, labels = name.partition("{")
+            if change and base.endswith("_sum"):
+                histogram, rest = base.removesuffix("_sum"), brace + labels
+                count = new.get(f"{histogram}_count{rest}", 0.0)
+                lines.append(f"| `{histogram}{rest}` | {change / max(count, 1):.6g} |")
+            elif change and base.endswith("_total"):
+                lines.append(f"| `{name}` | {change / spent:,.1f} / s |")
         return lines
 
 
