@@ -117,6 +117,16 @@ SETUPS = (
         default=False,
     ),
     Setup(
+        "natural-bge2",
+        "bge-base",
+        (
+            _natural("natural-bge2-64", "bge-base, 2 engines", 64, 12_000, 31_800, "1,772"),
+            _natural("natural-bge2-256", "bge-base, 2 engines", 256, 20_000, 31_800, "3,125"),
+        ),
+        ("--engines-per-gpu", "2"),
+        default=False,
+    ),
+    Setup(
         "natural-qwen3",
         "qwen3-embed-0.6b",
         (
@@ -897,7 +907,8 @@ def _save(path: Path, lines: list[str], options: argparse.Namespace) -> None:
         "server, dummy weights; rows of `random` loads are token ids, one in a request. S2 computes every row"
         f"{' once for all clients' if options.share else ', though its clients send the same ones'}. "
         "The floor is the matrix products alone; of generation, weights, keys and values read once, or the "
-        "products of prompts and answers, whichever takes longer.\n\n"
+        "products of prompts and answers, whichever takes longer. Where several engines share a device, the "
+        "time of their steps is added up.\n\n"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(head + notes + "\n".join(lines) + "\n")

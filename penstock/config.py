@@ -118,6 +118,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 MAX_DATA_PARALLEL_SIZE = 256  # engines of one model on one machine
+MAX_ENGINES_PER_GPU = 8
 DEFAULT_MAX_IMAGES = 32  # of one input
 ALIAS_SETS = ("tei", "vllm")  # servers whose names of metrics /metrics can show too
 
@@ -132,8 +133,18 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     chat_template: str | None = None
     sleep_after_s: float | None = None  # idle for so long, its engine goes to sleep; 0: never
     data_parallel_size: int | str = 1  # engines; auto: one per GPU, or per NUMA node of a CPU
+    engines_per_gpu: int = 1  # that share a GPU, each with the whole model
 
     def __post_init__(self) -> None:
+        if not 1 <= self.engines_per_gpu <= MAX_ENGINES_PER_GPU:
+            raise ValueError(
+                f"engines_per_gpu is {self.engines_per_gpu}; use a number from 1 to {MAX_ENGINES_PER_GPU}"
+            )
+        if self.engines_per_gpu > 1 and self.engine.tensor_parallel_size > 1:
+            raise ValueError(
+                f"engines_per_gpu is {self.engines_per_gpu}, and tensor_parallel_size is "
+                f"{self.engine.tensor_parallel_size}; a model that needs several GPUs has one engine on them"
+            )
         size = self.data_parallel_size
         if size != "auto" and not (isinstance(size, int) and 1 <= size <= MAX_DATA_PARALLEL_SIZE):
             raise ValueError(

@@ -1176,6 +1176,16 @@ MODEL_FLAGS: tuple[Flag, ...] = (
         help="Engines of the model, behind the same API processes. auto means one for each GPU, or on a CPU "
         "one for each NUMA node.",
     ),
+    Flag(
+        field="engines_per_gpu",
+        names=("--engines-per-gpu",),
+        panel=MODEL,
+        metavar="N",
+        default="1",
+        convert=int,
+        help="Engines that share each GPU, with a copy of the model each. A small model under many short "
+        "requests keeps a GPU busy with two or three, because one process cannot schedule them fast enough.",
+    ),
 )
 
 

@@ -42,6 +42,7 @@ from penstock.wire.server import EngineServer
 from penstock.wire.status import StatusWriter
 
 log = logging.getLogger("penstock.engine")
+SWITCH_INTERVAL_S = 0.0005  # a thread that has waited for the device takes the GIL from the loop by then
 
 
 def preload(device: str) -> None:
@@ -72,6 +73,7 @@ def pin(cpus: tuple[int, ...]) -> None:
 
 def main() -> None:
     setup_child_process()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     preload(*sys.argv[1:2] or ("null",))
     config = sys.stdin.buffer.read()
     if not config:  # the parent has exited before it had a configuration

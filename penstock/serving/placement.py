@@ -95,7 +95,13 @@ def place(config: ModelConfig, hardware: Hardware, used: Counter[str]) -> list[P
     """What each engine of a model runs on. `used` counts the engines of other models on each GPU."""
     device = config.engine.device
     if device.startswith("cuda") or (device == "auto" and hardware.has_gpu):
-        return _on_gpus(config, hardware, used)
+        return [each for each in _on_gpus(config, hardware, used) for _ in range(config.engines_per_gpu)]
+    if config.engines_per_gpu > 1:
+        raise ConfigError(
+            f"engines_per_gpu is {config.engines_per_gpu}, and the model runs on no GPU; data_parallel_size "
+            "says how many engines share the cores",
+            param="engines_per_gpu",
+        )
     size = config.data_parallel_size
     if device == "null":
         return [Placement()] * (1 if isinstance(size, str) else size)

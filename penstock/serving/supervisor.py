@@ -158,7 +158,7 @@ class Supervisor:
         """Serve a model. Its engines start with the next check. `spawned` is the process of the first."""
         self.models.check_names(config, spec)
         placements = place(config, self._hardware, self._used_gpus())
-        config = msgspec.structs.replace(config, data_parallel_size=len(placements))
+        config = msgspec.structs.replace(config, data_parallel_size=len(placements), engines_per_gpu=1)
         if len(placements) > 1 and not on_gpu(config) and config.engine.device != "null":
             _log_cores(spec.name, [placement.cpus for placement in placements])
         engines = []

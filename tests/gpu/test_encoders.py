@@ -76,6 +76,6 @@ def test_a_step_never_waits_between_launch_and_collect(name: str, tmp_path: Path
         finally:
             torch.cuda.set_sync_debug_mode("default")
         vectors, tokens_out, labels = future.result().outputs
-        assert vectors.shape == (len(ROWS), 64)
+        assert len(vectors) == len(ROWS)
         assert len(tokens_out) == sum(len(row) for row in ROWS)
         np.testing.assert_allclose(labels.sum(1), 1, atol=1e-2)

@@ -48,6 +48,7 @@ def check_likely(name: str, folder: Path, rows: list[list[int]], outputs: Sequen
 
 
 LATER = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+ENDS = (7, 25, 40, 13, 31, 18, 36, 10, 28, 22)  # tokens of each row: one ends while others decode
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3", "gpt-oss", "qwen3-moe"])
@@ -59,9 +60,10 @@ def test_prompts_beside_decodes_are_replayed_and_give_likely_tokens(
     folder = write(name, tmp_path / name)
     rows = prompts(5, (3, 60, 1, 90, 17, 70, 33, 80, 5, 64))  # most come while others decode
     options: dict[str, Any] = {"max_num_seqs": 4, "enable_prefix_caching": False, "target_itl_ms": 2.0}
+    sampling = [SamplingParams(max_tokens=end, temperature=0, ignore_eos=True) for end in ENDS]
     with Engine(str(folder), device="cuda", dtype="bfloat16", **options) as used:
         for _ in range(3):
-            got = used.generate(rows, LATER)
+            got = used.generate(rows, sampling)
             check_nothing_is_held(used)
         runner = used.local.engine.core.runner
         assert isinstance(runner, ModelRunner) and runner.mixed is not None
@@ -72,7 +74,7 @@ def test_prompts_beside_decodes_are_replayed_and_give_likely_tokens(
 def test_a_model_without_mixed_graphs_keeps_separate_steps(tmp_path: Path) -> None:
     """Its scores are squashed, and no kernel does that for prompts."""
     folder = write("gemma2", tmp_path / "gemma2")
-    with Engine(str(folder), device="cuda", dtype="bfloat16") as used:
+    with Engine(str(folder), device="cuda", dtype="bfloat16", target_itl_ms=5.0) as used:
         generation = used.local.engine.core.generation
         assert generation is not None and not generation.can_mix_steps()
         assert len(used.generate(prompts(), LATER)) == len(prompts())

@@ -41,6 +41,27 @@ def test_each_engine_has_a_gpu_and_auto_takes_all() -> None:
     assert devices("auto", 1) == ["cuda:0"]
 
 
+def test_engines_may_share_each_gpu() -> None:
+    def placed(gpus: int, size: int | str = 1, device: str = "cuda", per_gpu: int = 2) -> list[str]:
+        config = ModelConfig(
+            engine=EngineConfig(device=device), data_parallel_size=size, engines_per_gpu=per_gpu
+        )
+        return [",".join(each.devices) for each in place(config, FakeHardware(gpus), Counter())]
+
+    assert placed(1) == ["", ""]
+    assert placed(4, 2) == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+    assert placed(2, "auto", per_gpu=3) == ["cuda:0"] * 3 + ["cuda:1"] * 3
+    assert placed(2, device="cuda:1") == ["", ""]
+    with pytest.raises(ConfigError, match="runs on no GPU; data_parallel_size says") as refused:
+        placed(0, device="cpu")
+    assert refused.value.param == "engines_per_gpu"
+    for wrong in (0, 9):
+        with pytest.raises(ValueError, match=f"engines_per_gpu is {wrong}; use a number from 1 to 8"):
+            ModelConfig(engine=EngineConfig(), engines_per_gpu=wrong)
+    with pytest.raises(ValueError, match="engines_per_gpu is 2, and tensor_parallel_size is 2"):
+        ModelConfig(engine=EngineConfig(tensor_parallel_size=2), engines_per_gpu=2)
+
+
 def test_tensor_parallel_engines_take_consecutive_gpus() -> None:
     assert devices(2, 4, ranks=2) == ["cuda:0,cuda:1", "cuda:2,cuda:3"]
     assert devices("auto", 8, ranks=4) == ["cuda:0,cuda:1,cuda:2,cuda:3", "cuda:4,cuda:5,cuda:6,cuda:7"]
