@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_not
 
 import numpy as np
 
@@ -44,7 +45,7 @@ def row_keys(request: Request) -> list[bytes]:
 def scope(request: Request) -> Scope:
     """What two requests must share before their row keys may be compared."""
     has_images = request.images is not None
-    return (request.cache_salt, has_images, *[each is not None for each in _optional_fields(request)])
+    return (request.cache_salt, has_images, *map(is_not, _optional_fields(request), repeat(None)))
 
 
 def select_rows(request: Request, rows: Ints, request_id: str) -> Request:

@@ -399,18 +399,13 @@ class Request:
     client: str = ""  # who sent it: clients share the device by their weights
     weight: float = 1.0  # above 0
     is_background: bool = False  # runs only in what other requests leave of the device
+    num_rows: int = field(init=False)
+    num_tokens: int = field(init=False)
     starts: Ints = field(init=False)  # [rows], start offset of each row in token_ids
 
     def __post_init__(self) -> None:
-        self.starts = ONE_ROW if len(self.lengths) == 1 else cumulative(self.lengths)[:-1]
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
+        self.num_rows, self.num_tokens = len(self.lengths), len(self.token_ids)
+        self.starts = ONE_ROW if self.num_rows == 1 else cumulative(self.lengths)[:-1]
 
     @property
     def all_params(self) -> tuple[PoolingParams, ...]:

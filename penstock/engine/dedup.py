@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.content import row_keys, scope, select_rows
 from penstock.engine.progress import Follower, Progress
-from penstock.types import ONE_ROW, Ints, Request
+from penstock.types import Ints, Request
 
 _Rows = dict[bytes, tuple[Progress, int]]  # content → the request that runs it, and its row
 _Scope = tuple[object, ...]
@@ -45,15 +45,31 @@ class Deduplicator:
         self._runs_soon = runs_soon
         self._rows: dict[_Scope, _Rows] = {}
 
+    def lead(self, request: Request) -> Progress | None:
+        """The progress of a request whose only row must run. None: the request has several rows, or follows
+        one in flight; then it is to be split. `register` lets others follow it."""
+        if request.num_rows != 1:
+            return None
+        shared, keys = _scope_of(request), row_keys(request)
+        known = self._rows.get(shared)
+        found = None if known is None else known.get(keys[0])
+        if found is not None:
+            if self._may_follow(request, found[0].request):
+                return None
+            keys = []  # later rows follow the other request
+        progress = Progress.of(request)
+        progress.dedup_scope, progress.dedup_keys = shared, keys
+        return progress
+
+    def register(self, progress: Progress) -> None:
+        """Let later requests follow the only row of this one."""
+        for key in progress.dedup_keys:
+            self._rows.setdefault(progress.dedup_scope, {})[key] = (progress, 0)
+
     def split(self, request: Request) -> Split:
         """Find the rows of a request that are in flight, and those that it has more than once."""
-        shared = (request.all_params, *scope(request))
+        shared, keys = _scope_of(request), row_keys(request)
         known = self._rows.get(shared, {})
-        keys = row_keys(request)
-        if len(keys) == 1:
-            found = known.get(keys[0])
-            if found is None or not self._may_follow(request, found[0].request):
-                return Split(shared, request, None, keys, ONE_ROW, [])
         own: dict[bytes, int] = {}  # content → row of the job
         first_rows: list[int] = []
         source_rows = np.empty(request.num_rows, dtype=np.int32)
@@ -113,6 +129,10 @@ class Deduplicator:
         progress.dedup_keys = []
         if not known:
             del self._rows[progress.dedup_scope]
+
+
+def _scope_of(request: Request) -> _Scope:
+    return (request.params, request.extra_params, *scope(request))
 
 
 def _ints(values: list[int]) -> Ints:

@@ -205,8 +205,9 @@ class EngineCore:
         self._enqueue(request)
 
     def _enqueue(self, request: Request) -> None:
+        now = self.clock()
         if not request.is_background:
-            self._lane.saw_interactive(self.clock())
+            self._lane.saw_interactive(now)
         if request.sampling is not None:
             self._add_generation(request, request.sampling)
         elif request.is_background:
@@ -214,7 +215,7 @@ class EngineCore:
         else:
             if self.scheduler.queue.num_tokens > self._num_fast_tokens:
                 check_wait(self._wait_s(request), self.max_queue_s)
-            self.pending.add(request, self._start_by_s())
+            self.pending.add(request, now + self.max_queue_s if self.max_queue_s else None)
 
     def load_adapter(self, adapter_id: int, folder: str, name: str) -> Future[AdapterInfo]:
         """Let requests choose the LoRA adapter in `folder`. The future completes on another thread; it raises

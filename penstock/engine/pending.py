@@ -56,14 +56,19 @@ class PendingRequests:
 
     def add(self, request: Request, start_by_s: float | None = None) -> None:
         """Queue the rows of a request that no other computes; `QueueFull` or `NotPossible` if refused."""
-        if self._dedup is None or request.pairs is not None:
+        dedup = self._dedup
+        if dedup is None or request.pairs is not None:
             self._scheduler.add(request, start_by_s)
-            self._track(Progress.of(request))
-            return
-        split = self._dedup.split(request)
-        if split.job.num_rows:
-            self._scheduler.add(split.job, start_by_s)
-        progress = self._dedup.begin(request, split)
+            progress = Progress.of(request)
+        elif (leader := dedup.lead(request)) is not None:
+            self._scheduler.add(request, start_by_s)
+            dedup.register(leader)
+            progress = leader
+        else:
+            split = dedup.split(request)
+            if split.job.num_rows:
+                self._scheduler.add(split.job, start_by_s)
+            progress = dedup.begin(request, split)
         progress.start_by_s = start_by_s
         self._track(progress)
 

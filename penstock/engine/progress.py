@@ -40,7 +40,8 @@ class Progress:
 
     @classmethod
     def of(cls, request: Request, job: Request | None = None, source_rows: Ints | None = None) -> Progress:
-        return cls(request, job or request, [None] * len(request.all_params), source_rows=source_rows)
+        num_outputs = 1 + len(request.extra_params)
+        return cls(request, job or request, [None] * num_outputs, source_rows=source_rows)
 
     @property
     def queue_s(self) -> float:
@@ -52,7 +53,7 @@ class Progress:
     def ends_with_its_row(self) -> bool:
         """Whether it has one row, which runs for it alone and in one step, and one output."""
         request = self.request
-        if self.job is not request or len(request.lengths) != 1 or request.extra_params:
+        if self.job is not request or request.num_rows != 1 or request.extra_params:
             return False
         return not (self.followers or self.is_relay or self.num_leaders or self.device_s)
 

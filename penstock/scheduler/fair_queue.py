@@ -94,7 +94,7 @@ class FairQueue(Generic[T]):
         elif rank > entries[-1][0]:
             entries.append(entry)
         else:
-            index = bisect.bisect(entries, rank, key=_rank_of)
+            index = bisect.bisect(entries, (rank,))  # ranks are unique, so only they are compared
             entries.insert(index, entry)
             if index == 0 and request.priority != entries[1][1].request.priority:
                 self._delete(client)
@@ -104,7 +104,7 @@ class FairQueue(Generic[T]):
     def remove(self, client: ClientQueue[T], rank: Rank) -> None:
         """Remove a request of a client that waits."""
         entries = client.entries
-        del entries[bisect.bisect_left(entries, rank, key=_rank_of)]
+        del entries[bisect.bisect_left(entries, (rank,))]
         self._len -= 1
         self._delete(client)
         if entries:
@@ -160,11 +160,13 @@ class FairQueue(Generic[T]):
                     self.weight -= client.weight
                     continue
             else:
-                visited = entries[: client.num_visited]
-                stay = [entry for entry in visited if waits(entry[1])]
-                if len(stay) < len(visited):
-                    finished += [item for _, item, _ in visited if not waits(item)]
-                    entries[: client.num_visited] = stay
+                stay: list[tuple[Rank, T, int]] = []
+                for entry in entries[: client.num_visited]:
+                    if waits(entry[1]):
+                        stay.append(entry)
+                    else:
+                        finished.append(entry[1])
+                entries[: client.num_visited] = stay
                 if not entries:
                     self.weight -= client.weight
                     continue
@@ -187,10 +189,10 @@ class FairQueue(Generic[T]):
         if not order or position > order[-1][0]:
             order.append((position, client))
         else:
-            bisect.insort(order, (position, client), key=_position_of)
+            bisect.insort(order, (position, client))  # positions are unique
 
     def _delete(self, client: ClientQueue[T]) -> None:
-        del self._order[bisect.bisect_left(self._order, client.position, key=_position_of)]
+        del self._order[bisect.bisect_left(self._order, (client.position,))]
 
     def _new_client(self, name: str) -> ClientQueue[T]:
         if len(self._clients) > self._max_remembered:
@@ -200,11 +202,3 @@ class FairQueue(Generic[T]):
         client: ClientQueue[T] = ClientQueue(name)
         self._clients[name] = client
         return client
-
-
-def _rank_of(entry: tuple[Rank, object, int]) -> Rank:
-    return entry[0]
-
-
-def _position_of(entry: tuple[_Position, object]) -> _Position:
-    return entry[0]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from operator import attrgetter
+from types import NoneType
 from typing import NamedTuple
 
 import numpy as np
@@ -34,24 +37,23 @@ def build_plan(
 ) -> PoolPlan:
     """Lay all scheduled rows out as one ragged run, ordered by length and then by cached tokens or key limit.
     Rows that are images follow all others."""
-    parts = [_step_part(entry) for entry in scheduled]
-    lengths = np.concatenate([part.lengths for part in parts])
-    num_rows = [len(part.lengths) for part in parts]
-    num_cached = _concatenate([part.begins for part in parts], num_rows)
-    keys = _key_limits(_concatenate([part.keys for part in parts], num_rows), lengths)
+    parts = _StepParts.of(scheduled)
+    lengths, num_rows = np.concatenate(parts.lengths), [len(part) for part in parts.lengths]
+    num_cached = _concatenate([entry.begins for entry in scheduled], num_rows)
+    keys = _key_limits(_concatenate(parts.key_limits, num_rows), lengths)
     if num_cached is not None and keys is not None:
         raise ValueError("a row that may be chunked has no key limit: its tokens attend to all before them")
     if num_cached is not None and not num_cached.any() and not _uses_blocks(scheduled):
         num_cached = None  # rows might have been chunked, but all run whole
-    token_ids = np.concatenate([part.token_ids for part in parts])
-    type_ids = _concatenate([part.type_ids for part in parts], [len(part.token_ids) for part in parts])
-    skip = _concatenate([part.skip for part in parts], num_rows)
-    adapters = _concatenate([part.adapters for part in parts], num_rows, absent=-1)
+    token_ids = np.concatenate(parts.token_ids)
+    type_ids = _concatenate(parts.type_ids, [len(part) for part in parts.token_ids])
+    skip = _concatenate(parts.skip, num_rows)
+    adapters = _concatenate(parts.adapters, num_rows, absent=-1)
     if adapters is not None and not (adapters >= 0).any():
         adapters = None
-    has_images = any(entry.request.images is not None for entry in scheduled)
+    has_images = not _are_absent([entry.request.images for entry in scheduled])
     is_image = _image_rows(scheduled, num_rows) if has_images else None
-    rope = _rope_positions(parts)
+    rope = _rope_positions(scheduled, parts)
     second = num_cached if keys is None else keys
     order = step_row_of = np.arange(len(lengths), dtype=np.int32)
     cu_lengths = cumulative(lengths)
@@ -70,7 +72,7 @@ def build_plan(
         token_ids, type_ids = token_ids[tokens], None if type_ids is None else type_ids[tokens]
         rope = None if rope is None else rope[tokens]
     origin = cu_lengths[:-1] if num_cached is None else cu_lengths[:-1] - num_cached
-    slices = _slices(scheduled, step_row_of)
+    slices = _slices(scheduled, num_rows, step_row_of)
     return PoolPlan(
         token_ids=token_ids,
         positions=np.arange(len(token_ids), dtype=np.int32) - np.repeat(origin, lengths),
@@ -116,19 +118,17 @@ def _images(
     return image_plan(placed, cache, num_text_rows)
 
 
-def _rope_positions(parts: Sequence[_StepPart]) -> Ints | None:
+def _rope_positions(scheduled: Sequence[ScheduledRows], parts: _StepParts) -> Ints | None:
     """[tokens, 3]; a token without given positions has its index in the row. None if no token has any."""
-    if all(part.rope_positions is None for part in parts):
+    if _are_absent(parts.rope_positions):
         return None
     columns = []
-    for part in parts:
-        if part.rope_positions is not None:
-            columns.append(part.rope_positions.reshape(-1, 3))
+    for entry, lengths, positions in zip(scheduled, parts.lengths, parts.rope_positions, strict=True):
+        if positions is not None:
+            columns.append(positions.reshape(-1, 3))
             continue
-        begins = np.zeros_like(part.lengths) if part.begins is None else part.begins
-        columns.append(
-            np.repeat(ragged_arange(begins, part.lengths, cumulative(part.lengths))[:, None], 3, 1)
-        )
+        begins = np.zeros_like(lengths) if entry.begins is None else entry.begins
+        columns.append(np.repeat(ragged_arange(begins, lengths, cumulative(lengths))[:, None], 3, 1))
     return np.concatenate(columns)
 
 
@@ -136,24 +136,33 @@ def _uses_blocks(scheduled: Sequence[ScheduledRows]) -> bool:
     return any(table is not None for entry in scheduled for table in entry.tables)
 
 
-class _StepPart(NamedTuple):
-    """What one request runs in a step: only the step's tokens, however large the request."""
+class _StepParts(NamedTuple):
+    """What each scheduled request runs in a step, in columns: only the step's tokens, however large the
+    requests. The fields have the names of those of a `Request`."""
 
-    token_ids: Ints
-    lengths: Ints
-    begins: Ints | None
-    type_ids: Ints | None
-    skip: Ints | None
-    keys: Ints | None
-    adapters: Ints | None
-    rope_positions: Ints | None = None  # [tokens · 3]
+    token_ids: Sequence[Ints]
+    lengths: Sequence[Ints]
+    type_ids: Sequence[Ints | None]
+    skip: Sequence[Ints | None]
+    key_limits: Sequence[Ints | None]
+    adapters: Sequence[Ints | None]
+    rope_positions: Sequence[Ints | None]  # each [tokens · 3]
+
+    @classmethod
+    def of(cls, scheduled: Sequence[ScheduledRows]) -> _StepParts:
+        return cls._make(zip(*map(_step_part, scheduled), strict=True))
+
+
+_whole_request = attrgetter(*_StepParts._fields)
+_StepPart = tuple[Ints, Ints, Ints | None, Ints | None, Ints | None, Ints | None, Ints | None]
 
 
 def _step_part(entry: ScheduledRows) -> _StepPart:
+    """One entry of each column of `_StepParts`."""
     request, rows = entry.request, entry.rows
     if entry.begins is None and request.num_rows == 1:
-        whole = (request.token_ids, request.lengths, None, request.type_ids, request.skip, request.key_limits)
-        return _StepPart(*whole, request.adapters, request.rope_positions)
+        whole: _StepPart = _whole_request(request)
+        return whole
     lengths, starts = request.lengths[rows], request.starts[rows]
     if entry.begins is not None and entry.ends is not None:
         lengths, starts = entry.ends - entry.begins, starts + entry.begins
@@ -162,10 +171,9 @@ def _step_part(entry: ScheduledRows) -> _StepPart:
         tokens = consecutive_tokens(rows, request.lengths, request.starts)
     if tokens is None:
         tokens = ragged_arange(starts, lengths, cumulative(lengths))
-    return _StepPart(
+    return (
         request.token_ids[tokens],
         lengths,
-        entry.begins,
         None if request.type_ids is None else request.type_ids[tokens],
         None if request.skip is None else request.skip[rows],
         None if request.key_limits is None else request.key_limits[rows],
@@ -184,7 +192,7 @@ def _key_limits(keys: Ints | None, lengths: Ints) -> Ints | None:
 
 def _concatenate(arrays: Sequence[Ints | None], sizes: Sequence[int], absent: int = 0) -> Ints | None:
     """Concatenate optional arrays, with `absent` in the place of missing ones; None if all are missing."""
-    if all(array is None for array in arrays):
+    if _are_absent(arrays):
         return None
     return np.concatenate(
         [
@@ -194,23 +202,25 @@ def _concatenate(arrays: Sequence[Ints | None], sizes: Sequence[int], absent: in
     )
 
 
-def _slices(scheduled: Sequence[ScheduledRows], step_row_of: Ints) -> tuple[RowSlice, ...]:
-    slices, at = [], 0
-    for entry in scheduled:
-        end = at + len(entry.rows)
-        slices.append(
-            RowSlice(
-                entry.request,
-                entry.rows,
-                step_row_of[at:end],
-                entry.begins,
-                entry.ends,
-                entry.cached,
-                entry.cached_documents,
-            )
+def _are_absent(values: Sequence[object]) -> bool:
+    """Whether all are None; without a loop in Python, because it is asked for every row of every step."""
+    return {*map(type, values)} <= {NoneType}
+
+
+def _slices(
+    scheduled: Sequence[ScheduledRows], num_rows: list[int], step_row_of: Ints
+) -> tuple[RowSlice, ...]:
+    if num_rows.count(1) == len(num_rows):
+        step_rows: Iterable[Ints] = step_row_of[:, None]
+    else:
+        ends = accumulate(num_rows)
+        step_rows = [step_row_of[end - count : end] for count, end in zip(num_rows, ends, strict=True)]
+    return tuple(
+        RowSlice(request, rows, in_step, begins, ends, cached, cached_documents)
+        for (request, rows, begins, ends, _, cached, cached_documents), in_step in zip(
+            scheduled, step_rows, strict=True
         )
-        at = end
-    return tuple(slices)
+    )
 
 
 def _groups(
@@ -266,10 +276,11 @@ def _variants(slices: Sequence[RowSlice], lengths: Ints, cu_lengths: Ints) -> tu
     all_rows_end = True
     has_labels = False
     for row_slice in slices:
-        if row_slice.request.pairs is not None:
-            paired.setdefault(row_slice.request.params, []).append(row_slice)
+        request = row_slice.request
+        if request.pairs is not None:
+            paired.setdefault(request.params, []).append(row_slice)
             continue
-        for params in row_slice.request.all_params:
+        for params in request.all_params if request.extra_params else (request.params,):
             rows = row_slice.step_rows
             if row_slice.ends is not None and not params.per_token:
                 rows = rows[row_slice.finished]

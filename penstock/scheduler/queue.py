@@ -62,11 +62,17 @@ class QueuedRequest:
     patches: Ints | None = None  # [rows], of a request with images, once it is asked for
     next_length: int = field(init=False)  # tokens of the next row; 0: no row is left to open
     adapters: frozenset[int] | None = field(init=False)  # that its rows have; None: none
+    is_one_text: bool = field(init=False)  # one row, which reads no image and is paired with no other
 
     def __post_init__(self) -> None:
-        ids = self.request.adapters
+        request = self.request
+        ids = request.adapters
         self.adapters = None if ids is None else frozenset(ids.tolist()) - {-1} or None
-        self._update_next_length()
+        self.is_one_text = request.num_rows == 1 and request.pairs is None and request.images is None
+        if self.is_one_text and len(self.order):
+            self.next_length = request.num_tokens
+        else:
+            self._update_next_length()
 
     def _update_next_length(self) -> None:
         """Every step asks each waiting request for this number, so it is kept."""
@@ -75,7 +81,10 @@ class QueuedRequest:
 
     @property
     def num_rows_left(self) -> int:
-        left = len(self.order) - self.cursor + len(self.open)
+        left = len(self.order) - self.cursor
+        if self.is_one_text and not self.open:
+            return left
+        left += len(self.open)
         return left if self.cached_documents is None else left + len(self.cached_documents)
 
     @property
@@ -154,13 +163,17 @@ class QueuedRequest:
             self.patches = self.request.patches_of_rows
         return self.patches
 
+    def take_only_row(self) -> Ints:
+        """The row of a request with one text, which has not been taken before."""
+        self.cursor, self.next_length = 1, 0
+        return self.order
+
     def take(self, max_tokens: int, max_rows: int) -> Ints:
         """The next rows within these limits, as row numbers of the request."""
         if len(self.order) == 1:  # most requests have one row
             if self.cursor or max_rows < 1 or self.cumulative[0] > max_tokens:
                 return self.order[1:]
-            self.cursor, self.next_length = 1, 0
-            return self.order
+            return self.take_only_row()
         fits = int(np.searchsorted(self.cumulative, self.num_tokens_taken + max_tokens, side="right"))
         stop = min(fits, self.cursor + max_rows)
         taken = self.order[self.cursor : max(stop, self.cursor)]
@@ -270,18 +283,19 @@ class WaitingQueue:
     def add(self, request: Request, start_by_s: float | None = None) -> None:
         """Queue a request. `remove_overdue` gives it up if nothing of it has run at `start_by_s`."""
         rank = self.next_rank(request)
-        if request.num_rows == 1:
+        num_tokens, num_rows = request.num_tokens, request.num_rows
+        if num_rows == 1:
             order, cumulative = ONE_ROW, request.lengths
-        elif request.num_rows == 2 and request.num_queries == 1:
+        elif num_rows == 2 and request.num_queries == 1:
             order, cumulative = _QUERY_FIRST, np.add.accumulate(request.lengths, dtype=np.int32)
         else:
-            order = _longest_first(request, np.arange(request.num_rows, dtype=np.int32))
+            order = _longest_first(request, np.arange(num_rows, dtype=np.int32))
             cumulative = np.cumsum(request.lengths[order], dtype=np.int32)
         is_large = self.is_large(request)
         queued = QueuedRequest(request, order, cumulative, rank, _NO_CLIENT, is_large)
-        queued.client = (self._large if is_large else self._small).add(rank, queued, request.num_tokens)
+        queued.client = (self._large if is_large else self._small).add(rank, queued, num_tokens)
         self._by_id[request.id] = queued
-        self.account(queued, -request.num_tokens, -request.num_rows)
+        self.account(queued, -num_tokens, -num_rows)
         if request.deadline_s is not None:
             self._drop_stale_deadlines()
             heapq.heappush(self._deadlines, (request.deadline_s, rank[1], request.id))

@@ -470,6 +470,8 @@ class Scheduler:
                     room.token_bytes = self._output_bytes_per_token(queued.request)
                 if chunking is not None:
                     entry = self._schedule_chunks(queued, room, chunking)
+                elif queued.is_one_text and queued.next_length:  # almost all requests
+                    entry = self._schedule_text(queued, room, alone=not scheduled and room.first_fits)
                 else:
                     entry = self._schedule_whole_rows(queued, room, alone=not scheduled and room.first_fits)
             if entry is not None:
@@ -477,11 +479,12 @@ class Scheduler:
                 scheduled.append(entry)
                 if queued.adapters is not None:
                     room.adapters |= queued.adapters
-            if queued.num_rows_left:
+            if queued.next_length or queued.num_rows_left:
                 num_passed_over += 1
-            if room.is_full or num_passed_over > self.LOOK_AHEAD:
+            if room.tokens <= 0 or room.rows <= 0 or num_passed_over > self.LOOK_AHEAD:
                 break
-        scheduled += self._best_fits(wide, room)
+        if wide:
+            scheduled += self._best_fits(wide, room)
         return num_visited
 
     def _has_adapter_room(self, adapters: frozenset[int], room: _StepRoom) -> bool:
@@ -512,6 +515,23 @@ class Scheduler:
                 if best.adapters is not None:
                     room.adapters |= best.adapters
                 yield entry
+
+    def _schedule_text(self, queued: QueuedRequest, room: _StepRoom, *, alone: bool) -> ScheduledRows | None:
+        """The only row of a request, as `_schedule_whole_rows` does it, in fewer steps."""
+        tokens, request = queued.next_length, queued.request
+        if room.rows < 1:
+            return None
+        if room.token_bytes:
+            is_first_output = not room.has_output and tokens <= room.tokens
+            if tokens > room.max_tokens and not (is_first_output or alone):
+                return None
+        elif tokens > room.tokens and not alone:
+            return None
+        taken = queued.take_only_row()
+        room.use(tokens, 1)
+        queue = self.background if request.is_background else self.queue
+        queue.account_run(queued, tokens, 1)
+        return ScheduledRows(request, taken)
 
     def _schedule_whole_rows(
         self, queued: QueuedRequest, room: _StepRoom, *, alone: bool

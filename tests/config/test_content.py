@@ -18,7 +18,8 @@ BLOCK = 4
 # Fields of a request that are no content of its rows: they say what to compute of them, when, and for whom.
 NOT_CONTENT = {
     *("id", "params", "extra_params", "pairs", "priority", "arrival_s", "deadline_s"),
-    *("reuse_prefix", "lengths", "starts", "num_truncated", "client", "weight", "is_background"),
+    *("reuse_prefix", "lengths", "starts", "num_rows", "num_tokens", "num_truncated"),
+    *("client", "weight", "is_background"),
     "rope_positions",  # they follow from the tokens and the images
 }
 # Fields that `row_keys`, `scope` or `PrefixKeys` read by name.
