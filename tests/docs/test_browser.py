@@ -21,7 +21,10 @@ from penstock.types import EngineSleep
 from tests.docs.model_server import SleepingModels, serving_models
 from tests.docs.playground_page import TIMEOUT_MS, Playground
 from tests.docs.stand_ins import STAND_INS
+from tests.inputs.images.pictures import noise
 from tests.parity.labelled import write_gliclass, write_gliner
+from tests.parity.page_retrievers import native_layout
+from tests.parity.qwen_vl import make_model, write_model
 from tests.parity.rewards import write_reward_model
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
@@ -31,6 +34,9 @@ pytestmark = pytest.mark.skipif(
 
 TABS = {
     "prompts": ["Embed", "Search", "Tokens", "Live"],
+    "clip": ["Embed", "Search", "Tokens", "Live"],
+    "qwen-vl": ["Chat", "Complete", "Tokens", "Live"],
+    "pages": ["Rerank", "Tokens", "Live"],
     "m3": ["Embed", "Search", "Sparse", "Tokens", "Live"],
     "splade": ["Sparse", "Tokens", "Live"],
     "cross-encoder": ["Rerank", "Tokens", "Live"],
@@ -93,6 +99,9 @@ def url(tmp_path_factory: pytest.TempPathFactory, states: SleepingModels) -> Ite
     write_gliner(folder / "gliner")
     write_gliclass(folder / "gliclass")
     write_reward_model(folder / "reward", "Qwen2ForRewardModel", 1)
+    models["qwen-vl"] = write_model(folder / "qwen-vl", make_model("qwen2_5_vl"))
+    native_layout(folder / "pages")
+    models["pages"] = folder / "pages"
     with serving_models(models, states=states, admin_keys=(ADMIN_KEY,)) as address:
         yield address
 
@@ -256,6 +265,81 @@ def test_a_conversation_streams_and_goes_on(playground: Playground, url: str) ->
     assert bodies[1]["stream"] is True
     assert playground.results.locator(".bubble").count() == 4
     assert json.loads(playground.code("curl").split("-d '")[1].removesuffix("'")) == bodies[1]
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    """A file whose name needs quotes in a shell."""
+    file = tmp_path / "it's a $picture.png"
+    noise(60, 40).save(file)
+    return file
+
+
+def test_images_are_embedded_beside_texts(playground: Playground, url: str, picture: Path) -> None:
+    playground.open(url, model="clip").choose("Embed").fill(input="w1\nw2")
+    assert playground.panel.locator(".previews img").count() == 3  # to begin with
+    playground.panel.get_by_role("button", name="Remove red-circle.png").click()
+    playground.field("images").set_input_files(picture)
+    sync_api.expect(playground.panel.locator(".previews img")).to_have_count(3)
+    with playground.page.expect_response("**/v1/embeddings") as shown:
+        playground.run()
+    inputs = shown.value.request.post_data_json["input"]
+    assert [list(each) for each in inputs] == [["text"], ["text"], ["image"], ["image"], ["image"]]
+    assert playground.results.locator(".matrix th img").count() == 3
+    assert playground.results.locator(".vector img").last.get_attribute("alt") == picture.name
+    expected = [row["embedding"] for row in shown.value.json()["data"]]
+    answer = run_bash(playground.code("curl"), folder=picture.parent)
+    assert [row["embedding"] for row in answer["data"]] == expected
+    program = [sys.executable, "-c", playground.code("python")]
+    done = subprocess.run(program, capture_output=True, text=True, check=True, cwd=picture.parent)
+    assert done.stdout == "5 32\n"
+
+
+def test_images_and_texts_are_ranked_together(playground: Playground, url: str, picture: Path) -> None:
+    playground.open(url, model="clip").choose("Search").fill(documents="w1\nw2")
+    playground.field("images").set_input_files(picture)
+    sync_api.expect(playground.panel.locator(".previews img")).to_have_count(4)
+    playground.run()
+    assert playground.results.locator("ol.ranked li").count() == 6
+    assert playground.results.locator("ol.ranked li img").count() == 4
+
+
+def test_a_page_is_ranked_by_its_tokens_and_shown(playground: Playground, url: str, picture: Path) -> None:
+    playground.open(url, model="pages").choose("Rerank").fill(documents="")
+    playground.field("images").set_input_files(picture)
+    sync_api.expect(playground.panel.locator(".previews img")).to_have_count(4)
+    playground.run()
+    assert playground.errors == []
+    assert playground.results.locator("ol.ranked li button img").count() == 4
+    sync_api.expect(playground.results.locator(".card", has_text="Image")).to_be_visible()
+
+
+def test_a_chat_message_has_images(playground: Playground, url: str, picture: Path) -> None:
+    playground.open(url, model="qwen-vl").choose("Chat").open_options()
+    sent = requests_of(playground)
+    playground.field("images").set_input_files(picture)
+    sync_api.expect(playground.panel.locator(".previews img")).to_have_count(1)
+    playground.fill(message="yes no", max_tokens="4").run()
+    assert playground.panel.locator(".previews img").count() == 0  # the next message has its own
+    assert playground.results.locator(".bubble.user img").get_attribute("alt") == picture.name
+    playground.fill(message="yes").run()
+    bodies = [request.post_data_json for request in sent if request.method == "POST"]
+    parts = [part["type"] for part in bodies[0]["messages"][0]["content"]]
+    assert parts == ["image_url", "text"]
+    assert bodies[1]["messages"][0] == bodies[0]["messages"][0]  # the conversation keeps it
+    assert bodies[1]["messages"][2] == {"role": "user", "content": "yes"}
+
+
+def test_a_file_that_is_no_image_is_refused_in_words(
+    playground: Playground, url: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "notes.png"
+    file.write_bytes(b"these are notes")
+    playground.open(url, model="clip").choose("Embed")
+    playground.field("images").set_input_files(file)
+    sync_api.expect(playground.panel.locator(".previews img")).to_have_count(4)
+    playground.run()
+    assert len(playground.errors) == 1 and "image" in playground.errors[0]
 
 
 def test_the_live_view_shows_the_load_and_rests_when_it_is_closed(
@@ -505,10 +589,9 @@ def test_the_policy_of_the_page_forbids_other_hosts_and_inline_scripts(url: str)
 # ── Code ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def run_bash(command: str) -> Any:
-    return json.loads(
-        subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout
-    )
+def run_bash(command: str, folder: Path | None = None) -> Any:
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, cwd=folder)
+    return json.loads(done.stdout)
 
 
 def test_the_curl_command_sends_what_is_on_screen(playground: Playground, url: str) -> None:

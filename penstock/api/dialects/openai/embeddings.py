@@ -47,6 +47,7 @@ class ModelEntry(msgspec.Struct, kw_only=True):
     adapters: list[str]  # a request may choose one of them
     requires_adapter: bool  # a request has to
     labels: list[str]  # of a classifier or token classifier
+    reads_images: bool  # images may take the place of texts, or stand among them
     reads_pairs: bool  # it classifies pairs of texts: natural-language inference
     zero_shot: bool  # it classifies by labels in the request: /v1/zero-shot
     score_kind: Literal["cross", "list", "bi", "late"] | None  # how it ranks; None: it does not
@@ -94,6 +95,7 @@ def model_entry(name: str, model: ServedModel) -> ModelEntry:
         adapters=[*spec.adapters, *model.adapters] if adapter is None else [],
         requires_adapter=spec.requires_adapter and adapter is None,
         labels=list(spec.labels) if has_labels else [],
+        reads_images=spec.images is not None,
         reads_pairs=reads_pairs,
         zero_shot=reads_pairs or Task.ZERO_SHOT in spec.tasks,
         score_kind=spec.score_kind,

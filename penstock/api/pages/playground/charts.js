@@ -1,6 +1,7 @@
 // Pictures of numbers: heat maps, bars, vectors, time, and graphs over time.
 
 import { el, fixed, milliseconds, svg } from "./dom.js";
+import { inputName, inputNode } from "./images.js";
 
 /** Where colours begin: just below the least value, so that high values that differ little can be told apart. */
 export const heatFloor = (values) => Math.max(0, values.flat().reduce((least, value) => Math.min(least, value), 1) - 0.05);
@@ -70,12 +71,12 @@ export function sparkline(values, { size, top, label }) {
   return svg("svg", { viewBox: "0 0 100 30", preserveAspectRatio: "none", class: "spark", role: "img", "aria-label": label }, area, line);
 }
 
-/** A table of similarities of texts among each other. Values go from -1 to 1. */
-export function similarityTable(labels, values) {
+/** A table of similarities of texts and images among each other. Values go from -1 to 1. */
+export function similarityTable(inputs, values) {
   const floor = heatFloor(values);
-  const head = el("tr", {}, el("td"), labels.map((label, j) => el("th", { scope: "col", title: label }, String(j + 1))));
-  const rows = labels.map((label, i) => el("tr", {},
-    el("th", { scope: "row", title: label }, el("span", { class: "number" }, String(i + 1)), label),
+  const head = el("tr", {}, el("td"), inputs.map((input, j) => el("th", { scope: "col", title: inputName(input) }, String(j + 1))));
+  const rows = inputs.map((input, i) => el("tr", {},
+    el("th", { scope: "row", title: inputName(input) }, el("span", { class: "number" }, String(i + 1)), inputNode(input)),
     values[i].map((value) => el("td", { style: heat(value, floor) }, fixed(value, 2)))));
   return el("table", { class: "matrix" }, el("thead", {}, head), el("tbody", {}, rows));
 }

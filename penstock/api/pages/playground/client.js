@@ -23,7 +23,7 @@ export function setKey(given) {
 /** The server's own words, whichever dialect's error shape they come in. */
 function refusal({ status, statusText, headers }, answer) {
   const error = answer?.error;
-  const message = error?.message ?? (typeof error === "string" ? error : answer?.message) ?? statusText;
+  const message = error?.message ?? (typeof error === "string" ? error : answer?.message ?? answer?.detail) ?? statusText;
   return new Refused(message || "no reason given", { status, param: error?.param, retryAfter: headers.get("retry-after") });
 }
 

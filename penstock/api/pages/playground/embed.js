@@ -3,6 +3,7 @@
 import { Refused } from "./client.js";
 import { bars, similarityTable, strip, timing } from "./charts.js";
 import { card, el, fixed, nonEmptyLines, plural, scrolling } from "./dom.js";
+import { inputName, inputNode, inputsOf, sampleImages } from "./images.js";
 import { looksSpecial, readable } from "./readable.js";
 
 const SHOWN = { vectors: 32, matrix: 24, terms: 18 };
@@ -15,6 +16,10 @@ A puppy naps on the couch.
 The dog is asleep on the sofa.
 My refund has still not arrived.
 When do I get my money back?`;
+
+const CAPTIONS = `a red circle
+a blue square
+a green triangle`;
 
 const TRUNCATION = { name: "truncate", label: "Texts that are too long", kind: "select", option: true, param: "truncate_prompt_tokens",
   options: [["refuse", "are refused"], ["limit", "are cut at the model's limit"]] };
@@ -60,30 +65,34 @@ function direction(values, dtype, dims) {
 export const dot = (a, b) => a.reduce((sum, value, i) => sum + value * b[i], 0);
 const norm = (a) => Math.sqrt(dot(a, a));
 
-function similarity(texts, vectors) {
+function similarity(inputs, vectors) {
   const norms = vectors.map((vector) => norm(vector) || 1);
   const values = vectors.map((a, i) => vectors.map((b, j) => dot(a, b) / (norms[i] * norms[j])));
   let best = null;
   values.forEach((row, i) => row.forEach((value, j) => { if (i < j && !(value <= best?.value)) best = { value, i, j }; }));
   const words = best ? `cosine; closest: ${best.i + 1} and ${best.j + 1}, ${fixed(best.value, 2)}` : "cosine";
-  return card("Similarity", words, scrolling("Similarity of the texts", similarityTable(texts, values)));
+  return card("Similarity", words, scrolling("Similarity of the inputs", similarityTable(inputs, values)));
 }
 
-function vectorRow(text, index, raw, vector, dtype) {
+function vectorRow(input, index, raw, vector, dtype) {
+  const name = inputName(input);
   const numbers = raw.slice(0, 3).map((value) => (Number.isInteger(value) ? value : value.toFixed(3)));
   const facts = `[${numbers.join(", ")}${raw.length > 3 ? ", …" : ""}]  norm ${norm(vector).toFixed(3)}  ${plural(raw.length * (BYTES[dtype] ?? 1), "byte")}`;
-  return el("div", { class: "vector" }, el("p", { title: text }, el("span", { class: "number" }, String(index + 1)), text),
-    strip(vector, `${vector.length} values of “${text}”: blue above zero, orange below`), el("small", {}, facts));
+  return el("div", { class: "vector" }, el("p", { title: name }, el("span", { class: "number" }, String(index + 1)), inputNode(input)),
+    strip(vector, `${vector.length} values of “${name}”: blue above zero, orange below`), el("small", {}, facts));
 }
 
 export const embed = {
-  id: "embed", title: "Embed", action: "Embed", heading: "Embed texts",
-  about: "One vector for each text. Texts that mean the same have vectors that point the same way.",
+  id: "embed", title: "Embed", action: "Embed",
+  wordsFor: ({ reads_images: images }) => (images
+    ? { heading: "Embed texts and images", about: "One vector for each text and each image, in one space. What means the same has vectors that point the same way.", action: "Embed" }
+    : { heading: "Embed texts", about: "One vector for each text. Texts that mean the same have vectors that point the same way.", action: "Embed" }),
   empty: "Press Embed to see how alike the texts are, their vectors, and where the time went.",
   offered: (model) => model.tasks.includes("embed"),
   isMeantFor: (model) => model.is_embedder,
   fields: (model) => [
-    { name: "input", label: "Texts", hint: "one per line", kind: "lines", value: TEXTS, rows: 9 },
+    { name: "input", label: "Texts", hint: "one per line", kind: "lines", value: model.reads_images ? CAPTIONS : TEXTS, rows: model.reads_images ? 5 : 9 },
+    ...(model.reads_images ? [{ name: "images", label: "Images", hint: "choose or drop files", kind: "images", param: "images", value: sampleImages() }] : []),
     ...adapterField(model),
     ...promptFields(model),
     { name: "dimensions", label: "Dimensions", kind: "number", min: 1, step: 1, option: true, placeholder: `all ${model.dimensions ?? ""}`.trim() },
@@ -91,7 +100,8 @@ export const embed = {
     { ...TRUNCATION, wide: true },
   ],
   request(values, model) {
-    const body = { input: inputTexts(values) };
+    const images = values.images ?? [];
+    const body = { input: inputsOf(images.length ? nonEmptyLines(values.input) : inputTexts(values), images) };
     if (values.dimensions !== undefined) body.dimensions = values.dimensions;
     if (values.dtype !== "float32") body.embed_dtype = values.dtype;
     if (values.prompt.startsWith("name:")) body.prompt_name = values.prompt.slice("name:".length);
@@ -99,15 +109,15 @@ export const embed = {
     return { path: "/v1/embeddings", body: textFields(body, values, model) };
   },
   show(result, { request, model }) {
-    const { input: texts, embed_dtype: dtype = "float32", dimensions } = request.body;
+    const { input: inputs, embed_dtype: dtype = "float32", dimensions } = request.body;
     const raw = result.answer.data.map((row) => row.embedding);
     const vectors = raw.map((values) => direction(values, dtype, dimensions ?? model.dimensions));
-    const few = Math.min(texts.length, SHOWN.matrix);
-    const rows = texts.slice(0, SHOWN.vectors).map((text, i) => vectorRow(text, i, raw[i], vectors[i], dtype));
-    if (texts.length > rows.length) rows.push(el("p", { class: "aside" }, `and ${plural(texts.length - rows.length, "vector")} more`));
+    const few = Math.min(inputs.length, SHOWN.matrix);
+    const rows = inputs.slice(0, SHOWN.vectors).map((input, i) => vectorRow(input, i, raw[i], vectors[i], dtype));
+    if (inputs.length > rows.length) rows.push(el("p", { class: "aside" }, `and ${plural(inputs.length - rows.length, "vector")} more`));
     return {
       nodes: [timing(result, plural(result.answer.usage?.total_tokens ?? 0, "token")),
-        similarity(texts.slice(0, few), vectors.slice(0, few)),
+        similarity(inputs.slice(0, few), vectors.slice(0, few)),
         card("Vectors", `${plural(vectors[0].length, "dimension")}, ${dtype}; blue above zero, orange below`, ...rows)],
       said: plural(vectors.length, "vector"),
     };

@@ -2,6 +2,7 @@
 
 import { Refused, stream } from "./client.js";
 import { el, milliseconds, plural } from "./dom.js";
+import { inputNode, messageContent } from "./images.js";
 
 const SAMPLING = [
   { name: "max_tokens", label: "At most this many tokens", kind: "number", min: 1, step: 1, value: 200, option: true },
@@ -47,16 +48,17 @@ async function write({ path, body }, signal, place, facts, textOf) {
   return { text, said: usage ? plural(usage.completion_tokens, "token") : "" };
 }
 
-const bubble = (role, text) => el("div", { class: `bubble ${role}` }, el("b", {}, role === "user" ? "You" : "Model"), el("div", { class: "text" }, text));
+const bubble = (role, text, images = []) => el("div", { class: `bubble ${role}` }, el("b", {}, role === "user" ? "You" : "Model"),
+  images.map(({ url }) => inputNode({ image: url })), el("div", { class: "text" }, text));
 
 /** Messages of a model: its own answers to what the user wrote. */
 function messagesOf(values, model, turns) {
   const messages = values.system?.trim() ? [{ role: "system", content: values.system.trim() }] : [];
-  for (const { user, replies } of turns) {
+  for (const { user, images, replies } of turns) {
     if (!(model.id in replies)) continue;
-    messages.push({ role: "user", content: user }, { role: "assistant", content: replies[model.id] });
+    messages.push({ role: "user", content: messageContent(user, images) }, { role: "assistant", content: replies[model.id] });
   }
-  return [...messages, { role: "user", content: values.message.trim() }];
+  return [...messages, { role: "user", content: messageContent(values.message.trim(), values.images ?? []) }];
 }
 
 export const chat = {
@@ -64,9 +66,10 @@ export const chat = {
   about: "A conversation through the model's chat template, streamed as it is generated.",
   empty: "Write a message. The answer appears word by word, with its speed.",
   offered: (model) => model.tasks.includes("generate") && model.has_chat_template,
-  fields: () => [
+  fields: (model) => [
     { name: "message", label: "Message", hint: "Shift Enter starts a new line", kind: "text", rows: 4, param: "messages",
       value: "In two sentences: how does a hydroelectric power station work?" },
+    ...(model.reads_images ? [{ name: "images", label: "Images", hint: "choose or drop files", kind: "images", param: "images" }] : []),
     { name: "system", label: "System message", kind: "text", rows: 2, option: true, wide: true, param: "system" },
     ...SAMPLING,
   ],
@@ -76,13 +79,13 @@ export const chat = {
     return { path: "/v1/chat/completions", body: withSampling(body, values) };
   },
   async run({ model, values, request, signal, state, slot }) {
-    const turns = (state.turns ??= []), user = values.message.trim();
+    const turns = (state.turns ??= []), user = values.message.trim(), images = values.images ?? [];
     let turn = turns.find((each) => each === state.open);
-    if (!turn) turns.push((turn = state.open = { user, replies: {} }));
+    if (!turn) turns.push((turn = state.open = { user, images, replies: {} }));
     const past = turns.filter((each) => each !== turn && model.id in each.replies)
-      .flatMap((each) => [bubble("user", each.user), bubble("assistant", each.replies[model.id])]);
+      .flatMap((each) => [bubble("user", each.user, each.images), bubble("assistant", each.replies[model.id])]);
     const reply = bubble("assistant", ""), facts = el("p", { class: "aside facts" });
-    slot.replaceChildren(...past, bubble("user", user), reply, facts);
+    slot.replaceChildren(...past, bubble("user", user, images), reply, facts);
     try {
       const { text, said } = await write(request, signal, reply.querySelector(".text"), facts, (choice) => choice.delta?.content);
       turn.replies[model.id] = text;
@@ -99,7 +102,10 @@ export const chat = {
     const { state } = panel, turn = state.open;
     state.open = null;
     if (!turn) return;
-    if (Object.keys(turn.replies).length) panel.field("message").value = "";
+    if (Object.keys(turn.replies).length) {
+      panel.field("message").value = "";
+      panel.picker("images")?.set([]);
+    }
     else state.turns.splice(state.turns.indexOf(turn), 1);
   },
 };

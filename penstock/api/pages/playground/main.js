@@ -87,9 +87,9 @@ function showNothing(words) {
 }
 
 const SCORES = { cross: "reranker", list: "listwise reranker", late: "late interaction" };
-function factsOf({ dimensions, max_model_len: limit, is_embedder: embeds, labels, score_kind: kind, tasks }) {
+function factsOf({ dimensions, max_model_len: limit, is_embedder: embeds, labels, score_kind: kind, tasks, reads_images: images }) {
   return [embeds && plural(dimensions, "dimension"), SCORES[kind], !kind && labels.length > 1 && plural(labels.length, "label"),
-    tasks.includes("generate") && "generates text", `${plural(limit, "token")} at most`].filter(Boolean);
+    tasks.includes("generate") && "generates text", images && "reads images", `${plural(limit, "token")} at most`].filter(Boolean);
 }
 
 function showModel() {

@@ -14,6 +14,7 @@
 
 import { Refused, ask } from "./client.js";
 import { el } from "./dom.js";
+import { ImagePicker } from "./images.js";
 import { hasToWake, readModels } from "./models.js";
 import { SnippetCard } from "./snippets.js";
 
@@ -27,6 +28,12 @@ class Field {
     this.spec = spec;
     const id = `${viewId}-${spec.name}`;
     const common = { id, "data-param": spec.param ?? spec.name, placeholder: spec.placeholder, spellcheck: "false" };
+    if (spec.kind === "images") {
+      this.picker = new ImagePicker(common, spec);
+      this.input = this.picker.input;
+      this.node = this.picker.node;
+      return;
+    }
     this.input = {
       lines: () => el("textarea", { ...common, rows: spec.rows ?? 8 }),
       text: () => el("textarea", { ...common, rows: spec.rows ?? 4 }),
@@ -44,6 +51,7 @@ class Field {
   }
 
   get value() {
+    if (this.picker) return this.picker.images;
     if (this.spec.kind === "check") return this.input.checked;
     if (this.spec.kind === "number") return this.input.value === "" ? undefined : Number(this.input.value);
     return this.input.value;
@@ -126,6 +134,11 @@ export class Panel {
 
   field(name) {
     return this.fields.find(({ spec }) => spec.name === name).input;
+  }
+
+  /** The images of a field, if the form has it. */
+  picker(name) {
+    return this.fields.find(({ spec }) => spec.name === name)?.picker;
   }
 
   /** Something in the form is new: fields that depend on others, the snippets, and what stood for older input. */

@@ -4,6 +4,7 @@ import { Refused, ask } from "./client.js";
 import { heat, heatFloor, timing } from "./charts.js";
 import { dot } from "./embed.js";
 import { card, el, fixed, nonEmptyLines, plural, scrolling } from "./dom.js";
+import { inputNode, sampleImages } from "./images.js";
 import { groups, looksSpecial } from "./readable.js";
 
 const MAX_COLUMNS = 160;  // tokens of a document that the map shows
@@ -16,6 +17,10 @@ Reset your password from the account settings page.
 The night train to Vienna leaves at ten past eleven.
 Refunds reach your bank within five working days.
 An adult octopus has three hearts and blue blood.`;
+
+const PICTURE_QUERY = "a red circle";
+const CAPTIONS = `a picture of a red circle
+a recipe for bread`;
 
 const KINDS = {
   bi: { heading: "Search", action: "Search", by: "similarity of the vectors", about: "Query and documents become one vector each; the nearest document comes first." },
@@ -34,7 +39,8 @@ function share(score, scores) {
 function ranking(rows, documents, onChoose) {
   const scores = rows.map((row) => row.relevance_score);
   return el("ol", { class: "ranked" }, rows.map(({ index, relevance_score: score }) => {
-    const text = onChoose ? el("button", { type: "button", class: "link", "data-index": index }, documents[index]) : el("span", {}, documents[index]);
+    const shown = inputNode(documents[index]);
+    const text = onChoose ? el("button", { type: "button", class: "link", "data-index": index }, shown) : el("span", {}, shown);
     if (onChoose) text.addEventListener("click", () => onChoose(index));
     return el("li", {}, text, el("data", { value: score }, fixed(score, 3)),
       el("i", { "aria-hidden": "true", style: { width: `${(Math.max(0, share(score, scores)) * 100).toFixed(1)}%` } }));
@@ -106,6 +112,7 @@ function mapTable(query, document, values) {
 }
 
 async function tokenMap(query, document, score, model, signal) {
+  if (typeof document !== "string") return card("Image", `score ${fixed(score, 3)}`, el("p", { class: "picture" }, inputNode(document)));
   const [asked, found] = await Promise.all([lateSide(query, true, model, signal), lateSide(document, false, model, signal)]);
   const values = asked.vectors.map((a) => found.vectors.map((b) => dot(a, b)));
   const sum = values.reduce((total, row) => total + Math.max(...row), 0);
@@ -143,16 +150,18 @@ export const rank = {
   wordsFor: (model) => KINDS[model.score_kind],
   empty: "Press the button to see the documents, the best first.",
   offered: (model) => Boolean(model.score_kind),
-  fields: () => [
-    { name: "query", label: "Query", kind: "line", value: QUERY },
-    { name: "documents", label: "Documents", hint: "one per line", kind: "lines", value: DOCUMENTS, rows: 11 },
+  fields: ({ reads_images: images }) => [
+    { name: "query", label: "Query", kind: "line", value: images ? PICTURE_QUERY : QUERY },
+    { name: "documents", label: "Documents", hint: "one per line", kind: "lines", value: images ? CAPTIONS : DOCUMENTS, rows: images ? 5 : 11 },
+    ...(images ? [{ name: "images", label: "Images among the documents", hint: "choose or drop files", kind: "images", param: "images", value: sampleImages() }] : []),
     { name: "instruction", label: "Instruction", kind: "line", option: true, wide: true, placeholder: "the model's own, where it takes one" },
     { name: "top_n", label: "Show the best", kind: "number", min: 1, step: 1, option: true, placeholder: "all" },
     { name: "truncate", label: "Texts that are too long", kind: "select", option: true, param: "truncate_prompt_tokens",
       options: [["refuse", "are refused"], ["limit", "are cut"]] },
   ],
   request(values, model) {
-    const query = values.query.trim(), documents = nonEmptyLines(values.documents);
+    const query = values.query.trim();
+    const documents = [...nonEmptyLines(values.documents), ...(values.images ?? []).map(({ url }) => ({ image: url }))];
     if (!query) throw new Refused("Give a query.", { param: "query" });
     if (!documents.length) throw new Refused("Give at least one document.", { param: "documents" });
     const body = { model: model.id, query, documents };

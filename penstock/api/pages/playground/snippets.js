@@ -2,14 +2,34 @@
 
 import { BASE, Refused, hasKey } from "./client.js";
 import { el } from "./dom.js";
+import { fileOf } from "./images.js";
 
 const KEY_VARIABLE = "PENSTOCK_API_KEY";
 const shellQuoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
+/** The images of a body; the snippets read them from their files again. */
+function imagesOf(value) {
+  if (fileOf(value)) return [value];
+  return value && typeof value === "object" ? Object.values(value).flatMap(imagesOf) : [];
+}
+
+/** A body with images for the standard input of curl: an argument of a command may not be that long. */
+function hereDocument(body, images) {
+  const mark = "\uE000";  // not in texts: it has no meaning in Unicode
+  const json = JSON.stringify(body, (_, value) => (fileOf(value) ? mark + images.indexOf(value) + mark : value), 2);
+  const written = json.replace(/[\\$`]/g, "\\$&").replace(new RegExp(`${mark}(\\d+)${mark}`, "g"), (_, at) => {
+    const uri = images[at], head = uri.slice(0, uri.indexOf(",") + 1);
+    return `${head}$(base64 < ${shellQuoted(fileOf(uri))} | tr -d '\\n')`;
+  });
+  return `--data-binary @- <<BODY\n${written}\nBODY`;
+}
+
 export function curl({ path, body }) {
   const parts = [`curl -s${body?.stream ? "N" : ""} ${shellQuoted(BASE + path.slice(1))}`];
   if (hasKey()) parts.push(`-H "Authorization: Bearer $${KEY_VARIABLE}"`);
-  if (body) parts.push("-H 'Content-Type: application/json'", `-d ${shellQuoted(JSON.stringify(body, null, 2))}`);
+  const images = imagesOf(body);
+  if (body) parts.push("-H 'Content-Type: application/json'",
+    images.length ? hereDocument(body, images) : `-d ${shellQuoted(JSON.stringify(body, null, 2))}`);
   return parts.join(" \\\n  ");
 }
 
@@ -17,6 +37,7 @@ export function curl({ path, body }) {
 export function pythonValue(value, indent = "") {
   if (value === null || value === undefined) return "None";
   if (typeof value === "boolean") return value ? "True" : "False";
+  if (fileOf(value)) return `image(${JSON.stringify(fileOf(value))})`;
   if (typeof value !== "object") return JSON.stringify(value);
   const deeper = `${indent}    `, isList = Array.isArray(value);
   const items = isList ? value.map((item) => pythonValue(item, deeper))
@@ -55,12 +76,18 @@ const OPENAI = {
   },
 };
 
+const IMAGE_IMPORTS = ["import base64", "import mimetypes"];
+const IMAGE_FUNCTION = ["def image(name):", '    with open(name, "rb") as file:', "        data = base64.b64encode(file.read()).decode()",
+  '    return f"data:{mimetypes.guess_type(name)[0]};base64,{data}"', "", ""];
+
 export function python({ path, body }) {
-  const package_ = OPENAI[path], head = hasKey() ? ["import os", ""] : [];
+  const package_ = OPENAI[path], hasImages = imagesOf(body).length > 0;
+  const imports = [...(hasImages ? IMAGE_IMPORTS : []), ...(hasKey() ? ["import os"] : [])];
+  const head = imports.length ? [...imports, ""] : [], before = hasImages ? ["", ...IMAGE_FUNCTION] : [""];
   const keyed = `os.environ["${KEY_VARIABLE}"]`;
   if (package_) {
     const { known, extra = {}, call, after } = package_;
-    return [...head, "from openai import OpenAI", "",
+    return [...head, "from openai import OpenAI", ...before,
       `client = OpenAI(base_url=${pythonValue(`${BASE}v1`)}, api_key=${hasKey() ? keyed : '"none"'})`,
       call, ...argumentsOf({ ...body, ...extra }, known), ")", ...after].join("\n");
   }
@@ -68,7 +95,7 @@ export function python({ path, body }) {
   if (body) options.push(`    json=${pythonValue(body, "    ")},`);
   const address = pythonValue(BASE + path.slice(1));
   const call = `httpx.${body ? "post" : "get"}(`;
-  return [...head, "import httpx", "", `answer = ${call}`, `    ${address},`, ...options, "    timeout=60,", ")",
+  return [...head, "import httpx", ...before, `answer = ${call}`, `    ${address},`, ...options, "    timeout=60,", ")",
     "answer.raise_for_status()", `print(${body ? "answer.json()" : "answer.text"})`].join("\n");
 }
 
