@@ -77,7 +77,8 @@ def fitness(spec: ModelSpec, use: Use | None) -> int:
     if use == "rank":
         return 0 if spec.score_kind is None else 2 if spec.score_kind in _RANKERS else 1
     if use not in spec.tasks:
-        return 1 if use is Task.ZERO_SHOT and Task.CLASSIFY in spec.tasks else 0
+        can_infer = Task.CLASSIFY in spec.tasks or spec.labels_images
+        return 1 if use is Task.ZERO_SHOT and can_infer else 0
     if use is Task.EMBED:
         return 2 if spec.tasks[0] is Task.EMBED and not spec.is_unmarked else 1
     return 2

@@ -98,6 +98,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return not LABELLED_TASKS.isdisjoint(self.tasks)
 
     @property
+    def labels_images(self) -> bool:
+        """Whether it classifies images by labels that come with the request."""
+        return self.dual is not None and self.dual.logit_scale is not None
+
+    @property
     def is_unmarked(self) -> bool:
         """Whether nothing says that its vectors mean anything."""
         return self.why_not_score is not None and Task.EMBED in self.tasks

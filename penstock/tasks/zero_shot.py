@@ -174,6 +174,8 @@ class ImageZeroShot(ZeroShot):
                 f"multi_label does not apply to model {model.spec.name}, whose labels compete; leave it out",
                 param="multi_label",
             )
+        if not self.num_images:
+            raise BadValue("input is empty; give at least one image", param="input")
         if not all(isinstance(item, PreparedImage) for item in input_items(self.texts)):
             raise BadValue(
                 f"model {model.spec.name} classifies images; give images as input, and texts as labels",

@@ -15,6 +15,8 @@ import transformers
 from tests.checkpoints import write_cross_encoder, write_token_classifier
 from tests.clients.conftest import Start
 from tests.e2e.server import Server
+from tests.inputs.images.pictures import encoded, noise
+from tests.parity.dual import CLIP
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 TEXTS = ["Water finds its level.", "A penstock feeds the turbine."]
@@ -118,6 +120,21 @@ def test_zero_shot_equals_the_pipeline(nli: Server, nli_folder: Path, multi_labe
     found = client_of(nli).zero_shot_classification(WORDS, labels, **options)
     assert [each.label for each in found] == wanted["labels"]
     np.testing.assert_allclose([each.score for each in found], wanted["scores"], atol=1e-4)
+
+
+def test_labels_of_an_image_equal_the_reference(
+    start: Start, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder, labels = tmp_path_factory.mktemp("clip-model"), ["w1 w2", "w3", "w40 w41"]
+    reference = CLIP.write(folder)
+    picture = noise(40, 30)
+    found = client_of(start("clip", lambda _: folder)).zero_shot_image_classification(
+        encoded(picture), labels, hypothesis_template="w5 {}"
+    )
+    (logits,) = reference.logits([f"w5 {label}" for label in labels], [picture])
+    wanted = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+    scores = {each.label: each.score for each in found}
+    np.testing.assert_allclose([scores[label] for label in labels], wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize("strategy", ["none", "simple", "first", "average", "max"])

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 
 TABS = {
     "prompts": ["Embed", "Search", "Tokens", "Live"],
-    "clip": ["Embed", "Search", "Tokens", "Live"],
+    "clip": ["Embed", "Search", "Zero-shot", "Tokens", "Live"],
     "qwen-vl": ["Chat", "Complete", "Tokens", "Live"],
     "pages": ["Rerank", "Tokens", "Live"],
     "m3": ["Embed", "Search", "Sparse", "Tokens", "Live"],

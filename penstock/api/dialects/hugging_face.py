@@ -17,6 +17,7 @@ from penstock.api import pipelines
 from penstock.api.call import Call, Reply, Streamed
 from penstock.api.decoding import refused_fields
 from penstock.api.fields import NoEffect, Refused, User
+from penstock.api.images import image_source, with_images
 from penstock.api.pipelines import (
     INFERENCE_ERRORS,
     Direction,
@@ -36,13 +37,14 @@ from penstock.inputs.offsets import require_texts
 from penstock.inputs.tokenizer import EncodedText
 from penstock.outputs.entities import OUTSIDE, Aggregation, Entity
 from penstock.tasks.entities import FindEntities
-from penstock.tasks.zero_shot import DEFAULT_HYPOTHESIS, ZeroShotOptions, zero_shot_task
+from penstock.tasks.zero_shot import DEFAULT_HYPOTHESIS, LabelScores, ZeroShotOptions, zero_shot_task
 from penstock.types import Task
 
 FEATURES, SIMILARITY = "feature-extraction", "sentence-similarity"
 LABELS, ENTITIES = "text-classification", "token-classification"
-ZERO_SHOT, GENERATION, RANKING = "zero-shot-classification", "text-generation", "text-ranking"
-TASKS = (FEATURES, SIMILARITY, LABELS, ENTITIES, ZERO_SHOT, GENERATION, RANKING)
+ZERO_SHOT, ZERO_SHOT_IMAGES = "zero-shot-classification", "zero-shot-image-classification"
+GENERATION, RANKING = "text-generation", "text-ranking"
+TASKS = (FEATURES, SIMILARITY, LABELS, ENTITIES, ZERO_SHOT, ZERO_SHOT_IMAGES, GENERATION, RANKING)
 
 
 class InferenceParameters(GenerateParameters, kw_only=True):
@@ -74,6 +76,7 @@ _FIELDS: dict[str, set[str]] = {  # of `parameters`, that each task has
     LABELS: {*_CUTS, "function_to_apply", "top_k"},
     ENTITIES: {*_CUTS, "aggregation_strategy", "ignore_labels", "stride"},
     ZERO_SHOT: {*_CUTS, "candidate_labels", "hypothesis_template", "multi_label"},
+    ZERO_SHOT_IMAGES: {"candidate_labels", "hypothesis_template"},
     GENERATION: _GENERATION,
     RANKING: _CUTS,
 }
@@ -178,7 +181,7 @@ def _task(body: InferenceRequest, model: ServedModel, named: str | None) -> str:
     if body.texts is not None or body.query is not None:
         return RANKING
     if parameters.candidate_labels is not None:
-        return ZERO_SHOT
+        return ZERO_SHOT if model.spec.dual is None else ZERO_SHOT_IMAGES
     if isinstance(given, dict):
         return _object_task(given)
     spec = model.spec
@@ -304,11 +307,24 @@ async def _zero_shot(call: Call, body: InferenceRequest, model: ServedModel) -> 
         max_request_tokens=MAX_REQUEST_TOKENS,
     )
     result = await run(call, body, model, zero_shot_task(model.text, texts, labels, options))
-    rows = [
-        [{"label": label, "score": score} for label, score in zip(row.labels, row.scores, strict=True)]
-        for row in result.value
-    ]
-    return _answer(call, body, result, rows)
+    return _answer(call, body, result, [_scored(row) for row in result.value])
+
+
+async def _zero_shot_images(call: Call, body: InferenceRequest, model: ServedModel) -> Reply:
+    """Score labels for an image, or for each of several: base64, data URIs or allowed URLs."""
+    parameters, given = body.parameters or InferenceParameters(), body.inputs
+    labels, sources = _candidates(parameters.candidate_labels), given if isinstance(given, list) else [given]
+    images = await with_images(call, model, [(image_source(each, "inputs"),) for each in sources], "inputs")
+    options = ZeroShotOptions(hypothesis_template=parameters.hypothesis_template or DEFAULT_HYPOTHESIS)
+    result = await run(call, body, model, zero_shot_task(model.text, images, labels, options))
+    rows = [_scored(row) for row in result.value]
+    reply = json_reply(rows if isinstance(given, list) else rows[0])
+    record_phases(call, call.began_s)
+    return reply
+
+
+def _scored(row: LabelScores) -> list[dict[str, Any]]:
+    return [{"label": label, "score": score} for label, score in zip(row.labels, row.scores, strict=True)]
 
 
 def _candidates(given: list[str] | str | None) -> list[str]:
@@ -418,6 +434,7 @@ _HANDLERS: dict[str, Callable[[Call, InferenceRequest, ServedModel], Awaitable[R
     LABELS: _labels,
     ENTITIES: _entities,
     ZERO_SHOT: _zero_shot,
+    ZERO_SHOT_IMAGES: _zero_shot_images,
     GENERATION: _generation,
 }
 _EXAMPLE = {"inputs": "Water finds its level."}

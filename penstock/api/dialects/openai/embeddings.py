@@ -97,7 +97,7 @@ def model_entry(name: str, model: ServedModel) -> ModelEntry:
         labels=list(spec.labels) if has_labels else [],
         reads_images=spec.images is not None,
         reads_pairs=reads_pairs,
-        zero_shot=reads_pairs or Task.ZERO_SHOT in spec.tasks,
+        zero_shot=reads_pairs or Task.ZERO_SHOT in spec.tasks or spec.labels_images,
         score_kind=spec.score_kind,
         late=None if late is None else late.layout,
         has_chat_template=spec.generates and text.generation.chat.exists,

@@ -4,6 +4,7 @@ import { Refused } from "./client.js";
 import { bars, timing } from "./charts.js";
 import { card, commaSeparated, el, fixed, nonEmptyLines, percent, plural } from "./dom.js";
 import { inputTexts, textFields } from "./embed.js";
+import { inputNode, sampleImages } from "./images.js";
 
 const MAX_LABELS = 8;  // of a text that are shown
 const TEXTS = `I love how quiet the new pump is.
@@ -58,29 +59,35 @@ export const classify = {
 };
 
 export const zeroShot = {
-  id: "zero-shot", title: "Zero-shot", action: "Classify", heading: "Your own labels",
-  about: "Name any labels; the model says how well each fits the text.",
+  id: "zero-shot", title: "Zero-shot", action: "Classify",
+  wordsFor: ({ reads_images: images }) => ({ heading: "Your own labels", action: "Classify",
+    about: `Name any labels; the model says how well each fits the ${images ? "image" : "text"}.` }),
   empty: "Press Classify to see how well your labels fit.",
   offered: (model) => model.zero_shot,
   fields: (model) => [
-    { name: "input", label: "Texts", hint: "one per line", kind: "lines", rows: 4,
-      value: "The new engine uses a third less fuel.\nThe home team scored in the last minute." },
-    { name: "labels", label: "Labels", hint: "separated by commas", kind: "line", value: "technology, sport, politics, food" },
-    { name: "multi_label", label: "several labels may fit", kind: "check", option: true },
+    ...(model.reads_images
+      ? [{ name: "images", label: "Images", hint: "choose or drop files", kind: "images", param: "input", value: sampleImages() },
+        { name: "labels", label: "Labels", hint: "separated by commas", kind: "line", value: "a red circle, a blue square, a green triangle" }]
+      : [{ name: "input", label: "Texts", hint: "one per line", kind: "lines", rows: 4,
+        value: "The new engine uses a third less fuel.\nThe home team scored in the last minute." },
+      { name: "labels", label: "Labels", hint: "separated by commas", kind: "line", value: "technology, sport, politics, food" },
+      { name: "multi_label", label: "several labels may fit", kind: "check", option: true }]),
     ...(model.reads_pairs ? [{ name: "hypothesis_template", label: "Sentence about a label", hint: "{} is the label", kind: "line",
       option: true, wide: true, placeholder: "This example is {}." }] : []),
   ],
   request(values, model) {
-    const labels = commaSeparated(values.labels);
-    const body = { model: model.id, input: inputTexts(values), labels };
+    const labels = commaSeparated(values.labels), images = values.images;
+    if (images && !images.length) throw new Refused("Choose at least one image.", { param: "input" });
+    const body = { model: model.id, input: images ? images.map(({ url }) => ({ image: url })) : inputTexts(values), labels };
     if (!labels.length) throw new Refused("Give at least one label.", { param: "labels" });
     if (values.multi_label) body.multi_label = true;
     if (values.hypothesis_template) body.hypothesis_template = values.hypothesis_template;
     return { path: "/v1/zero-shot", body };
   },
   show(result, { request }) {
-    const cards = result.answer.data.map(({ labels, scores }, i) => labelled(request.body.input[i], labels, scores));
-    return { nodes: [timing(result, plural(result.answer.usage?.total_tokens ?? 0, "token")), ...cards], said: plural(cards.length, "text") };
+    const cards = result.answer.data.map(({ labels, scores }, i) => labelled(inputNode(request.body.input[i]), labels, scores));
+    const said = plural(cards.length, request.body.input.every((input) => input.image) ? "image" : "text");
+    return { nodes: [timing(result, plural(result.answer.usage?.total_tokens ?? 0, "token")), ...cards], said };
   },
 };
 
