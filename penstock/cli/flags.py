@@ -44,7 +44,7 @@ ModelFields = dict[str, Any]  # fields of ModelConfig that the user has set
 
 # Fields that have no flag, and why.
 INTERNAL = {
-    "pipeline_depth": "a step more in flight helps on no device; tests and benchmarks set it in Python",
+    "pipeline_depth": "more steps in flight do not help on any device; tests and benchmarks set it in Python",
 }
 
 
@@ -144,7 +144,7 @@ api_keys = _keys("--api-key")
 
 
 def _absolute(given: str) -> str:
-    """A file that is read again later, wherever the process works then. Links are not followed yet."""
+    """The absolute path of a file that is read again later. Links are not resolved yet."""
     return str(Path(given).absolute()) if given else given
 
 
@@ -294,8 +294,8 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         field="base_model",
         panel=MODEL,
         metavar="FOLDER",
-        help="Folder or hub id of the base model, where --model names a repository that holds a LoRA adapter "
-        "alone, such as vidore/colqwen2.5-v0.2. The adapter is merged into it.",
+        help="Folder or hub id of the base model, if --model is a repository with only a LoRA adapter, such "
+        "as vidore/colqwen2.5-v0.2. The adapter is merged into it.",
         default_text="the one that the adapter names",
     ),
     Flag(
@@ -382,14 +382,14 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         field="default_prompt_name",
         panel=MODEL,
         metavar="NAME",
-        help="Prompt of the model's own table that goes before texts of requests that name none.",
+        help="Prompt of the model's own table for requests that name none.",
         default_text="the model's own default",
     ),
     Flag(
         field="default_prompt",
         panel=MODEL,
         metavar="TEXT",
-        help="Words that go before texts of requests that name no prompt.",
+        help="Text before each input of requests that name no prompt, such as 'query: '.",
         default_text="none",
     ),
     Flag(
@@ -397,8 +397,8 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         panel=MODEL,
         metavar="TEXT|FILE|NAME",
         convert=score_template,
-        help="Text that a reranker reads, with {query} and {document}; \\n is a new line. Or a file that "
-        "holds it, or a known name, such as qwen3-reranker. `none` joins the texts by the tokenizer.",
+        help="Prompt template of a reranker, with {query} and {document}; \\n is a new line. Or a file with "
+        "it, or a known name, such as qwen3-reranker. `none` lets the tokenizer join the two texts.",
         default_text="the model's own",
     ),
     Flag(
@@ -434,7 +434,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         field="max_queued_tokens",
         panel=SCHEDULING,
         min=1,
-        help="Maximum number of tokens that wait. The server answers 429 to requests beyond it.",
+        help="Maximum number of queued tokens. The server answers 429 to requests beyond it.",
         default_text="1 million on a CPU, 50 million on a GPU",
         why_unused_offline="the engine takes as many texts as this command reads",
     ),
@@ -442,16 +442,16 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         field="max_queue_seconds",
         panel=SCHEDULING,
         min=0,
-        help="Maximum number of seconds that a request waits to start. The server answers 429 where it would "
-        "wait longer; 0 sets no limit.",
+        help="Maximum number of seconds that a request waits to start. The server answers 429 to requests "
+        "that would wait longer; 0 sets no limit.",
         why_unused_offline="a call in this process waits for as long as it takes",
     ),
     Flag(
         field="background_step_ms",
         panel=SCHEDULING,
         min=0.01,
-        help="Milliseconds that other requests may wait for a step of a batch. A fifth of the mean step of "
-        "other requests is taken instead where that is longer.",
+        help="Maximum time of a step of batch lines while other requests arrive, in milliseconds; or a "
+        "fifth of their mean step, if that is longer.",
         why_unused_offline="only lines of batches run in the background",
     ),
     Flag(
@@ -470,20 +470,20 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         field="max_num_partial_prefills",
         panel=SCHEDULING,
         min=0,
-        help="Maximum number of prompts of which a step runs only a part; 0 sets no limit.",
+        help="Maximum number of partial prefills (chunks of longer prompts) in one step; 0 sets no limit.",
     ),
     Flag(
         field="target_itl_ms",
         panel=SCHEDULING,
         min=0,
-        help="Milliseconds between two tokens of a sequence that prompts of others may cause. Steps with "
-        "decodes take as many prompt tokens as fit into that time. 0: prompts run in steps of their own, as "
-        "large as --max-num-batched-tokens allows.",
+        help="Target for the milliseconds between two tokens of a sequence while other prompts are "
+        "prefilled. Decode steps take as many prompt tokens as fit into that time; try 14 on a GPU. 0 "
+        "prefills prompts in separate steps of up to --max-num-batched-tokens.",
     ),
     Flag(
         field="share_identical",
         panel=SCHEDULING,
-        help="Deduplicate: compute identical rows that wait together once, and cache the vectors of queries.",
+        help="Deduplicate: compute identical rows in flight once, and cache the vectors of queries.",
     ),
     Flag(
         field="enforce_eager",
@@ -494,13 +494,13 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         field="graph_capture_seconds",
         panel=SCHEDULING,
         min=0,
-        help="Seconds to capture CUDA graphs of likely steps before the engine is ready. The others are "
-        "captured while no request runs or waits.",
+        help="Seconds to capture CUDA graphs of likely steps before the engine is ready. Further graphs are "
+        "captured while the engine is idle.",
     ),
     Flag(
         field="graph_history",
         panel=SCHEDULING,
-        help="Keep the shapes of a model's steps in the cache folder, so that the next start captures their "
+        help="Save the shapes of a model's steps in the cache folder, so that the next start captures their "
         "CUDA graphs first.",
     ),
     Flag(
@@ -520,7 +520,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         field="max_loras",
         panel=ADAPTERS,
         min=1,
-        help="Maximum number of adapters in one step. As many are kept on the device.",
+        help="Maximum number of adapters in one step, and on the device.",
     ),
     Flag(
         field="max_lora_rank",
@@ -546,7 +546,8 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         field="kv_cache_dtype",
         panel=MEMORY,
         choices=KV_CACHE_DTYPES,
-        help="Number format of the KV cache: `fp8` holds about twice as many tokens, which differ slightly.",
+        help="Number format of the KV cache. `fp8` holds about twice as many tokens; results differ "
+        "slightly.",
     ),
     Flag(
         field="enable_prefix_caching",
@@ -577,18 +578,18 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         field="speculative_config",
         panel=GENERATION,
         metavar=_JSON,
-        help="Speculative decoding: propose tokens that came before, and verify them together, such as "
-        '\'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, '
-        '"prompt_lookup_min": 2}\'; or those of a smaller model with the same tokenizer, such as '
-        '\'{"model": "Qwen/Qwen3-0.6B"}\'. Output does not change. It is off by itself where it loses; '
-        '"adaptive": false keeps it on.',
+        help="Speculative decoding: propose several tokens and verify them in one step. Prompt lookup "
+        'proposes from the text so far: \'{"method": "ngram", "num_speculative_tokens": 4, '
+        '"prompt_lookup_max": 4, "prompt_lookup_min": 2}\'. A draft model is a smaller model with the same '
+        'tokenizer: \'{"model": "Qwen/Qwen3-0.6B"}\'. Output does not change. Speculation turns itself off '
+        'while it is slower; "adaptive": false keeps it on.',
     ),
     Flag(
         field="null_step_ms",
         panel=OBSERVABILITY,
         metavar="MS",
         min=0,
-        help="How long a step of --device null takes, for benchmarks of everything else.",
+        help="Milliseconds that a step of --device null takes, for benchmarks without a model.",
     ),
     Flag(
         field="profile",
@@ -656,7 +657,7 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         envvar="PENSTOCK_API_KEY",
         metavar="KEY,...",
         convert=api_keys,
-        help="Keys of which clients must send one, as Authorization: Bearer KEY. Prefer the environment "
+        help="Accepted API keys. Clients send one as Authorization: Bearer KEY. Prefer the environment "
         "variable or --api-key-file: other users of the machine can read command lines.",
         default_text="clients need no key",
     ),
@@ -676,7 +677,7 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         envvar="PENSTOCK_ADMIN_KEY",
         metavar="KEY,...",
         convert=_keys("--admin-key"),
-        help="Keys that admin routes ask for. They open all other routes too.",
+        help="Keys that admin routes require. They are valid for all other routes too.",
         default_text="admin routes refuse every request",
     ),
     Flag(
@@ -749,8 +750,8 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         panel=SERVER_PANEL,
         metavar="N|auto",
         default="auto",
-        help="Number of API processes. auto starts one beside an engine that runs on the CPU, and otherwise "
-        "one for every two cores, up to 8.",
+        help="Number of API processes. auto starts one if the engine runs on the CPU, and otherwise one for "
+        "every two cores, up to 8.",
     ),
     Flag(
         field="max_concurrent_requests",
@@ -829,7 +830,7 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         panel=SERVER_PANEL,
         metavar="SECONDS",
         min=0.1,
-        help="Time for a client to send a request's body, besides what its bytes take at --min-body-rate. "
+        help="Time for a client to send a request's body, plus the time of its bytes at --min-body-rate. "
         "The server answers 408 and closes beyond it.",
     ),
     Flag(
@@ -881,7 +882,7 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         panel=SERVER_PANEL,
         metavar="PATH",
         convert=_root_path,
-        help="Path before every route where a proxy does not take it off, such as /penstock. Routes are "
+        help="Path prefix of every route, such as /penstock, for a proxy that does not strip it. Routes are "
         "served without it too.",
         default_text="none",
     ),
@@ -899,15 +900,15 @@ SERVER_FLAGS: tuple[Flag, ...] = (
     Flag(
         field="auto_truncate",
         panel=SERVER_PANEL,
-        help="Cut texts beyond the model's limit where a request does not say what to do with them, or "
-        "refuse them. The header x-truncated-rows counts them.",
+        help="Truncate texts beyond the model's limit in requests that do not choose; --no-auto-truncate "
+        "refuses them. The header x-truncated-rows counts them.",
         default_text="TEI's routes cut them, other routes refuse them",
     ),
     Flag(
         field="default_chunking",
         panel=SERVER_PANEL,
-        help="What happens to long texts of embedding requests that do not say: none refuses them; mean "
-        "embeds them in chunks and averages the vectors.",
+        help="How embedding requests that do not choose treat long texts: none refuses them; mean embeds "
+        "them in chunks and averages the vectors.",
     ),
     Flag(
         field="default_timeout_s",
@@ -936,8 +937,8 @@ SERVER_FLAGS: tuple[Flag, ...] = (
     Flag(
         field="engine_affinity",
         panel=SCHEDULING,
-        help="Where a model has several engines, send a query or prefix to the engine that has computed it "
-        "before, unless much more waits there.",
+        help="With several engines of a model, send a query or prefix to the engine that has it cached, "
+        "unless its queue is much longer.",
     ),
     Flag(
         field="sleep_after_s",
@@ -945,15 +946,14 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         panel=SERVER_PANEL,
         metavar="SECONDS",
         min=0,
-        help="Put a model to sleep that had no request for this long: it gives its memory back, and the next "
-        "request wakes it. 0 never does.",
+        help="Put a model to sleep after this time without a request: it releases its memory, and the next "
+        "request wakes it. 0 turns this off.",
     ),
     Flag(
         field="max_awake_models",
         panel=SERVER_PANEL,
         min=0,
-        help="Put the least recently used models to sleep where more than this many are awake; 0 sets no "
-        "limit.",
+        help="Maximum number of awake models; the least recently used ones go to sleep. 0 sets no limit.",
     ),
     Flag(
         field="wake_timeout_s",
@@ -961,7 +961,7 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         panel=SERVER_PANEL,
         metavar="SECONDS",
         min=0,
-        help="How long a request waits for a model that sleeps to wake, before it gets 503. 0 does not wait: "
+        help="Time that a request waits for a sleeping model to wake before it gets 503. 0 does not wait: "
         "the request gets 503 at once and wakes the model.",
     ),
     Flag(
@@ -978,9 +978,9 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         metavar="SECONDS",
         min=0,
         convert=hang_timeout,
-        help="Replace an engine that gives no sign of life for this long, or 12 times as long while it "
-        "launches a step, which may compile kernels. Requests get 503 after a quarter of it. 0 never "
-        "replaces an engine.",
+        help="Replace an engine after this time without a heartbeat, or 12 times as long while it launches "
+        "a step, which may compile kernels. Requests get 503 after a quarter of it. 0 never replaces an "
+        "engine.",
     ),
     Flag(
         field="engine_step_timeout_s",
@@ -988,8 +988,8 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         panel=SERVER_PANEL,
         metavar="SECONDS",
         min=0,
-        help="Replace an engine of which one step takes longer than this, as on a device that hangs; 0 sets "
-        "no limit.",
+        help="Replace an engine if one step takes longer than this, such as on a hung device; 0 sets no "
+        "limit.",
     ),
     Flag(
         field="shared_memory_mb",
@@ -1075,8 +1075,8 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         field="result_cache_mb",
         panel=MEMORY,
         min=0,
-        help="Memory in MiB, in each API process, for results: rows that were answered before are answered "
-        "without the engine; 0 keeps none.",
+        help="Result cache of each API process in MiB: repeated rows are answered without the engine; 0 "
+        "turns it off.",
     ),
     Flag(
         field="result_cache_redis",
@@ -1094,7 +1094,7 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         metavar="SECONDS",
         min=0,
         convert=cache_ttl,
-        help="How long a result is kept; 0 keeps it until there is no room.",
+        help="Time that a cached result is kept; 0 keeps it until it is evicted.",
     ),
     Flag(
         field="chat_template",
@@ -1141,7 +1141,7 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         metavar="tei,vllm",
         default="",
         convert=metric_aliases,
-        help="Show /metrics under the names of these servers too, for dashboards that exist.",
+        help="Also show metrics under the names of these servers, for their dashboards.",
         default_text="none",
     ),
     Flag(
@@ -1164,7 +1164,7 @@ SERVER_FLAGS: tuple[Flag, ...] = (
 )
 
 
-# Of a model on a server; the server's own flags that a model may override are above.
+# Flags of a model on a server. Server flags that a model may override are above.
 MODEL_FLAGS: tuple[Flag, ...] = (
     Flag(
         field="data_parallel_size",
@@ -1173,8 +1173,8 @@ MODEL_FLAGS: tuple[Flag, ...] = (
         metavar="N|auto",
         default="1",
         convert=data_parallel_size,
-        help="Engines of the model, behind the same API processes. auto means one for each GPU, or on a CPU "
-        "one for each NUMA node.",
+        help="Number of engines of the model, behind the same API processes. auto starts one for each GPU, "
+        "or on a CPU one for each NUMA node.",
     ),
     Flag(
         field="engines_per_gpu",
@@ -1183,8 +1183,8 @@ MODEL_FLAGS: tuple[Flag, ...] = (
         metavar="N",
         default="1",
         convert=int,
-        help="Engines that share each GPU, with a copy of the model each. A small model under many short "
-        "requests keeps a GPU busy with two or three, because one process cannot schedule them fast enough.",
+        help="Number of engines that share each GPU, each with a copy of the model. Two or three help a "
+        "small model with many short requests, if one process cannot schedule them fast enough.",
     ),
 )
 
