@@ -24,7 +24,7 @@ from penstock.types import Ints
 
 T = TypeVar("T")
 MAX_INLINE_CHARS = 1024  # shorter inputs take less time to encode than a hand-over to a thread
-MAX_INLINE_WORD_CHARS = 4096  # the same, of a tokenizer that knows the tokens of words
+MAX_INLINE_WORD_CHARS = 4096  # the same, for a tokenizer with a cache of words
 MAX_SLICE_CHARS = 1 << 16  # of all calls together; tokenising them takes 10 to 40 ms
 
 
@@ -79,7 +79,7 @@ class BatchTokenizer:
         self._large = ThreadPoolExecutor(num_workers, thread_name_prefix="penstock-large-inputs")
 
     def encode_short(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Ints] | None:
-        """The rows of texts that are encoded sooner than handed to a thread; None if they are longer."""
+        """The rows of short texts, which take less time to encode than to hand to a thread; else None."""
         words = self.tokenizer.words
         if num_chars(texts) > (MAX_INLINE_CHARS if words is None else MAX_INLINE_WORD_CHARS):
             return None

@@ -37,7 +37,7 @@ from penstock.types import Ints
 
 log = logging.getLogger(__name__)
 TokenStyle = Literal["byte_level", "metaspace", "wordpiece", "plain"]
-_MAX_THREAD_CHARS = 1024  # of texts that are tokenised one by one on the caller's thread
+_MAX_THREAD_CHARS = 1024  # up to here, texts are tokenised one by one on the caller's thread
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte-fallback token
 
 
@@ -164,7 +164,7 @@ class Tokenizer:
 
     @cached_property
     def words(self) -> WordTokenizer | None:
-        """Tokenises texts by their words, without special tokens; None if the tokenizer cannot."""
+        """Tokenises texts word by word, without special tokens; None if this tokenizer does not allow it."""
         return WordTokenizer.of(self._rust, partial(self._encode_whole, add_special_tokens=False))
 
     def encode(
@@ -193,8 +193,8 @@ class Tokenizer:
     def _encode(
         self, texts: Sequence[str], add_special_tokens: bool, max_size: int | None = None
     ) -> list[Ints]:
-        """The tokens of texts, by their words if they are known. No text has more than `max_size` characters;
-        None: not known."""
+        """The tokens of texts, word by word if possible. `max_size` is an upper bound of a text's characters;
+        None: unknown."""
         if max_size is None or max_size > MAX_TEXT_CHARS:
             max_size = max_chars(texts)
         if self.words is None or max_size > MAX_TEXT_CHARS:
@@ -210,7 +210,7 @@ class Tokenizer:
         try:
             if num_chars(texts) > _MAX_THREAD_CHARS:
                 encodings = encode(list(texts))
-            else:  # a list of several texts is handed to other threads, which takes more time
+            else:  # the tokenizer hands a list of several texts to other threads, which takes longer
                 encodings = [encoding for text in texts for encoding in encode([text])]
         except (TypeError, UnicodeEncodeError) as error:
             raise BadValue(f"the text cannot be encoded: {error}", param="input") from None
@@ -390,7 +390,7 @@ class Tokenizer:
         ]
 
     def begin_with(self, token: str) -> None:
-        """Frame texts by this token alone, whatever the model's files add."""
+        """Add only this token, before each text, in place of the special tokens of the model's files."""
         if (number := self._rust.token_to_id(token)) is None:
             raise ModelLoadError(
                 f"the tokenizer has no token {token!r}, with which texts begin", param="model"

@@ -1,9 +1,9 @@
-"""Tokenises texts word by word, with the tokens of known words from memory.
+"""Tokenises texts word by word, with a cache of the tokens of words.
 
-A BERT tokenizer splits a text at its spaces before anything else looks at it, so its tokens are those of its
-words. A word that was seen before costs one look-up; new ones are given to the tokenizer itself. This takes a
-tenth of the tokenizer's time. The tokens are always the tokenizer's own: a text for which this cannot be
-known beforehand, because it has control characters, unusual letters or a special token, is tokenised whole.
+A BERT tokenizer splits a text at spaces first, so the tokens of a text are those of its words. A cached word
+costs one look-up; new words go to the tokenizer. This takes a tenth of the tokenizer's time. The tokens are
+always the tokenizer's own: texts with control characters, unusual letters or special tokens are tokenised
+whole.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from tokenizers import models, normalizers, pre_tokenizers
 from penstock.inputs.token_rows import TokenRows
 from penstock.types import Ints
 
-MAX_TEXT_CHARS = 1 << 14  # longer texts are left to the tokenizer
-_MAX_WORDS = 1 << 17  # known words
-_MANY_WORDS = 8  # that are new, and half of a text's: it is tokenised whole, and as many are learnt
-_MAX_WORD_CHARS = 64  # of a word that is kept; longer ones hardly come again
+MAX_TEXT_CHARS = 1 << 14  # longer texts go to the tokenizer whole
+_MAX_CACHED_WORDS = 1 << 17
+# A text with more new words than this, if they are over half of its words, is tokenised whole. Only this many
+# of its new words are cached.
+_MANY_NEW_WORDS = 8
+_MAX_WORD_CHARS = 64  # longer words are not cached, because they rarely repeat
 _MARKS = frozenset("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
 _PLAIN = bytes((*b"\t\n\r", *range(32, 127)))
-# Letters and marks of European scripts: none is a space, a control character or an accent of its own.
+# Letters and punctuation of European scripts, without spaces, control characters and combining accents.
 _LETTERS = (
-    "\u00a1-\u00ac\u00ae-\u02ff"  # Latin; a soft hyphen is left out of words
+    "\u00a1-\u00ac\u00ae-\u02ff"  # Latin, without the soft hyphen, which tokenizers remove
     "\u0391-\u03a1\u03a3-\u03ff\u0400-\u0482\u048a-\u052f"  # Greek, Cyrillic
     "\u2010-\u2027\u2030-\u205e\u20ac"  # dashes, quotation marks, the euro sign
 )
@@ -43,27 +45,26 @@ class WordTokenizer:
         encode: Callable[[list[str]], list[Ints]],
         added: Iterable[str],
         *,
-        finds_as_given: bool,
+        matches_raw_text: bool,
     ) -> None:
-        """`rust` gives the tokens of words, and `encode` those of texts. Texts with a token of `added` are
-        tokenised whole. `finds_as_given`: they are looked for in the text itself, before its accents are
-        gone."""
+        """`rust` tokenises words, and `encode` whole texts. Texts with a token of `added` are tokenised
+        whole. `matches_raw_text`: the tokenizer looks for these tokens before it normalises the text."""
         self._rust = rust
         self._encode = encode
         added = sorted(added)
         self._marks = bytes({ord(next(char for char in token if char in _MARKS)) for token in added})
         self._unmarked = bytes(set(_PLAIN) - set(self._marks))
         self._added = re.compile("|".join(map(re.escape, added)) or "(?!)", re.IGNORECASE)
-        codes = _PLAIN if finds_as_given else self._unmarked
+        codes = _PLAIN if matches_raw_text else self._unmarked
         plain = "".join(re.escape(chr(code)) for code in codes)
         self._not_plain = re.compile(f"[^{plain}{_LETTERS}]")
-        self._forget()
+        self._clear_cache()
 
     @classmethod
     def of(cls, rust: RustTokenizer, encode: Callable[[list[str]], list[Ints]]) -> WordTokenizer | None:
-        """None if the tokenizer is of another kind, or special tokens may hide in plain words."""
+        """None if the tokenizer is not BERT's, or if plain words may contain special tokens."""
         is_bert = (
-            _is_berts(rust.normalizer)
+            _normalizes_like_bert(rust.normalizer)
             and isinstance(rust.pre_tokenizer, pre_tokenizers.BertPreTokenizer)
             and isinstance(rust.model, models.WordPiece)
         )
@@ -75,7 +76,7 @@ class WordTokenizer:
             return None
         if any(_MARKS.isdisjoint(token) for token in added):
             return None
-        return cls(rust, encode, added, finds_as_given=not any(token.normalized for token in tokens))
+        return cls(rust, encode, added, matches_raw_text=not any(token.normalized for token in tokens))
 
     def encode(self, texts: Sequence[str]) -> TokenRows:
         rows = self.encode_rows(texts)
@@ -93,7 +94,7 @@ class WordTokenizer:
                 try:
                     rows.append(b"".join(map(tokens_of, words)))  # type: ignore[arg-type]
                     continue
-                except TypeError:  # a word is not known
+                except TypeError:  # a word is not cached
                     pass
             missing.append((len(rows), words))
             rows.append(b"")
@@ -112,28 +113,28 @@ class WordTokenizer:
     def _fill(
         self, texts: Sequence[str], rows: list[bytes], missing: list[tuple[int, list[str] | None]]
     ) -> None:
-        """Tokenise the texts that have no row yet, and learn new words of plain ones."""
-        known, new = self._known, dict[str, None]()
+        """Tokenise the texts that have no row yet, and cache the new words of plain texts."""
+        cached, new = self._cache, dict[str, None]()
         whole: list[int] = []
         plain: list[tuple[int, list[str]]] = []
         for index, words in missing:
-            own = [word for word in words or () if word not in known]
-            if words is None or len(own) > max(_MANY_WORDS, len(words) // 2):
+            uncached = [word for word in words or () if word not in cached]
+            if words is None or len(uncached) > max(_MANY_NEW_WORDS, len(words) // 2):
                 whole.append(index)
-                own = own[:_MANY_WORDS]
+                uncached = uncached[:_MANY_NEW_WORDS]
             else:
                 plain.append((index, words))
-            new.update(dict.fromkeys(own))
+            new.update(dict.fromkeys(uncached))
         if whole:
             for index, row in zip(whole, self._encode([texts[index] for index in whole]), strict=True):
                 rows[index] = row.tobytes()
         found = self._encode_new(new)
-        for index, own in plain:  # another thread may forget all words meanwhile, but not those of `known`
-            rows[index] = b"".join([found[word] if word in found else known[word] for word in own])
-        self._learn({word: row for word, row in found.items() if len(word) <= _MAX_WORD_CHARS})
+        for index, words in plain:  # another thread may replace the cache meanwhile; `cached` stays as it is
+            rows[index] = b"".join([found[word] if word in found else cached[word] for word in words])
+        self._add({word: row for word, row in found.items() if len(word) <= _MAX_WORD_CHARS})
 
     def _encode_new(self, words: Iterable[str]) -> dict[str, bytes]:
-        """The tokens of each word, all from one call: a call takes longer than a word."""
+        """The tokens of each word, from one call, because a call costs more than a word."""
         if not (listed := list(words)):
             return {}
         encoded = self._rust.encode(listed, is_pretokenized=True, add_special_tokens=False)
@@ -143,20 +144,20 @@ class WordTokenizer:
             rows[owner].append(token)
         return {word: array("i", row).tobytes() for word, row in zip(listed, rows, strict=True)}
 
-    def _learn(self, found: dict[str, bytes]) -> None:
-        if len(self._known) + len(found) > _MAX_WORDS:
-            self._forget()
-        self._known.update(found)
+    def _add(self, found: dict[str, bytes]) -> None:
+        if len(self._cache) + len(found) > _MAX_CACHED_WORDS:
+            self._clear_cache()
+        self._cache.update(found)
 
-    def _forget(self) -> None:
-        """Know no words. What another thread reads stays as it is."""
-        self._known: dict[str, bytes] = {}
-        self._tokens_of = self._known.get
+    def _clear_cache(self) -> None:
+        """Start an empty cache. Other threads may still read the old one."""
+        self._cache: dict[str, bytes] = {}
+        self._tokens_of = self._cache.get
 
 
-def _is_berts(normalizer: normalizers.Normalizer | None) -> bool:
-    """Whether texts are normalised as BERT's are, or lower-cased and then so, as the settings of many
-    embedders ask. Both look at one character at a time, and no space comes or goes."""
+def _normalizes_like_bert(normalizer: normalizers.Normalizer | None) -> bool:
+    """Whether the normalizer is BERT's, alone or after lower-casing, which many embedders add. Both work
+    character by character and neither add nor remove spaces."""
     if isinstance(normalizer, normalizers.Sequence):
         steps = msgspec.json.decode(normalizer.__getstate__())["normalizers"]
         return [step["type"] for step in steps] == ["Lowercase", "BertNormalizer"]

@@ -84,7 +84,7 @@ def test_tokens_by_words_are_those_of_the_text(options: dict[str, bool]) -> None
         check(words, rust, [text for text in random_texts(seed) if text.isascii()])
 
 
-def test_texts_that_settings_lower_case_first_are_tokenised_by_words_too() -> None:
+def test_texts_that_settings_lower_case_are_tokenised_word_by_word() -> None:
     """sentence_bert_config.json of many embedders asks for it, though their tokenizer lower-cases already."""
     for after in ({}, {"lowercase": False}, {"strip_accents": False}):
         rust = wordpiece_tokenizer()
@@ -98,16 +98,16 @@ def test_texts_that_settings_lower_case_first_are_tokenised_by_words_too() -> No
     assert words_of(rust) is None
 
 
-def test_words_of_european_texts_are_learnt() -> None:
+def test_words_of_european_texts_are_cached() -> None:
     rust = wordpiece_tokenizer()
     words = words_of(rust)
     assert words is not None
     check(words, rust, ["Grüße — “l’été” of water… (naïve) [1]", "[CLS] the Грязь", "水 の 流れ"])
-    assert {"Grüße", "“l’été”", "[1]"} <= words._known.keys()
+    assert {"Grüße", "“l’été”", "[1]"} <= words._cache.keys()
     assert words._known.keys().isdisjoint(["[CLS]", "Грязь", "水", "の"])
 
 
-def test_added_tokens_are_found_where_accents_hide_them() -> None:
+def test_added_tokens_with_accents_are_found() -> None:
     rust = wordpiece_tokenizer()
     rust.add_tokens([AddedToken("[the]", normalized=True)])
     words = words_of(rust)
@@ -116,7 +116,7 @@ def test_added_tokens_are_found_where_accents_hide_them() -> None:
     assert "thé" in words._known
 
 
-def test_words_are_asked_for_once_and_long_ones_are_not_kept() -> None:
+def test_words_are_tokenised_once_and_long_words_are_not_cached() -> None:
     rust = wordpiece_tokenizer()
     words = words_of(rust)
     assert words is not None

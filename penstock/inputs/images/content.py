@@ -44,8 +44,8 @@ def images_of(content: Content) -> list[PreparedImage]:
 
 
 def _without_end(row: ImageRow) -> ImageRow:
-    """The row up to the mark behind its image. Where tokens see only those before them, what follows changes
-    nothing in the mean of the image and its marks."""
+    """The row up to the end token of its image. With causal attention, later tokens do not change the mean of
+    the image's tokens."""
     return row._replace(token_ids=row.token_ids[: row.starts[0] + row.images[0].num_tokens + 1])
 
 
@@ -60,8 +60,7 @@ class ContentRows:
         """What is tokenised for an input with images."""
         if self.prompts.prompt.is_alone and (isinstance(content, Rendered) or len(content.parts) > 1):
             raise BadValue(
-                "this model embeds a text or one image, not both in one input. Send them as inputs of their "
-                "own",
+                "this model embeds a text or one image, not both in one input. Send them as separate inputs",
                 param="input",
             )
         if isinstance(content, Rendered):
@@ -82,8 +81,8 @@ class ContentRows:
         *,
         pools: bool,
     ) -> Request:
-        """The request of all rows. `make` lays out rows of tokens; rows with images are never cut. `pools`:
-        the request wants one vector for each row."""
+        """The request of all rows. `make` lays out rows of tokens; rows with images are never truncated.
+        `pools`: the request wants one vector for each row."""
         placed = [
             self.prompts.row(row, images, index) if (images := images_of(content)) else None
             for index, (row, content) in enumerate(zip(rows, contents, strict=True))

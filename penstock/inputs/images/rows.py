@@ -57,7 +57,7 @@ class DualRows:
             if len(parts) != 1:
                 raise BadValue(
                     f"input {row} has {len(parts)} parts; this model embeds a text or an image, not both in "
-                    "one vector. Send them as inputs of their own",
+                    "one vector. Send them as separate inputs",
                     param="input",
                 )
             if isinstance(parts[0], PreparedImage):

@@ -26,9 +26,10 @@ def with_shortest_edge(size: Size, edge: int) -> Size:
 def within_pixels(
     size: Size, factor: int, min_pixels: int, max_pixels: int, *, sides_have_a_token: bool = False
 ) -> Size:
-    """Sides are multiples of `factor`, and the area lies within the range if that can be. A side of less than
-    half the factor has none before the area is looked at, as in transformers, or one, as in qwen-vl-utils
-    (`sides_have_a_token`)."""
+    """The size with sides that are multiples of `factor`, and an area within the range if possible.
+
+    A side shorter than half the factor is first rounded to 0, as in transformers, or to `factor`, as in
+    qwen-vl-utils (`sides_have_a_token`)."""
     height, width = size
     if max(size) / min(size) > MAX_ASPECT_RATIO:
         raise BadValue(
