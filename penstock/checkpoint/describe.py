@@ -78,7 +78,7 @@ def describe(config: EngineConfig) -> ModelSpec:
         folder = with_base_model(folder, config)
     elif config.base_model is not None:
         raise ModelLoadError(
-            f"{folder} is a model of its own; --base-model is for repositories that hold an adapter alone",
+            f"{folder} is a complete model; --base-model is for repositories that hold only an adapter",
             param="base_model",
         )
     native = config.model_impl != "transformers"
@@ -100,8 +100,8 @@ def describe(config: EngineConfig) -> ModelSpec:
 
 
 def _with_draft(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
-    """The model with its draft model, if it has one. That a model which does not generate has none is for
-    `resolve` to say."""
+    """The model with its draft model, if it has one. `resolve` refuses a draft for a model that does not
+    generate."""
     settings = read_speculative_config(config.speculative_config)
     if settings is None or settings.model is None or not spec.generates:
         return spec
@@ -291,7 +291,7 @@ def _image_processor(checkpoint: Checkpoint, identity: Identity) -> ImageProcess
 
 
 def _identity(checkpoint: Checkpoint, name: str) -> Identity:
-    """What the checkpoint calls itself, with its class: some published models have one of their own."""
+    """The checkpoint's names, with its class, because some published models have a class of their own."""
     identity = read_identity(checkpoint.files.root, name, checkpoint.files.config)
     return replace(identity, names=(*identity.names, checkpoint.architecture.name.lower()))
 
@@ -335,13 +335,13 @@ def _text(files: CheckpointFiles, key: str) -> str | None:
 
 
 def _token_dim(checkpoint: Checkpoint, width: int) -> int:
-    """The width of token vectors, where the model projects them besides giving one vector."""
+    """The width of token vectors, which some models project separately from the pooled vector."""
     key = checkpoint.family.token_dim_key
     return width if key is None else checkpoint.files.integer(key)
 
 
 def _family_prompts(files: CheckpointFiles, family: Family) -> dict[str, str]:
-    """The prompts of the model's published code, where its files have none."""
+    """The prompts of the model's published code, for files without prompts."""
     return page_prompts(files, family.name) if family.page_dim is not None else dict(family.prompts)
 
 

@@ -1,4 +1,4 @@
-"""Finds a draft model, and checks that it can propose tokens to the model that it is for. Free of torch."""
+"""Checks that a draft model can propose tokens to a target model. Free of torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PARAM = "speculative_config"
 
 
 def check_draft(target: ModelSpec, draft: ModelSpec) -> None:
-    """`ConfigError` for a draft that does not generate, or that means other tokens by the same ids."""
+    """Raise `ConfigError` for a draft that does not generate, or whose token ids mean other tokens."""
     if draft.why_not_generate is not None:
         raise ConfigError(
             f"{_PARAM}: the draft model {draft.name} does not generate text: {draft.why_not_generate}",
@@ -32,8 +32,8 @@ def check_draft(target: ModelSpec, draft: ModelSpec) -> None:
 
 
 def _check_vocabulary(target: ModelSpec, draft: ModelSpec) -> None:
-    """Compare the texts of all ids that both tokenizers have. One may have more: it is never asked for them,
-    or what it proposes is not accepted."""
+    """Compare the texts of all ids that both tokenizers have. Either may have more ids: the draft model is
+    not used for tokens that it lacks, and the target model rejects proposals that it lacks."""
     files = [spec.path / "tokenizer.json" for spec in (target, draft)]
     if not any(file.is_file() for file in files):
         if draft.vocab_size != target.vocab_size:

@@ -1,7 +1,7 @@
-"""The vision tower of Gemma 4, which EmbeddingGemma 2 has: what `vision_config` of config.json says.
+"""Reads `vision_config` of config.json for Gemma 4's vision tower, which EmbeddingGemma 2 uses.
 
-A folder without a vision tower, or without an image processor, is a model of texts. Every key is read, known
-to be harmless, or refused. Defaults are those of transformers. Free of torch.
+A folder without a vision tower, or without an image processor, is a text model. Every key is read, listed as
+harmless, or refused. Defaults are those of transformers. Free of torch.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class GemmaVisionShape:
     act: str
     eps: float
     rope_base: float
-    num_positions: int  # entries of each of the two tables of positions
-    pool: int  # patches of a token, down and across
+    num_positions: int  # entries of each of the two position tables
+    pool: int  # a token is the mean of pool × pool patches
     is_clipped: bool  # inputs and outputs of linear layers are clamped to stored bounds
     is_standardized: bool  # pooled features have a stored bias and scale
 
@@ -41,7 +41,7 @@ class GemmaVision:
 
 
 def read_gemma_vision(folder: Path | None, config: Mapping[str, Any]) -> GemmaVision | None:
-    """None for a model of texts. `config` is config.json's."""
+    """None for a text model. `config` is config.json's."""
     values = config.get("vision_config")
     pixels = None if folder is None or values is None else read_image_processor(folder, config)
     if pixels is None:
@@ -82,7 +82,7 @@ def _read_shape(values: Mapping[str, Any]) -> GemmaVisionShape:
         is_clipped=keys.flag("use_clipped_linears"),
         is_standardized=keys.flag("standardize"),
     )
-    keys.integer("patch_size", 16, 256)  # the image processor's was compared with it
+    keys.integer("patch_size", 16, 256)  # read_image_processor compares it with the processor's
     if rope.get("rope_type", "axial") not in _ROPE_TYPES or set(rope) - {"rope_type", "rope_theta"}:
         raise _wrong("rope_parameters", rope, f"an object with rope_theta and rope_type {_ROPE_TYPES[0]!r}")
     if values.get("global_head_dim") not in (None, shape.head_dim):
@@ -93,9 +93,9 @@ def _read_shape(values: Mapping[str, Any]) -> GemmaVisionShape:
     return shape
 
 
-_ROPE_TYPES = ("axial", "default")  # two names of one kind
-# Of training and of libraries; projections have no bias whatever attention_bias says, and a longer image has
-# more positions than max_position_embeddings nowhere.
+_ROPE_TYPES = ("axial", "default")  # two names of the same type
+# Keys of training and of libraries. attention_bias has no effect: projections never have a bias. Nothing
+# reads max_position_embeddings.
 _HARMLESS = """
 architectures attention_bias attention_dropout attn_implementation chunk_size_feed_forward
 default_output_length dtype global_head_dim id2label initializer_range is_encoder_decoder label2id
@@ -105,7 +105,7 @@ rope_parameters torch_dtype transformers_version
 
 
 class _Keys:
-    """Reads keys, remembers them and refuses the others."""
+    """Reads keys, records them, and refuses all others."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values

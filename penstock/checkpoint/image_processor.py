@@ -35,8 +35,8 @@ class PixelRange(msgspec.Struct, frozen=True, tag="pixel_range"):
     merge_size: int  # patches of one token, down and across; they are neighbours in the order of patches
     temporal_patch_size: int  # frames of one patch; an image fills all of them, and is sent once
     is_resized: bool = True
-    sides_have_a_token: bool = False  # a shorter side counts as one before the area is looked at
-    first_range: tuple[int, int] | None = None  # of pixels: an image is resized to it before
+    sides_have_a_token: bool = False  # round each side up to one token before the area is checked
+    first_range: tuple[int, int] | None = None  # of pixels: an image is first resized to fit it
 
 
 class SoftTokens(msgspec.Struct, frozen=True, tag="soft_tokens"):

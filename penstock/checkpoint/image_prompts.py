@@ -39,9 +39,9 @@ class ImagePromptSpec(msgspec.Struct, frozen=True, kw_only=True):
     after: str = ""
     is_tiled: bool = False  # tiles are named by their row and column
     adds_special_tokens: bool = True  # the tokenizer's own tokens stand around a page
-    is_alone: bool = False  # an image is the whole input: the model has no prompt for one among texts
-    has_plain_positions: bool = False  # tokens of images are counted as those of texts are
-    pools_image: bool = False  # one vector is the mean of the image and its marks, without what follows them
+    is_alone: bool = False  # an image is a whole input: the model has no prompt for text with an image
+    has_plain_positions: bool = False  # image tokens have the positions of text tokens: 0, 1, 2 …
+    pools_image: bool = False  # the vector is the mean of the image with its start and end tokens only
 
 
 def read_image_prompt(
@@ -78,10 +78,10 @@ def read_image_prompt(
 
 
 def _paligemma(names: _Names) -> ImagePromptSpec:
-    """PaliGemma: all images of a prompt come first, then the sequence begins.
+    """PaliGemma's prompt: all images come first, then the begin token.
 
-    The prompt of colpali-engine has the token that begins a sequence, and PaliGemma's processor adds another;
-    transformers' own class has one."""
+    colpali-engine's prompt has a begin token, and PaliGemma's processor adds a second one. transformers' own
+    class has one."""
     words = str(names.processor.get("visual_prompt_prefix") or "Describe the image.")
     begin = special_tokens(names.tokenizer).get("bos_token", "<bos>")
     begins = begin if is_native(names.config) else begin + begin
@@ -146,19 +146,19 @@ class _Names:
 
 
 class _PublishedCode(msgspec.Struct, frozen=True):
-    """What the published code of a model does with images, whatever its processor's file says."""
+    """How the published code of a model treats images. It overrides the processor's file."""
 
     names: str = ""  # a pattern that the model's published names match, lower case
     min_pixels: int = 0
     max_pixels: int = 0
-    first_range: tuple[int, int] | None = None  # of pixels: an image is resized to it before
+    first_range: tuple[int, int] | None = None  # of pixels: an image is first resized to fit it
     has_plain_positions: bool = False
 
 
 _UNKNOWN = _PublishedCode()
 _PUBLISHED = (
-    # gme_inference.py: its fetch_image resizes with the limits of qwen-vl-utils, and the processor then with
-    # 256 to 1280 tokens. It gives the decoder vectors without positions, so these are 0, 1, 2 … on all axes.
+    # gme_inference.py: fetch_image resizes with the limits of qwen-vl-utils, then the processor resizes to
+    # 256 to 1280 tokens. The decoder gets embeddings without positions, so these are 0, 1, 2 … on all axes.
     _PublishedCode(
         r"gme-?qwen2-?vl",
         256 * 28 * 28,

@@ -29,7 +29,7 @@ _QWEN2_VL = (
     "JinaEmbeddingsV4",
 )
 _QWEN3_VL = ("qwen3_vl", "BiQwen3", "ColQwen3")
-# hidden_act "gelu" is a mistake in Gemma's first files; transformers takes it for the tanh form.
+# hidden_act "gelu" is a mistake in Gemma's first files; transformers uses the tanh form for it.
 _GEMMA_ACT: Accepted = {
     "hidden_act": ("gelu", "gelu_pytorch_tanh"),
     "hidden_activation": ("gelu_pytorch_tanh",),
@@ -38,7 +38,7 @@ _BY_FAMILY: dict[str, Accepted] = {
     # Both are constants in transformers, whatever config.json says.
     "mpnet": {"pad_token_id": (1,), "relative_attention_num_buckets": (32,)},
     "gemma": {**_GEMMA_ACT, **_PLAIN_LOGITS},
-    # All of a row is a prefix, which attends both ways in transformers whatever config.json says.
+    # A whole row is a prefix. transformers attends in both directions there, whatever config.json says.
     "ColPali": {**_GEMMA_ACT, "use_bidirectional_attention": (True,), "is_causal": (False,)},
     "exaone4": {**_CAUSAL, **_PLAIN_LOGITS},
     "gemma2": {**_CAUSAL, "logits_scaling": (1,)},
@@ -210,7 +210,7 @@ _PAGE_DIM = "dim embed_dim embedding_dim"  # `pages` reads it
 # Keys that a family's own code does not read either, though others' code does.
 _UNUSED_BY_FAMILY = {
     **dict.fromkeys(("ColQwen2", "ColQwen2_5", "ColQwen3"), _PAGE_DIM),
-    # The projector is one linear layer, whose tensor shows its width; the other two are of training.
+    # The projector is one linear layer, and its tensor has the width. The other two keys are for training.
     "ColModernVBert": _PAGE_DIM + " classifier_activation",  # of heads that are not read
     "modernvbert": "classifier_activation",
     "ColPali": _PAGE_DIM + " projection_dim num_image_tokens ignore_index",

@@ -1,8 +1,8 @@
-"""Repositories that hold an adapter alone: their base model is found, and a folder is made of both.
+"""Loads repositories that hold only an adapter: finds the base model, and makes one model folder of both.
 
-The folder, in Penstock's cache, has links to the files of the two. What describes the model comes from the
-base: config.json and weights. What describes its inputs comes from the adapter where it has it: tokenizer,
-processors, modules and prompts. The adapter is merged into the weights as they are read. Free of torch.
+The folder is in Penstock's cache and has links to the files of both. config.json and weights come from the
+base model. Tokenizer, processors, modules and prompts come from the adapter's repository, if it has them. The
+adapter is merged into the weights as they are read. Free of torch.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from penstock.errors import ModelLoadError
 log = logging.getLogger("penstock.load")
 _READ = (".json", ".txt", ".model", ".jinja")  # suffixes of the adapter's files that are read
 _CARD = "README.md"
-# Files that make up a vocabulary, and those that go with one.
+# Files that define a vocabulary, and files that belong to it.
 _VOCABULARIES: tuple[str, ...] = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "spm.model")
 _VOCABULARIES += ("sentencepiece.bpe.model", "tokenizer.model")
 _TOKENIZER = frozenset(
     {*_VOCABULARIES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
 )
-# Chat models to which colpali-engine adds a projection, and what it calls them then.
+# Chat models to which colpali-engine adds a projection → the architecture with the projection.
 _RETRIEVERS = {
     "Qwen2VLForConditionalGeneration": "ColQwen2",
     "Qwen2_5_VLForConditionalGeneration": "ColQwen2_5",
@@ -45,7 +45,7 @@ _RETRIEVERS = {
 
 
 def holds_adapter_alone(folder: Path) -> bool:
-    """Whether a folder has an adapter of PEFT and no model. One that has both is the model."""
+    """Whether a folder has a PEFT adapter and no model weights. A folder with both counts as a model."""
     if not (folder / CONFIG).is_file():
         return False
     if not weight_files(folder):
@@ -73,7 +73,7 @@ def with_base_model(folder: Path, config: EngineConfig) -> Path:
 
 
 def check_merged(folder: Path, config: Mapping[str, Any], *, generates: bool) -> None:
-    """Refuse to merge an adapter that does more than its merged weights would. `config` is the model's."""
+    """Refuse an adapter that merged weights cannot represent. `config` is the model's."""
     values = read_json(folder / CONFIG)
     if values.get("fan_in_fan_out") or config.get("model_type") == "gpt2":
         raise _refused(
@@ -91,7 +91,7 @@ def check_merged(folder: Path, config: Mapping[str, Any], *, generates: bool) ->
 
 
 def _base_folder(folder: Path, config: EngineConfig) -> tuple[Path, str]:
-    """The base model's folder and name: those that the caller gives, else those that the adapter names."""
+    """The base model's folder and name: those of --base-model, or those that the adapter names."""
     values = read_json(folder / CONFIG)
     name, revision = config.base_model, None
     if name is None:
@@ -107,7 +107,7 @@ def _base_folder(folder: Path, config: EngineConfig) -> tuple[Path, str]:
         base = find(name, revision, config.download_dir)
     except ModelLoadError as error:
         raise _refused(
-            f"{folder} holds an adapter for {shown(name)}, which cannot be had: {error}. Give the base "
+            f"{folder} holds an adapter for {shown(name)}, which cannot be loaded: {error}. Give the base "
             "model's folder or hub id with --base-model"
         ) from None
     if holds_adapter_alone(base):
@@ -116,7 +116,7 @@ def _base_folder(folder: Path, config: EngineConfig) -> tuple[Path, str]:
 
 
 def _config(base: Path, name: str, adapter: LoraSpec) -> dict[str, Any]:
-    """The base model's config.json, as that of the model that the adapter makes of it."""
+    """The merged model's config.json: the base model's, with the adapter's changes."""
     values = read_json(base / "config.json")
     if stored_format(with_quantization(base, values)) is not None:
         raise _refused(

@@ -57,14 +57,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     instruction_template: str | None = None  # with {instruction}; precedes a text
     frame: TextFrame = TextFrame()  # what stands around texts and images of a chat model that embeds
     text_end: str = ""  # follows every text before it is tokenised
-    begin_token: str | None = (
-        None  # frames a text alone, whatever the tokenizer adds; None: the tokenizer decides
-    )
+    begin_token: str | None = None  # the only special token of a text; None: those of the tokenizer
     sparse: SparseSpec | None = None
     reward: RewardSpec | None = None
     adapters: tuple[str, ...] = ()  # a request may choose one of them
     requires_adapter: bool = False  # a request has to
-    query_adapters: tuple[str, ...] = ()  # with which every text has the prompt of queries
+    query_adapters: tuple[str, ...] = ()  # adapters with which every text gets the query prompt
     multi_vector: str | None = None  # BGE-M3's file with the projection of its token vectors
     static: StaticSpec | None = None  # a table of token vectors, without a model behind it
     query_route: QueryRoute | None = None  # how queries are read, where a Router sends them elsewhere
@@ -79,7 +77,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()  # end a generated text
     why_not_generate: str | None = "no checkpoint was read"  # None: it can
     generates_by_default: bool = False
-    merges_adapter: bool = False  # that in its root, as the weights are read
+    merges_adapter: bool = False  # merge the adapter in the model's root folder as weights are read
     draft: ModelSpec | None = None  # the model that proposes tokens to this one
 
     @property

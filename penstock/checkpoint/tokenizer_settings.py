@@ -179,7 +179,7 @@ def token_text(value: Any) -> str | None:
 
 
 def bos_text(folder: Path) -> str:
-    """The begin token's text, for a model whose texts have to begin with it."""
+    """The text of the begin token, for a model whose texts must begin with it."""
     return _required_text(folder, "bos_token", "begins")
 
 

@@ -19,12 +19,12 @@ _IMAGES = "it reads images through a vision tower that is not known"
 _KINDS = (
     _Kind(
         re.compile(r"^(PaliGemma|BiPali)"),
-        "it reads images by PaliGemma, of which ColPali alone is read",
+        "it reads images by PaliGemma, of which only ColPali is supported",
     ),
     _Kind(
         re.compile(r"ModernVBert"),
-        "it reads images by ModernVBERT, of which ModernVBertModel, ModernVBertForMaskedLM and "
-        "ColModernVBertForRetrieval are read",
+        "it reads images by ModernVBERT, of which only ModernVBertModel, ModernVBertForMaskedLM and "
+        "ColModernVBertForRetrieval are supported",
     ),
     _Kind(
         re.compile(

@@ -1,5 +1,5 @@
-"""Vision towers of CLIP's and SigLIP's kind: what `vision_config` says, whether the image processor fits it,
-and which of its keys are understood. Free of torch."""
+"""Reads `vision_config` of vision towers like CLIP's and SigLIP's, and checks its keys and its image
+processor. Free of torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from penstock.checkpoint.keys import KNOWN_KEYS
 from penstock.checkpoint.sizes import check_numbers
 from penstock.errors import ModelLoadError
 
-_ENGINE_VBERT = "modernvbert_vision"  # of colpali-engine's own ModernVBERT
-# Of towers whose patches a text model reads: repeated from the model around them, or of parts that it lacks.
+_ENGINE_VBERT = "modernvbert_vision"  # model_type of colpali-engine's own ModernVBERT
+# Keys of towers whose patches a text model reads. They repeat the text model's, or belong to parts it lacks.
 _HARMLESS = frozenset(("num_image_tokens", "projector_hidden_act", "vision_use_head", "vocab_size"))
 
 
 def vision_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`vision_config`, with the family's values for keys that it leaves out."""
+    """`vision_config`, with the family's defaults for missing keys."""
     names = config.get("architectures") or [config.get("model_type")]
     defaults = find_architecture(str(names[0]), config).family.vision_defaults
     given = config.get("vision_config") or {}
@@ -40,7 +40,7 @@ def image_processor(folder: Path, config: Mapping[str, Any]) -> ImageProcessorSp
 
 
 def check_vision(file: Path, architecture: Architecture, config: Mapping[str, Any]) -> None:
-    """Refuse a vision tower that would be computed otherwise than the reference does."""
+    """Refuse a vision tower whose results would differ from the reference's."""
     given = mapping(config, "vision_config", file=file)
     if given.get("model_type") == _ENGINE_VBERT:
         raise ModelLoadError(
@@ -79,7 +79,7 @@ def check_vision(file: Path, architecture: Architecture, config: Mapping[str, An
 def _check_grid(
     file: Path, architecture: Architecture, config: Mapping[str, Any], vision: Mapping[str, Any]
 ) -> None:
-    """The position table fits the images that the processor makes."""
+    """Check that the position table fits the processor's images."""
     pixels = image_processor(file.parent, config)
     for key in ("patch_size", "image_size", "num_patches"):
         value = vision.get(key)
@@ -109,8 +109,8 @@ def _check_grid(
 
 
 def _check_tokens(file: Path, architecture: Architecture, pixels: ImageProcessorSpec) -> None:
-    """Images, or tiles of them, have the size of the tower, and each has tokens in a prompt. That size was
-    compared with the tower's image_size when the processor was read."""
+    """Check that images or tiles have one fixed size, and that each has tokens in a prompt. Reading the
+    processor has compared that size with the tower's image_size."""
     if not isinstance(pixels.geometry, FixedSize | Tiles):
         raise ModelLoadError(
             f"the image processor of {file.parent} makes images of several sizes, which the tower of "
@@ -119,12 +119,13 @@ def _check_tokens(file: Path, architecture: Architecture, pixels: ImageProcessor
         )
     if not pixels.tokens_per_tile:
         raise ModelLoadError(
-            f"{file} has no image_token_index, the token that stands for an image", param="model"
+            f"{file} has no image_token_index, the placeholder token of images", param="model"
         )
 
 
 def _check_repeated(file: Path, config: Mapping[str, Any], name: str) -> None:
-    """Old files have the keys of a tower twice. transformers takes the second for what counts."""
+    """Refuse contradictions in old files, which have a tower's keys twice. transformers uses the second
+    set."""
     repeated = mapping(config, f"{name}_config_dict", file=file)
     tower = config if name == "text" else vision_options(config)
     for key, value in repeated.items():

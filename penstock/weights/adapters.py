@@ -1,5 +1,5 @@
-"""Reads low-rank adapters, in two layouts. Of the first, one adapter, or none, is merged as a tensor is read;
-or all are returned. `merged.py` merges those of the second.
+"""Reads low-rank adapters in two layouts: torch's parametrisation and PEFT's. Of the first, one adapter or
+none is merged as a tensor is read, or all are returned. `merged.py` merges PEFT adapters.
 
 torch's parametrisation stores them next to the weights they change: a weight `x.weight` is stored as
 `x.parametrizations.weight.original`, with `….0.lora_A` and `….0.lora_B` for all adapters at once. PEFT stores

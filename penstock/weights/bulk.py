@@ -174,8 +174,8 @@ def _staging_memory(size: int, device: torch.device) -> Tensor:
 
 
 def _merged(parts: Sequence[Part]) -> list[Part]:
-    """The same bytes in fewer parts: those that follow one another in a file become one, as the gate and up
-    projections of an expert do."""
+    """The same bytes in fewer parts: parts that are adjacent in a file are joined, such as the gate and up
+    projections of an expert."""
     merged: list[Part] = []
     path, begin, end = None, 0, 0
     for part in parts:

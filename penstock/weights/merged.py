@@ -1,7 +1,7 @@
-"""A checkpoint with an adapter of PEFT merged into its weights, tensor by tensor, as they are read.
+"""Merges a PEFT adapter into a checkpoint's weights, tensor by tensor, as they are read.
 
-Sums are computed in fp32: W + scale · B A. What the adapter replaces is read from its own file. Each of its
-modules has to be one of the checkpoint's, or bring all its weights.
+Sums are computed in fp32: W + scale · B A. Tensors that the adapter replaces are read from its own file. Each
+module of the adapter must be in the checkpoint, or the adapter must have all its weights.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class PeftMergedSource(WeightSource):
         self._inner = inner
         self._spec = spec
         self._tensors = read_lora_file(spec)
-        self._modules = self._matched()  # the adapter's module by the checkpoint's
-        saved: dict[str, str] = {}  # names of tensors that replace others, or that the checkpoint lacks
+        self._modules = self._matched()  # module name in the checkpoint → in the adapter
+        saved: dict[str, str] = {}  # name in the checkpoint → name of the adapter's replacement
         for name in spec.saved:
             module, _, kind = name.rpartition(".")
             place = next((mine for mine, its in self._modules.items() if its == module), module)
@@ -109,7 +109,7 @@ class PeftMergedSource(WeightSource):
         self._inner.close()
 
     def _saved_name(self, name: str) -> str | None:
-        """The tensor of the adapter in the place of this one."""
+        """The name of the adapter's tensor that replaces this one."""
         return self._saved.get(self._new.get(without_wrappers(name), name))
 
     def _changed(self, module: str, target: LoraTarget, weight: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class PeftMergedSource(WeightSource):
         if target.has_base:
             stored = self._tensors[f"{module}.base_layer.weight"].to(weight)
             if not torch.equal(stored, weight):
-                raise self._refused(f"brings a weight of {module} that is not its base model's")
+                raise self._refused(f"has a weight of {module} that differs from the base model's")
         merged = weight.float() + self._change(module, target, weight.device)
         if target.is_dora:
             lengths = self._tensors.get(f"{module}.lora_magnitude_vector")

@@ -67,7 +67,7 @@ class WeightSource(ABC):
         return None
 
     def names(self) -> Iterable[str]:
-        """The names of all tensors; none where any name has one."""
+        """The names of all tensors; empty if every name exists, as with dummy weights."""
         return ()
 
     @abstractmethod

@@ -72,7 +72,8 @@ def test_offline_a_base_that_is_not_cached_is_named_with_what_to_do(tmp_path: Pa
         described(tmp_path / "home", HF_ENDPOINT=hub.address)
     (message,) = described(tmp_path / "home", HF_HUB_OFFLINE="1")
     assert (
-        "holds an adapter for 'org/base', which cannot be had: org/base is not in the local cache" in message
+        "holds an adapter for 'org/base', which cannot be loaded: org/base is not in the local cache"
+        in message
     )
     assert "--base-model" in message
 

@@ -18,8 +18,11 @@ from tests.checkpoints import write_json
         ({"architectures": ["Qwen3VLMoeForConditionalGeneration"], "text_config": {}}, "it reads images"),
         ({"architectures": ["BlipModel"], "vision_config": {}}, "it reads images"),
         ({"architectures": ["PaliGemmaForConditionalGeneration"]}, "it reads images by PaliGemma"),
-        ({"architectures": ["BiPali"], "vision_config": {}}, "ColPali alone is read"),
-        ({"architectures": ["ModernVBertForSequenceClassification"]}, "ColModernVBertForRetrieval are read"),
+        ({"architectures": ["BiPali"], "vision_config": {}}, "only ColPali is supported"),
+        (
+            {"architectures": ["ModernVBertForSequenceClassification"]},
+            "ColModernVBertForRetrieval are supported",
+        ),
         ({"architectures": ["ColIdefics3"], "vision_config": {}}, "it reads images"),
         ({"architectures": ["SomethingNew"], "vision_config": {}}, "it reads images"),
         ({"architectures": ["WhisperForConditionalGeneration"]}, "it reads audio"),

@@ -97,7 +97,7 @@ def test_without_an_image_processor_texts_keep_working(tmp_path: Path) -> None:
         ("output_proj_dims", 12, "output_proj_dims"),
     ],
 )
-def test_a_tower_that_would_be_computed_otherwise_is_refused(
+def test_a_tower_whose_results_would_differ_is_refused(
     key: str, value: Any, message: str, tmp_path: Path
 ) -> None:
     CASES[0].write(tmp_path)

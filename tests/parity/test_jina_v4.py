@@ -112,7 +112,7 @@ def test_a_merged_task_needs_no_choice(jina: tuple[JinaV4, Path]) -> None:
         assert near(tokens, expected.image(PICTURES[0])[1])
 
 
-def test_what_the_model_does_not_read_is_refused(jina: tuple[JinaV4, Path]) -> None:
+def test_unsupported_inputs_are_refused(jina: tuple[JinaV4, Path]) -> None:
     with Engine(str(jina[1]), device="cpu", dtype="float32") as engine:
         with pytest.raises(BadValue, match="needs an adapter for each request"):
             engine.embed(TEXTS)
@@ -133,7 +133,7 @@ def test_what_the_model_does_not_read_is_refused(jina: tuple[JinaV4, Path]) -> N
         ({"lora_task": "other"}, "not among the model's adapters"),
     ],
 )
-def test_files_that_say_something_else_are_refused(
+def test_contradictory_files_are_refused(
     jina: tuple[JinaV4, Path], change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelLoadError, match=message):
@@ -149,7 +149,7 @@ def test_a_tensor_that_fits_no_module_is_refused(tmp_path: Path) -> None:
         Engine(str(tmp_path / "model"), device="cpu")
 
 
-def test_prompts_in_the_files_win(tmp_path: Path) -> None:
+def test_prompts_in_the_files_override_the_defaults(tmp_path: Path) -> None:
     JinaV4(tmp_path / "model")
     prompts = {"prompts": {"query": "Ask: "}, "default_prompt_name": None}
     (tmp_path / "model/config_sentence_transformers.json").write_text(json.dumps(prompts))

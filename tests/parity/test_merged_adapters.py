@@ -1,4 +1,4 @@
-"""Repositories that hold an adapter alone give the model that PEFT's merge_and_unload makes of them."""
+"""Repositories that hold only an adapter load as the model that PEFT's merge_and_unload makes."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_a_projection_that_the_adapter_saves_makes_a_chat_model_a_retriever(tmp_
         _check_pages(engine, Retriever(merged, merged.custom_text_proj))
 
 
-def test_a_projection_that_is_nowhere_is_refused(tmp_path: Path) -> None:
+def test_a_missing_projection_is_refused(tmp_path: Path) -> None:
     retriever = colpali_layout("qwen2_5_vl", "ColQwen2_5", old=False)(tmp_path / "base")
     _adapt(retriever.model, tmp_path / "adapter", tmp_path / "chat", target_modules=PUBLISHED_TARGETS)
     write_model(tmp_path / "chat", make_model("qwen2_5_vl"))
@@ -224,10 +224,12 @@ def test_a_base_that_cannot_be_found_can_be_given(tmp_path: Path) -> None:
     made = adapted_embedder(tmp_path, "one")
     moved = made.base.rename(tmp_path / "elsewhere")
     model = str(made.adapters["one"])
-    with pytest.raises(ModelLoadError, match=r"an adapter for '.*base', which cannot be had: .*--base-model"):
+    with pytest.raises(
+        ModelLoadError, match=r"an adapter for '.*base', which cannot be loaded: .*--base-model"
+    ):
         describe(EngineConfig(model=model))
     assert describe(EngineConfig(model=model, base_model=str(moved))).merges_adapter
-    with pytest.raises(ModelLoadError, match=r"is a model of its own; --base-model"):
+    with pytest.raises(ModelLoadError, match=r"is a complete model; --base-model"):
         describe(EngineConfig(model=str(moved), base_model=str(moved)))
 
 
@@ -245,7 +247,7 @@ def test_an_adapter_of_an_adapter_is_refused(tmp_path: Path) -> None:
         describe(EngineConfig(model=str(made.adapters["one"])))
 
 
-def test_what_does_not_land_on_a_module_is_refused_by_name(tmp_path: Path) -> None:
+def test_changes_without_a_module_are_refused_by_name(tmp_path: Path) -> None:
     made = adapted_embedder(tmp_path, "one")
     file = made.adapters["one"] / "adapter_model.safetensors"
     tensors = load_file(file)

@@ -127,7 +127,7 @@ def test_modernvbert_embeds_texts_with_images(suffix: str, tmp_path: Path) -> No
         ((), "embedding_dim", DIM + 1, "embedding_proj_layer"),
     ],
 )
-def test_what_would_be_computed_otherwise_is_refused(
+def test_models_whose_results_would_differ_are_refused(
     where: tuple[str, ...], key: str, value: Any, message: str, tmp_path: Path
 ) -> None:
     CASES[0].write(tmp_path)

@@ -51,9 +51,7 @@ def test_parts_of_several_files_fill_a_tensor_in_order(tmp_path: Path, reader: B
     assert bytes(out.tolist()) == wanted
 
 
-def test_parts_that_follow_one_another_in_a_file_are_read_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adjacent_parts_of_a_file_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, other = tmp_path / "file", tmp_path / "other"
     file.write_bytes(bytes(range(100)))
     other.write_bytes(bytes(range(100, 200)))
