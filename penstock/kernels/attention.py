@@ -204,7 +204,7 @@ def _bound_short(
     _check_head_strides(dim, query, key, value)
     return bind(
         _short,
-        # The query stands in for an absent bias, for whose alignment the kernel is compiled.
+        # The query is passed for an absent bias, because the kernel is compiled for the bias's alignment.
         (0, 1, 2, 3, 4, 5 if limited else 4, 0 if reach is None else 5 + limited),
         QUERY_STRIDE=query[0],
         KEY_STRIDE=key[0],
@@ -504,8 +504,8 @@ def _bound_flash(
             given - 1 if limited else 4,
             *cached,
             *scales,
-            # The kernel is compiled for the alignment of scales and of these two. Where they are absent, the
-            # query takes their place: cu_lengths may begin anywhere in the step's integers.
+            # The kernel is compiled for the alignment of the scales and of these two tensors. The query is
+            # passed for absent ones, because cu_lengths may have any alignment in the step's integers.
             0 if reach is None else next_given,
             0 if not has_sinks else next_given + (reach is not None),
         ),
@@ -660,8 +660,8 @@ def _bound_write_kv_cache(
 def write_kv_cache(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """Write key and value [tokens, kv heads, dim] to their slots of the KV cache.
 
-    `slots` is int32 [tokens], -1 for none; keys and values of the cache are contiguous. Strides of key and
-    value are as in `short_attention`.
+    `slots` is int32 [tokens], -1 for none. Keys and values of the cache are contiguous. `key` and `value` may
+    be strided as in `short_attention`.
     """
     tokens, heads, dim = key.shape
     assert cache.keys.is_contiguous() and cache.values.is_contiguous()

@@ -1,7 +1,7 @@
-"""Keys and values in the KV cache as kernels see them: one layer, addressed by slot, maybe in fp8.
+"""The KV cache of one layer as kernels read it: keys and values by slot, in the model's dtype or fp8.
 
-In fp8 each head of a token has its own scale. Kernels multiply scores by the scales of keys, and the weights
-of values by theirs, so nothing is dequantised in memory.
+In fp8 each head of a token has its own scale. Kernels multiply attention scores by the scales of keys and
+attention weights by the scales of values, so no tensor is dequantised in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LayerCache(NamedTuple):
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
-        """The scales of keys and of values; none where they are not quantised."""
+        """The scales of keys and of values; empty if they are not quantised."""
         return () if self.key_scales is None or self.value_scales is None else self[2:]  # type: ignore[return-value]
 
 

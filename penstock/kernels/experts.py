@@ -25,8 +25,8 @@ from penstock.kernels.language import cdiv, jit, next_power_of_2, tl, wait_for_i
 from penstock.kernels.limits import limits_of, num_stages
 
 MAX_EXPERTS, MAX_CHOSEN_EXPERTS = 1024, 16
-_FEW_TOKENS = 4  # of a program that chooses experts, one for each warp
-_MAX_ORDERED_SLOTS = 1 << 12  # that the program of each expert reads as a whole
+_FEW_TOKENS = 4  # tokens of a program that chooses experts, one for each warp
+_MAX_ORDERED_SLOTS = 1 << 12  # up to here, the program of each expert reads all slots
 _CHUNK_SIZE = 1 << 13  # tokens × experts per program otherwise
 
 
@@ -190,7 +190,7 @@ def _order_by_expert(
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
 ) -> None:
-    """Order the slots of one expert and write its tiles. Each program counts all slots for itself, so none
+    """Sort the slots of one expert and write its tiles. Each program counts all slots itself, so no program
     waits for another."""
     wait_for_inputs()
     own = tl.program_id(0)
@@ -265,8 +265,8 @@ def max_num_tiles(slots: int, experts: int, rows: int) -> int:
 def route(logits: Tensor, chosen: int, normalize: bool, rows: int) -> Routes:
     """Route each token by its logits [tokens, experts], in tiles of `rows`.
 
-    The slots of few tokens are ordered by one program for each expert, which reads all of them. Those of many
-    are counted and sorted by chunk.
+    For few tokens, one program for each expert reads and sorts all slots. For many tokens, slots are counted
+    and sorted by chunk.
     """
     tokens, experts = logits.shape
     assert logits.is_contiguous() and experts <= MAX_EXPERTS and chosen <= min(experts, MAX_CHOSEN_EXPERTS)

@@ -1,4 +1,4 @@
-"""What our own matrix products on Hopper GPUs share: the order of tiles, activations, descriptors."""
+"""Parts shared by Penstock's matrix products on Hopper GPUs: tile order, activations, TMA descriptors."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def tile_rows_together(down: int) -> int:
 
 
 def descriptor(x: Tensor, rows: int, cols: int) -> Any:
-    """A descriptor with which the copy engine reads or writes blocks of this many rows and columns."""
+    """A TMA descriptor of a matrix, which is read or written in blocks of this many rows and columns."""
     block = [rows, cols]
     return TensorDescriptor(x, [*x.shape], [*x.stride()], block, _layout(rows, cols, x.dtype))
 
 
 def can_describe(x: Tensor) -> bool:
-    """Whether the copy engine can read or write a matrix of 16-bit values."""
+    """Whether TMA can read or write this matrix of 16-bit values."""
     return x.dim() == 2 and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
 
 

@@ -1,7 +1,7 @@
-"""Triton, where it is installed and something can run it, and the decision which tensors go to kernels.
+"""Imports Triton if it is installed and usable, and decides which tensors go to kernels.
 
-Elsewhere (on a CPU without Triton's interpreter) its names are None. A kernel's module can still be imported
-for its reference implementation, and start-up does not pay for importing Triton.
+Otherwise (on a CPU without Triton's interpreter) Triton's names are None. A kernel's module can still be
+imported for its reference implementation, and start-up does not import Triton.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 log = logging.getLogger("penstock.kernels")
 
-MAX_COMPILER_THREADS = 8  # more than that wait for one another
+MAX_COMPILER_THREADS = 8  # more threads block each other
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None and (IS_INTERPRETED or torch.cuda.is_available())
 
@@ -29,7 +29,7 @@ if HAS_TRITON:
 else:
     triton = tl = None
 
-CAN_WAIT = False  # kernels can wait for the one before them; else they are launched after it
+CAN_WAIT = False  # whether kernels can wait for their predecessor; if not, they are launched after it
 if HAS_TRITON and not IS_INTERPRETED:
     try:
         from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -80,8 +80,8 @@ _devices: tuple[str, ...] = ("cuda",) if HAS_TRITON else ()  # device types whos
 
 
 def set_kernel_devices(*devices: str) -> None:
-    """Send the tensors of these device types to kernels, for comparisons and tests. None named: of no
-    device."""
+    """Send the tensors of these device types to kernels, for comparisons and tests. Without arguments no
+    tensor goes to a kernel."""
     global _devices
     _devices = devices
 
@@ -99,8 +99,8 @@ def jit(
     """Make a kernel. `unspecialized` names arguments that change from step to step.
 
     Triton would otherwise compile again when a count becomes a multiple of 16, or when a slice of the step's
-    integers has another alignment. With `overlaps` the kernel may be launched while the kernel before it
-    ends: it must call `wait_for_inputs` before it reads or writes anything of a step.
+    integers has another alignment. With `overlaps` the kernel may be launched before its predecessor has
+    ended. It must then call `wait_for_inputs` before it reads or writes any data of a step.
     """
     if not HAS_TRITON:
         return lambda function: function
@@ -119,7 +119,7 @@ if CAN_WAIT:
 
     @triton.jit
     def wait_for_inputs() -> None:
-        """Wait until the kernel before this one has ended, and let the next one be launched meanwhile (PDL).
+        """Wait until the previous kernel has ended, and allow the next one to be launched (PDL).
 
         Without overlapping launches, and before Hopper, this does nothing.
         """
@@ -129,7 +129,8 @@ if CAN_WAIT:
 
     @triton.jit
     def from_fp8(x: tl.tensor, like: tl.tensor) -> tl.tensor:
-        """Values in the half-precision type of `like`. Before Hopper there is no direct way to bfloat16."""
+        """Values in the half-precision type of `like`. Before Hopper there is no direct conversion to
+        bfloat16."""
         if cuda_capability_geq(9, 0):
             wide = x.to(like.dtype)
         else:
@@ -157,7 +158,7 @@ else:
 
 
 def gluon_jit(*, unspecialized: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Make a Gluon kernel, where `HAS_GLUON`. Elsewhere the function stays as it is and is never launched."""
+    """Make a Gluon kernel if `HAS_GLUON`. Otherwise return the function unchanged; it is never launched."""
     if not HAS_GLUON:
         return lambda function: function
     from penstock.kernels.launch import GluonKernel
@@ -166,7 +167,8 @@ def gluon_jit(*, unspecialized: tuple[str, ...] = ()) -> Callable[[Callable[...,
 
 
 def precompile(threads: int) -> AbstractContextManager[None] | None:
-    """A context in which this thread's launches only compile, in several others. None: this Triton cannot."""
+    """A context in which this thread's launches only compile, on several other threads. None: this release of
+    Triton does not support it."""
     if not _LAUNCHES_DIRECTLY:
         return None
     from penstock.kernels import launch

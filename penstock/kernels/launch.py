@@ -31,9 +31,9 @@ from penstock.kernels.triton_internals import (
 
 _INT32 = 1 << 31
 MAX_COMPILED = 1024  # compiled kernels that a `Kernel` remembers
-# Whether kernels are compiled and not run. Only by the thread that says so: others may need their results.
+# Whether this thread only compiles kernels and does not run them. Other threads may need their results.
 _precompiling: ContextVar[bool] = ContextVar("penstock_precompiling", default=False)
-_num_precompiling = 0  # threads that do; while there are none, a launch need not ask for its context
+_num_precompiling = 0  # number of such threads; at 0, a launch skips the context variable
 _counting = threading.Lock()
 
 
@@ -182,7 +182,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
 
 @lru_cache(maxsize=1)
 def _can_overlap() -> bool:
-    """Whether the GPUs can launch a kernel before the one ahead of it has ended."""
+    """Whether the GPUs can launch a kernel before its predecessor has ended."""
     from penstock.kernels.language import CAN_WAIT
 
     has_gpu = torch.version.cuda is not None and torch.cuda.is_available()

@@ -1,7 +1,7 @@
-"""What one program of a kernel may use on a GPU, and how many tiles it loads ahead: the one place that knows.
+"""Hardware limits of kernels on each kind of GPU, and the number of pipeline stages that fit them.
 
-Tiles and stages in this package are chosen for an H200. A GPU with less shared memory keeps the tiles and
-loads fewer of them ahead, which changes no result. `make gpu-targets` compiles every kernel for each kind of
+Tiles and stages in this package are chosen for an H200. A GPU with less shared memory uses the same tiles
+with fewer stages, which does not change results. `make gpu-targets` compiles every kernel for each kind of
 GPU and checks that it fits.
 """
 
@@ -15,14 +15,14 @@ import torch
 
 class Limits(NamedTuple):
     shared_bytes: int  # shared memory of one program
-    has_async_products: bool  # tensor cores read shared memory while the program continues
+    has_async_products: bool  # tensor cores read operands from shared memory asynchronously
 
 
-# By compute capability, as CUDA's programming guide lists them. Other devices are asked.
+# By compute capability, from CUDA's programming guide. Other devices are queried.
 SHARED_BYTES = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10}
 SHARED_BYTES |= {(10, 0): 227 << 10, (10, 3): 227 << 10, (12, 0): 99 << 10}
-_ASYNC_PRODUCTS = (9, 10)  # major versions: Hopper and Blackwell of data centres
-_off_gpu = (9, 0)  # what tensors that are not on a GPU are treated as
+_ASYNC_PRODUCTS = (9, 10)  # major versions: Hopper and data-centre Blackwell
+_off_gpu = (9, 0)  # the capability assumed for tensors that are not on a GPU
 
 
 def limits_for(capability: tuple[int, int]) -> Limits:
@@ -56,10 +56,10 @@ def treat_others_as(capability: tuple[int, int]) -> None:
 
 
 def num_stages(wanted: int, tile_bytes: int, limits: Limits, other_bytes: int = 0) -> int:
-    """The number of stages, at most `wanted`, for which there is shared memory.
+    """The number of stages, at most `wanted`, that fit into shared memory.
 
-    A stage loads `tile_bytes`. Tensor cores that run beside the program keep the tiles of the product in
-    progress, so that one fewer can be loaded ahead. `other_bytes` are in use besides.
+    A stage loads `tile_bytes`. Asynchronous products still read the tiles of the current product, so one
+    stage fewer can be loaded ahead. `other_bytes` of shared memory are used otherwise.
     """
     buffers = max(0, limits.shared_bytes - other_bytes) // tile_bytes
     return max(1, min(wanted, buffers if limits.has_async_products else buffers + 1))

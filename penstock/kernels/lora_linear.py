@@ -1,11 +1,10 @@
-"""A linear layer and the adapters of its lines in one launch: act(x Wᵀ + bias + B (A x)), written once.
+"""A linear layer and the adapters of its lines in one launch: act(x Wᵀ + bias + B (A x)).
 
-A Gluon kernel for Hopper, built like `gate_up`: one warp copies tiles with the copy engine (TMA), two groups
-of four warps multiply 64 lines each. The tiles of x that are in shared memory for x Wᵀ are multiplied by A
-too, for the first slots of the 128 lines. Every tile of columns computes A x again: the products wait for
-copies, not for the matrix units, so that this costs less than another launch. Behind the products each group
-adds B (A x), for one slot after another, with the lines of other slots as zeros. If a tile has more slots
-than fit, x is read again for the others.
+A Gluon kernel for Hopper, built like `gate_up`: one warp copies tiles by TMA, and two groups of four warps
+multiply 64 lines each. The tiles of x in shared memory are multiplied by W and by A, for the first slots of
+the 128 lines. Every tile of columns computes A x again. This costs less than another launch, because the
+products wait for copies, not for the tensor cores. After the products each group adds B (A x) slot by slot,
+with zeros for the lines of other slots. If a tile has more slots than fit, x is read again for the rest.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ else:
 
 TILE_LINES = _ROWS = 128
 _OWN = 64  # lines of a group of warps
-_INNER = 64  # values of each line that one copy brings; the shared layout takes no more
-_LOW = 64  # columns of A x that are computed together: those of several slots
+_INNER = 64  # values of each line in one copy; the maximum of the shared layout
+_LOW = 64  # columns of A x that are computed together, for several slots
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -56,7 +55,7 @@ def lora_linear_reference(
     act: str | None = None,
     gate_first: bool | None = None,
 ) -> Tensor:
-    """`slots` [lines]; -1: none. `gate_first`: the layer computes a gate and its values side by side."""
+    """`slots` [lines]; -1: none. `gate_first`: whether a gate precedes its values; None: no gate."""
     y = F.linear(x, weight, bias)
     max_rank = adapters.up.shape[-1]
     for slot in range(len(adapters.ranks)):
@@ -73,7 +72,7 @@ def lora_linear_reference(
 
 @gluon_jit()
 def _next_slot(slots: gl.tensor, after: gl.tensor) -> gl.tensor:
-    """The smallest slot above `after`; 2³¹ - 1: there is none."""
+    """The smallest slot above `after`, or 2³¹ - 1 if there is none."""
     return gl.min(gl.where(slots > after, slots, 2147483647), 0)
 
 
@@ -127,8 +126,8 @@ def _copy(
         first_col = col
         last = gl.to_tensor(-1)
         while last < 2147483647:
-            # Rows behind the end are read as zeros, at no cost: slots that there are not, and W the second
-            # time.
+            # Rows past the end are read as zeros, at no cost: for missing slots, and for W in the second
+            # pass.
             chosen = _next_slots(own, last)
             for k in range(0, inner, INNER):
                 stage = step % STAGES
@@ -167,7 +166,7 @@ def _copy(
 
 @gluon_jit()
 def _split(low: gl.tensor, ROWS: gl.constexpr, RANK: gl.constexpr, COUNT: gl.constexpr) -> gl.tuple:
-    """[ROWS, COUNT · RANK] in pieces of RANK columns. No value changes its thread."""
+    """[ROWS, COUNT · RANK] split into pieces of RANK columns. Each value stays in its thread."""
     if COUNT == 1:
         pieces = (low,)
     elif COUNT == 2:
@@ -196,7 +195,7 @@ def _add_low_rank(
     LOW: gl.constexpr,
     PAIRS: gl.constexpr,
 ) -> gl.tuple:
-    """Add B times A x of the slots behind `last`; return the last of them too."""
+    """Add B (A x) of the next slots after `last`. Also return the last slot that was added."""
     _, _, _, _, _, chunks, chunk_full, chunk_free = shared
     OWN: gl.constexpr = low.shape[0]
     SLOTS: gl.constexpr = LOW // (PAIRS * RANK)
@@ -225,7 +224,7 @@ def _add_low_rank(
 
 @gluon_jit()
 def _fast_act(x: gl.tensor, KIND: gl.constexpr) -> gl.tensor:
-    """Activations on the unit for tanh, whose error is below that of half precision."""
+    """Activations computed with the hardware's tanh, whose error is below half precision."""
     if KIND == 1 or KIND == 2:
         inner = x * (0.7978845608028654 + 0.035677408136300125 * x * x) if KIND == 1 else 0.5 * x
         tanh = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [inner], gl.float32, True, 1)
@@ -337,7 +336,7 @@ def _lora_linear(
     slots: gl.tensor,  # int32 [tokens]
     tokens: gl.tensor,
     inner: gl.tensor,
-    second: gl.tensor,  # distance from the first half of a tile's columns to the second
+    second: gl.tensor,  # offset from the first half of a tile's columns to the second
     outputs: gl.tensor,
     end0: gl.tensor,
     end1: gl.tensor,
@@ -458,7 +457,7 @@ class LoraLinear:
         self.programs = num_programs(weight.device.index or 0)
         self.weights = {half: descriptor(weight, half, _INNER) for half in (64, 128)}
         self.constants = {
-            # The tanh form of GELU, as `Linear` has it in half precision: less than rounding apart.
+            # `Linear` uses the tanh form of GELU in half precision. It differs by less than rounding.
             "KIND": -1 if act is None else ACTIVATION_CODES["gelu_new" if act == "gelu" else act],
             "GATE_FIRST": bool(gate_first),
             "HAS_BIAS": bias is not None,
@@ -488,23 +487,23 @@ class LoraLinear:
         return cls(weight, bias, ends, act, gate_first) if fits else None
 
     def slots_per_pass(self, rank: int) -> int:
-        """The slots of a tile for which x is read once; 0: the rank is too large."""
+        """The number of slots of a tile that one pass over x serves; 0: the rank is too large."""
         return _LOW // (self.pairs * rank)
 
     def serves(self, x: Tensor, adapters: LowRank, slots: Tensor, rank: int) -> bool:
-        """Whether the kernel can take these lines."""
+        """Whether the kernel supports these lines."""
         fits = self.slots_per_pass(rank) > 0 and adapters.gain is None and len(slots) == len(x)
         fits = fits and x.dtype is self.weight.dtype and can_describe(x)
         return fits and len(x) > 0
 
     def column_choices(self, rank: int) -> tuple[int, ...]:
-        """The columns that a tile may have: they are of one part, and B fits too."""
+        """The tile widths for which a tile has columns of one part, and B fits into shared memory."""
         splits_tiles = not self.is_gated and any(end % 256 for end in self.ends[:-1])
         return (128,) if rank > 32 or splits_tiles else (128, 256)
 
     def columns(self, lines: int, rank: int) -> int:
-        """Columns of a tile: those with which the multiprocessors take the least time. A tile of 128 takes
-        a little more than half the time of one of 256."""
+        """The fastest tile width. A tile of 128 columns takes a little more than half the time of one of
+        256."""
         if self.column_choices(rank) == (128,):
             return 128
         down = cdiv(lines, _ROWS)
@@ -522,8 +521,8 @@ class LoraLinear:
         out: Tensor | None = None,
         cols: int | None = None,
     ) -> Tensor:
-        """`rank` is a bucket that no slot exceeds. Behind a slot's own rank, A and B must be zeros. `cols`:
-        128 or 256, for measurements."""
+        """`rank` is a bucket that no slot's rank exceeds. A and B must be zero beyond a slot's own rank.
+        `cols`: 128 or 256, for measurements."""
         lines, cols = len(x), cols or self.columns(len(x), rank)
         if out is None or len(out) != lines or out.shape[1] != self.width or not can_describe(out):
             out = x.new_empty((lines, self.width))
@@ -562,7 +561,7 @@ class LoraLinear:
 
 
 def _tiling(cols: int, rank: int) -> dict[str, Any]:
-    """The kernel's constants for a size of tiles. The stages fill the shared memory."""
+    """The kernel's constants for a tile size. The stages fill the shared memory."""
     return {
         "ROWS": _ROWS,
         "COLS": cols,

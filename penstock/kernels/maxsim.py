@@ -229,14 +229,14 @@ def choose_tiling(
     one_query: bool,
     limits: Limits = H200,
 ) -> Tiling:
-    """Choose by shape, dtype and GPU alone, so that no call is delayed by autotuning."""
+    """Choose a tiling by shape, dtype and GPU, without autotuning, which would delay a call."""
     query = min(128, max(16, triton.next_power_of_2(max_query_length)))
     group = 1
     while one_query and group < 16 and group * max_document_length <= 512 and pairs >= 4096 * group:
         group *= 2
     if dtype == torch.float32:  # no tensor cores: larger tiles would spill registers
         return Tiling(min(query, 32), 64, 32, warps=4, stages=3, group=group)
-    # Products that run beside the program keep no operands in its registers.
+    # Asynchronous products keep no operands in the program's registers.
     warps = 4 if query < 128 or limits.has_async_products else 8
     width = max(32, triton.next_power_of_2(dim))
     if width * dtype.itemsize > 512:

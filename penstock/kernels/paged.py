@@ -72,14 +72,14 @@ def paged_attention_runs(
     tables: Tensor,
     counts: Tensor,
     rows: Tensor,  # int64 [runs, width], rows that read the same blocks; shorter runs repeat a row
-    places: Tensor,  # int64 [rows], of each row in `rows`, flat
+    places: Tensor,  # int64 [rows], flat index of each row in `rows`
     *,
     block_size: int,
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """`paged_attention_reference`, which gathers the keys of a run once. On a CPU gathering them takes most
-    of the time."""
+    """`paged_attention_reference` that gathers the keys of a run once, because gathering takes most of the
+    time on a CPU."""
     (_, heads, dim), width = query.shape, rows.shape[1]
     index = torch.arange(tables.shape[1] * block_size, device=query.device)
     slots = tables[rows[:, 0]].repeat_interleave(block_size, dim=1) * block_size + index % block_size
@@ -146,7 +146,7 @@ def _paged(
     comp = tl.arange(0, BLOCK_DIM)
     heads = kv * GROUP + group
     whole = (group[:, None] < GROUP) & (comp[None, :] < DIM)
-    wait_for_inputs()  # counts and block tables come from the host and are there already
+    wait_for_inputs()  # not needed for counts and block tables, which the host has copied before
     q = tl.load(
         query + row.to(tl.int64) * QUERY_STRIDE + heads[:, None] * DIM + comp[None, :], mask=whole, other=0.0
     )
@@ -227,7 +227,7 @@ def _merge_splits(
 
 
 _MIN_PROGRAMS = 512  # with fewer programs, keys are split
-_MIN_SPLIT_KEYS = 256  # of a part, where the keys of a row are split
+_MIN_SPLIT_KEYS = 256  # minimum keys of a part when a row's keys are split
 
 
 class PagedTiling(NamedTuple):
@@ -269,7 +269,7 @@ def paged_attention(
 ) -> None:
     """Compute `paged_attention_reference` into `out` [rows, heads · dim], whose rows may be strided.
 
-    The heads of a token must be contiguous. Rows without keys are padding: nothing is written for them.
+    The heads of a token must be contiguous. Rows without keys are padding, for which nothing is written.
     """
     rows, heads, dim = query.shape
     keys, values, key_scales, value_scales = cache

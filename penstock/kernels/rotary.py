@@ -28,7 +28,7 @@ class HeadNorms(NamedTuple):
 
 
 class KVCacheWrite(NamedTuple):
-    """The KV cache of a layer, which is contiguous, and the slot that each token is written to."""
+    """The contiguous KV cache of a layer, and the slot of each token."""
 
     cache: LayerCache
     slots: Tensor  # int32 [tokens]; -1: not written

@@ -22,7 +22,7 @@ PHILOX_ROUNDS = 7  # enough to pass BigCrush
 IN_PROMPT = 1 << 30  # bit of a token count: the token is in the prompt; lower bits: how often it was sampled
 NON_FINITE_LOGITS = -1  # instead of a token: a logit is NaN or +inf
 ALL_TOKENS_MASKED = -2  # instead of a token: every logit is −inf
-MAX_SEQUENCE_ROWS = 32  # of one sequence in a step that verifies proposed tokens
+MAX_SEQUENCE_ROWS = 32  # rows of one sequence in a step with proposals
 SLOT_TABLE_WIDTH = 15  # columns of the slot table, which kernels address by number:
 # 0 temperature, 1 top-p, 2 min-p, 3 repetition, 4 presence, 5 frequency, 6–9 seed and stream, 10 top-k,
 # 11 row of `counts`, 12 row of `masks`, 13 row of `work`, 14 min tokens.
@@ -260,8 +260,8 @@ def sample_tokens(
     recorded token is always in the vocabulary, even if the row has no valid token. Rows may be strided,
     logits may not.
 
-    With `offsets`, slots may have several rows, each at a position of its own. Then neither positions nor
-    last tokens are recorded; `accept_proposals` does that. Slots with counts or a ring have one row.
+    With `offsets`, a slot may have several rows, each at its own position. Then this kernel records neither
+    positions nor last tokens; `accept_proposals` does. Slots with counts or a ring have one row.
     """
     rows, vocab = logits.shape
     parts = cdiv(vocab, TOKENS_PER_PROGRAM)
@@ -323,7 +323,8 @@ def num_accepted_reference(
     offsets: Tensor,  # int32 [rows], earlier rows of the same sequence, which stand before it
     firsts: Tensor,  # int32 [sequences], the first row of each
 ) -> Tensor:
-    """The proposals of each sequence that were sampled, up to the first that was not, int32 [sequences]."""
+    """Number of accepted proposals of each sequence, int32 [sequences]: those before the first rejected
+    one."""
     differs = torch.where((tokens == proposed) & (proposed >= 0), MAX_SEQUENCE_ROWS, offsets)
     sequence = (offsets == 0).cumsum(0) - 1
     most = torch.full_like(firsts, MAX_SEQUENCE_ROWS)
@@ -339,8 +340,8 @@ def accept_proposals_reference(
     positions: Tensor,  # int32 [slots]
     last: Tensor,  # int32 [slots]
 ) -> None:
-    """Advance the position of each sequence's slot behind its last accepted row, and record what that row has
-    sampled as the slot's last token."""
+    """Advance the position of each sequence's slot past its last accepted row, and record that row's sample
+    as the slot's last token."""
     accepted = num_accepted_reference(tokens, proposed, offsets, firsts)
     rows, at = (firsts + accepted).long(), slots.long()[firsts.long()]
     positions.index_add_(0, at, accepted + 1)

@@ -1,7 +1,7 @@
 """The KV cache on the device, addressed by slot: block × block size + offset.
 
-In fp8 every head of a token has a scale of its own, so that no key is out of range and no token depends on
-others.
+In fp8 each head of each token has its own scale, so values stay in range and tokens do not depend on each
+other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class KVStore:
     def __init__(
         self, layers: int, slots: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`dtype` is that of the model, or `FP8`."""
+        """`dtype` is the model's dtype or `FP8`."""
         self._shape, self._dtype, self._device = (layers, slots, kv_heads, dim), dtype, device
         self._allocate()
 
@@ -42,7 +42,7 @@ class KVStore:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def clear(self) -> None:
-        """Lose all keys and values. On a CPU this frees their memory until it is written again."""
+        """Drop all keys and values. On a CPU this frees their memory until it is written again."""
         del self.keys, self.values, self.key_scales, self.value_scales
         self._allocate()
 
@@ -68,12 +68,12 @@ class KVStore:
                 into.index_copy_(0, slots, new)
                 continue
             quantized = quantize_rows_reference(new.reshape(-1, new.shape[-1]))
-            # Not every device copies fp8 by index.
+            # index_copy_ does not support fp8 on every device.
             into.view(torch.uint8).index_copy_(0, slots, quantized.values.view(torch.uint8).view(new.shape))
             scales.index_copy_(0, slots, quantized.scales.view(new.shape[:-1]))
 
     def read(self, layer: int, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of these slots, in `dtype` where they are quantised."""
+        """Keys and values of these slots; quantised ones are converted to `dtype`."""
         cache = self.layer(layer)
         key = read_slots(cache.keys, cache.key_scales, slots, dtype)
         return key, read_slots(cache.values, cache.value_scales, slots, dtype)

@@ -149,8 +149,8 @@ def _attend_prompts(
     sinks: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Write the rows behind the paged ones, each of which has one token, to `out` [tokens, heads · dim]. What
-    stands before these rows may be overwritten."""
+    """Write attention of the prompt rows to `out` [tokens, heads · dim]. They follow the paged rows, which
+    have one token each. The part of `out` before the prompt rows may be overwritten."""
     dim, first_row = query.shape[2], 0 if kv.paged is None else kv.paged.num_rows
     if kind.softcap is None and query.dtype in _HALF_DTYPES and use_kernel(query):
         flash_attention(
@@ -168,7 +168,7 @@ def _attend_prompts(
             sinks=sinks,
         )
         return
-    groups = tuple(batch.groups)  # before keys are gathered: those of a graph are not known
+    groups = tuple(batch.groups)  # read before keys are gathered: a captured batch has no groups
     keys, values = kv.gather(layer, key[first_row:], value[first_row:])
     _fill_groups(out, groups, query, keys, values, kind, None, sinks)
     zero_padding(out, groups)

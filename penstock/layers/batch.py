@@ -30,10 +30,10 @@ def reads_in_place(store: KVStore) -> bool:
 
 
 class PagedRuns(NamedTuple):
-    """Rows that follow one another and read the same blocks, as rows of one sequence do."""
+    """Runs of consecutive rows that read the same blocks, such as the rows of one sequence."""
 
-    rows: Tensor  # int64 [runs, most rows of a run]; shorter ones repeat their last row
-    places: Tensor  # int64 [rows], of each row in `rows`, flat
+    rows: Tensor  # int64 [runs, longest run]; shorter runs repeat their last row
+    places: Tensor  # int64 [rows], flat index of each row in `rows`
 
 
 @dataclass(frozen=True, slots=True, eq=False)

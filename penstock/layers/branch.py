@@ -1,4 +1,4 @@
-"""Work beside other work: a captured graph runs a branch at the same time as what follows it."""
+"""Parallel branches of a CUDA graph: a captured graph runs a branch concurrently with the work after it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 class Branch:
-    """A part of a step that nothing needs before `join`. Outside of a capture it runs where it stands: a
-    second stream would cost the host more than the device gains.
+    """A part of a step whose output is not read before `join`. Outside of a capture it runs inline, because a
+    second stream would cost the host more time than the device saves.
 
-    Work in a branch allocates nothing: memory belongs to the stream that it was allocated on.
+    Work in a branch must not allocate: memory belongs to the stream that it was allocated on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class Branch:
             yield
 
     def join(self) -> None:
-        """Have what follows wait for the branch."""
+        """Make later work wait for the branch."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 

@@ -103,7 +103,7 @@ class LayerBuilder:
             )
 
     def alias_prefix(self, prefix: str, other: str) -> None:
-        """Let adapters write `other` for what all names of layers with `prefix` begin with."""
+        """Let adapters use `other` in place of `prefix` in the names of layers."""
         if self.adapters is not None:
             names = [name for name in self.adapters.layers if name.startswith(prefix)]
             self.adapters.add_aliases(names, [other + name.removeprefix(prefix) for name in names])

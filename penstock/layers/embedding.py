@@ -1,4 +1,5 @@
-"""The sum of token, position and segment embeddings for a ragged batch, with images in places of tokens."""
+"""The sum of token, position and segment embeddings for a ragged batch; image features replace
+placeholders."""
 
 from __future__ import annotations
 

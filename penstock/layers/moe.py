@@ -35,7 +35,12 @@ from penstock.layers.fp8_blocks import ExpertStack, supports_fp8_blocks
 from penstock.layers.parallel import Group
 from penstock.weights.stream import Wanted
 
-ROUTED_SLOTS = (1, 1025, 2049, 4097)  # chosen experts of all tokens; each compiles another form of routing
+ROUTED_SLOTS = (
+    1,
+    1025,
+    2049,
+    4097,
+)  # chosen experts of all tokens; each size compiles another routing variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +247,8 @@ def _product(x: Tensor, weight: Tensor | BlockQuantized, expert: int, halves: in
 
 
 class CompilingBeside:
-    """Compiles the kernels of the first sparse layer on threads while the weights of others are read."""
+    """Compiles the kernels of the first sparse layer on threads while the weights of other layers are
+    read."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="compile")

@@ -35,7 +35,7 @@ from penstock.types import Task
 
 log = logging.getLogger("penstock.models")
 
-# Towers for what requests cannot send: audio, and images where no file says how they are prepared.
+# Towers for inputs that requests cannot send: audio, and images without an image processor.
 _AUDIO = ("audio_tower.", "embed_audio.")
 IGNORED = ("vision_tower.", "embed_vision.", *_AUDIO)
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
@@ -125,7 +125,7 @@ class Layer:
 
 
 class EmbeddingGemma2:
-    """token ids → projected hidden states, [tokens, embedding size]. A model of texts has no `vision`."""
+    """token ids → projected hidden states, [tokens, embedding size]. A text model has no `vision`."""
 
     def __init__(
         self, build: LayerBuilder, config: Mapping[str, Any], vision: VisionTower | None = None

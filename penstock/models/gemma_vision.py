@@ -1,6 +1,8 @@
-"""Gemma 4's vision tower: a sandwich-norm encoder over ragged patches, whose squares are averaged to tokens.
+"""Gemma 4's vision tower: a sandwich-norm encoder over ragged patches. Squares of patches are averaged to
+tokens.
 
-Patches are added to two tables of positions, across and down, and queries and keys are rotated by both.
+A patch gets a learned position from each of two tables (column and row). Queries and keys are rotated by
+both.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ class VisionLayer:
     def __call__(
         self, hidden: Tensor, normed: Tensor, patches: Batch, angles: Angles
     ) -> tuple[Tensor, Tensor]:
-        """The states before the output of the feed-forward block is added, and that output."""
+        """The residual before the feed-forward block's output is added, and that output."""
         context = self.attention(normed, patches, angles)
         hidden, inner = sandwich(context, hidden, self.after_attention, self.before_mlp)
         return hidden, self.mlp(dequantize(inner, hidden.dtype))
@@ -142,7 +144,8 @@ class GemmaVisionTower:
         self.shape, self.feature_width = shape, width
 
     def layout(self, grids: Ints) -> list[Ints]:
-        """The patch at each place, where those of a token follow one another, and its column and row."""
+        """The patch indices, ordered so that the patches of a token are consecutive, and each patch's column
+        and row."""
         places = coordinates(grids, self.shape.pool)
         counts = grids[:, 0] * grids[:, 1]
         starts, across = (cumulative(counts)[:-1].repeat(counts), grids[:, 1].repeat(counts))
@@ -157,7 +160,7 @@ class GemmaVisionTower:
         return self.project(self._pooled(self._run(hidden, patches, angles)))
 
     def _run(self, hidden: Tensor, patches: Batch, angles: Angles) -> Tensor:
-        """The states after the last layer, which no norm follows."""
+        """The hidden states after the last layer, without a final norm."""
         normed = self.layers[0].before_attention(hidden)
         for layer, following in pairwise(self.layers):
             hidden, added = layer(hidden, normed, patches, angles)
@@ -167,7 +170,8 @@ class GemmaVisionTower:
         return hidden + self.layers[-1].after_mlp(added)
 
     def _pooled(self, hidden: Tensor) -> Tensor:
-        """[tokens, hidden], averaged, standardised and normalised. In fp32, because the scale leaves fp16."""
+        """[tokens, hidden], averaged, standardised and normalised. In fp32, because the scaled values
+        overflow fp16."""
         shape = self.shape
         squares = hidden.view(-1, shape.pool**2, shape.hidden).float().mean(1)
         pooled = squares.to(hidden.dtype).float() * shape.hidden**0.5
@@ -178,15 +182,15 @@ class GemmaVisionTower:
 
 
 def _centred(pixels: ImageProcessorSpec) -> ImageProcessorSpec:
-    """The processor whose values are those that the tower makes of the given one's: 2 · value − 1."""
+    """The processor with the tower's own rescaling, 2 · value − 1, folded into its mean and std."""
     (red, green, blue), (a, b, c) = pixels.mean, pixels.std
     mean, std = (red + a / 2, green + b / 2, blue + c / 2), (a / 2, b / 2, c / 2)
     return msgspec.structs.replace(pixels, mean=mean, std=std)
 
 
 def _pair_order(dim: int) -> list[int]:
-    """The components of a head in the order of `AxialRotary`: the firsts of all pairs, across and down, then
-    their seconds. Gemma's pairs lie within the half of their axis."""
+    """The components of a head in the order of `AxialRotary`: the first components of all pairs (columns,
+    then rows), then the second ones. In Gemma's order each axis has its pairs in its own half of the head."""
     quarter = dim // 4
     starts = (0, 2 * quarter, quarter, 3 * quarter)
     return [start + at for start in starts for at in range(quarter)]

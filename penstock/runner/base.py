@@ -41,8 +41,8 @@ class DraftRunner(NamedTuple):
     runner: Runner
     name: str
     vocab_size: int
-    max_length: int  # tokens of a sequence that it can read
-    padding_slot: int  # of its sampler: samples of this slot go to nobody
+    max_length: int  # maximum sequence length in tokens
+    padding_slot: int  # slot of its sampler whose samples are discarded
 
 
 class BackgroundSteps(Protocol):
@@ -64,15 +64,15 @@ class BackgroundSteps(Protocol):
 
 
 class IdleWork(Protocol):
-    """Work of a runner that no request waits for: it makes later steps faster."""
+    """Work that a runner does while the engine is idle, to make later steps faster."""
 
     @property
     def min_idle_s(self) -> float | None:
-        """How long nothing must have run or waited before `run_idle`; None: there is nothing to do."""
+        """Required idle time before `run_idle`; None: there is no work."""
         ...
 
     def run_idle(self) -> None:
-        """Do one short piece of it. Nothing may be in flight."""
+        """Do one short piece of work. No step may be in flight."""
         ...
 
 

@@ -24,14 +24,13 @@ TOKENS = (
     *range(9216, 16385, 1024),
 )
 ROWS = (1, 4, 16, 64, 128, 256, 512, 1024)
-# Up to the first of them, attention holds all scores of a row; shorter rows gain nothing from a size of their
-# own.
+# Up to the first size, attention holds all scores of a row in registers, so smaller sizes would gain nothing.
 MAX_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CACHED_KEYS = (4096, 16384, 65536)  # keys that a step reads from the KV cache, of all rows
 _TILE = 64  # tokens; attention splits rows between programs in tiles of this size
-FREE_TILES = 512  # this many tiles cost nothing even if most are empty
-# This many cost a step of 2,048 tokens less than a fifth, by measurement; launching its kernels one by one
-# costs it more than its own time.
+FREE_TILES = 512  # up to this many tiles, empty ones cost no time
+# As measured, this many tiles cost a step of 2,048 tokens less than a fifth of its time. Launching its
+# kernels eagerly costs more than its own time.
 _MAX_TILES = 2048
 
 
@@ -48,21 +47,21 @@ def bucket_of(tokens: int, rows: int, max_length: int) -> Bucket | None:
         return None
     size = TOKENS[bisect_left(TOKENS, tokens)]
     count = min(ROWS[bisect_left(ROWS, rows)], size)
-    length = size if rows == 1 else min(_roomy_length(count, max_length), size)
+    length = size if rows == 1 else min(_padded_length(count, max_length), size)
     bucket = Bucket(size, count, length)
     return bucket if num_tiles(bucket) <= max(_MAX_TILES, 4 * (size // _TILE + count)) else None
 
 
-def _roomy_length(rows: int, max_length: int) -> int:
-    """The size for the longest row. Beyond short rows it is the largest one that costs nothing, so that steps
-    share graphs whatever their longest row is."""
+def _padded_length(rows: int, max_length: int) -> int:
+    """The bucket's length for the longest row. For longer rows it is the largest length without extra cost,
+    so that steps with different longest rows share a graph."""
     length = MAX_LENGTHS[bisect_left(MAX_LENGTHS, max_length)]
     free = FREE_TILES // rows * _TILE
     return length if length == MAX_LENGTHS[0] else max(length, min(free, MAX_LENGTHS[-1]))
 
 
 def num_tiles(bucket: Bucket) -> int:
-    """Programs of attention for each head."""
+    """Number of attention programs for each head."""
     return bucket.rows * -(-bucket.max_length // _TILE)
 
 

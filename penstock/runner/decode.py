@@ -37,19 +37,19 @@ from penstock.types import GeneratePlan, Ints, SamplePlan
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 MAX_BLOCKS = (16, 64, 256, 1024, 4096, 16384)  # blocks of the longest row
 MAX_GRAPHS = 192
-MAX_VERIFY_WARM_UP_ROWS = 128  # in steps with proposed tokens; larger ones are captured when they come
-USES_BEFORE_CAPTURE = 4  # of a shape: while the batch grows, most shapes come only once
-AFTER_GRAPH = Need.LOGPROBS | Need.TAIL | EDITS  # what is done after the graph, on its logits
+MAX_VERIFY_WARM_UP_ROWS = 128  # of steps with proposals; graphs of larger steps are captured on demand
+USES_BEFORE_CAPTURE = 4  # uses of a shape; while the batch grows, most shapes are used only once
+AFTER_GRAPH = Need.LOGPROBS | Need.TAIL | EDITS  # needs that are served after the graph, from its logits
 
 
 class Key(NamedTuple):
-    """The steps that one graph serves."""
+    """The steps that one graph can replay."""
 
     rows: int
     max_blocks: int
-    samples: bool  # the graph ends with tokens, not with logits
-    filters: bool  # and it applies top-k, top-p and min-p
-    adapter_rank: int = 0  # the bucket of the rows' adapters' ranks; 0: they have none
+    samples: bool  # the graph returns sampled tokens instead of logits
+    filters: bool  # sampling applies top-k, top-p and min-p
+    adapter_rank: int = 0  # bucket of the adapters' ranks; 0: no adapters
 
     def serves(self, other: Key) -> bool:
         """Whether this key's graph can replay the steps of another key."""
@@ -298,7 +298,7 @@ def bucket_size(sizes: tuple[int, ...], needed: int) -> int:
 def choose(
     generator: Generator, staging: Staging, logits: Tensor, sample: SamplePlan, slots: Tensor
 ) -> GeneratedTensors:
-    """Sample from the logits of a graph, and verify proposed tokens if there are some."""
+    """Sample from the logits of a graph, and verify proposals if the step has any."""
     verify = None
     if sample.verify is not None:
         verify = VerifyTensors(*staging.send(verify_arrays(sample.verify)))
@@ -315,6 +315,6 @@ def warm_up_keys(max_rows: int) -> list[Key]:
 
 
 def verify_warm_up_keys(max_rows: int) -> list[Key]:
-    """Graphs of steps that verify proposed tokens of few short sequences: they end with logits."""
+    """Keys of graphs of speculative steps with few short sequences. These graphs end with logits."""
     sizes = [size for size in ROWS if size <= min(bucket_size(ROWS, max_rows), MAX_VERIFY_WARM_UP_ROWS)]
     return [Key(size, MAX_BLOCKS[0], False, False) for size in reversed(sizes)]

@@ -58,7 +58,7 @@ class SampleTensors(NamedTuple):
 
 
 def verify_arrays(verify: VerifyPlan) -> list[Ints]:
-    """Those of `VerifyTensors`, in the same order."""
+    """The arrays of `VerifyTensors`, in the same order."""
     return [verify.proposed, verify.offsets, verify.firsts]
 
 
@@ -90,7 +90,7 @@ class Generator:
         self.head = head
         self.sampler = Sampler(head.outputs, slots, device, seed)
         self.padding_slot = slots
-        self.max_rows = slots  # that sample in one step; more where sequences run proposed tokens
+        self.max_rows = slots  # rows that sample in one step; speculation raises it
         self.last = self.sampler.last  # the newest token of each slot
 
     def update_slots(self, sample: SamplePlan) -> None:

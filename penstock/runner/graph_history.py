@@ -1,8 +1,8 @@
-"""The shapes that a model's steps had, kept between starts so that the next one captures them first.
+"""Saves the shapes of a model's steps between starts, so that the next start captures their graphs first.
 
-A record holds sizes, counts and pooling parameters, never texts or tokens. It is found by the model's
-revision, which covers its files, the settings that change numbers and Penstock's version, and by the GPU.
-A record that cannot be read is ignored: it only decides in which order graphs are captured.
+A record holds sizes, counts and pooling parameters, never texts or tokens. Its key is the GPU and the model's
+revision, which covers the files, the settings that change numbers and Penstock's version. An unreadable
+record is ignored, because it only affects the order of captures.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from penstock.types import PoolingParams
 
 log = logging.getLogger("penstock.graphs")
 
-FORMAT = 1  # of the file; other formats are ignored
+FORMAT = 1  # version of the file format; other versions are ignored
 MAX_SHAPES = 256
-MAX_BYTES = 1 << 18  # of a file
-MAX_FILES = 256  # the oldest ones are deleted
+MAX_BYTES = 1 << 18  # size of a file
+MAX_FILES = 256  # beyond this the oldest files are deleted
 
 
 class _Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -46,11 +46,11 @@ class _Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: int
     identity: str  # of the model, the settings and the device
-    shapes: tuple[_Shape, ...]  # those first whose graphs saved the most
+    shapes: tuple[_Shape, ...]  # ordered by the time that their graphs saved, most first
 
 
 class GraphHistory:
-    """The file of one model on one kind of device."""
+    """The history file of one model on one kind of device."""
 
     def __init__(self, identity: str, folder: Path | None = None) -> None:
         self.identity = identity
@@ -60,7 +60,7 @@ class GraphHistory:
         self._writer: Thread | None = None
 
     def load(self) -> list[Key]:
-        """The shapes of earlier runs in the order in which to capture them; empty if there is no record."""
+        """The shapes of earlier runs in capture order; empty without a record."""
         try:
             with self.file.open("rb") as stream:
                 content = stream.read(MAX_BYTES + 1)
@@ -79,8 +79,8 @@ class GraphHistory:
         return list(known)
 
     def save(self, used: Iterable[tuple[Key, int]]) -> None:
-        """Write the shapes of this run, in this order, and after them those of earlier runs that did not come
-        again. Earlier uses count half."""
+        """Write the shapes of this run in this order, then those of earlier runs that were not used again.
+        Earlier uses count half."""
         shapes = {key: uses + self._known_uses.get(key, 0) // 2 for key, uses in used if not key.adapter_rank}
         for key, uses in self._known_uses.items():
             if uses > 1:
@@ -102,7 +102,8 @@ class GraphHistory:
                 draft.unlink(missing_ok=True)
 
     def save_in_background(self, used: Iterable[tuple[Key, int]]) -> None:
-        """Write on a thread of its own, unless one is still writing: a file system may be slow."""
+        """Write on a separate thread, because a file system may be slow. Does nothing while one is
+        writing."""
         if self._writer is None or not self._writer.is_alive():
             self._writer = Thread(target=self.save, args=(list(used),), name="penstock-history", daemon=True)
             self._writer.start()

@@ -54,7 +54,7 @@ MAX_OUTPUT_BYTES = 1 << 30  # of the graphs' outputs; they share all their other
 # The last layer is computed for the output tokens alone from this many tokens × hidden size on, and only if
 # they are at most this share of all tokens: selecting them takes a few small kernels.
 MIN_PRUNED_SIZE, MAX_PRUNED_SHARE = 1 << 20, 0.75
-_CAPTURE_PAUSE = 4.0  # times a capture's own duration pass before the next capture under load
+_CAPTURE_PAUSE = 4.0  # pause before the next capture under load, as a multiple of a capture's duration
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +115,7 @@ class Graphs(Captures[Key, Graph]):
         cache: KVCache | None = None,
         policy: GraphPolicy | None = None,
     ) -> None:
-        """`policy`: what is known of earlier graphs of the same model."""
+        """`policy`: the policy of earlier graphs of the same model, with its measurements."""
         super().__init__(staging, capture, clock)
         self.policy = GraphPolicy() if policy is None else policy
         self.model = model
@@ -129,7 +129,7 @@ class Graphs(Captures[Key, Graph]):
         self.row_numbers = torch.arange(ROWS[-1] + 1, dtype=torch.int32, device=staging.device)
         self.output_bytes = 0
         self.last_replayed: Graph | None = None
-        self._larger_keys: dict[Key, Key | None] = {}  # the smallest captured one that serves each
+        self._larger_keys: dict[Key, Key | None] = {}  # key → smallest captured key that serves it
         self._captures_on_first_use = False
 
     @contextlib.contextmanager
@@ -268,22 +268,21 @@ class Graphs(Captures[Key, Graph]):
         return ReplayedStates(graph.hidden[:tokens], batch)
 
     def observe(self, key: Key, host_s: float, device_s: float) -> None:
-        """Note what a step of this shape took without a graph. A step whose kernels were only compiled, not
-        run, is ignored."""
+        """Record the times of an eager step. Steps that only compiled their kernels are ignored."""
         if not is_precompiling():
             self.policy.times.ran_eagerly(key.bucket.tokens, host_s, device_s)
 
     def observe_replay(self, graph: Graph, device_s: float) -> None:
-        """Note what a step took by a graph."""
+        """Record the device time of a replayed step."""
         self.policy.times.replayed(graph.layout.bucket.tokens, device_s)
 
     def observe_gap(self, gap_s: float, device_s: float) -> None:
-        """Note for how long the device had nothing to do before a step of `device_s`."""
+        """Record how long the device was idle before a step of `device_s`."""
         self.policy.times.followed(gap_s, device_s)
 
     def _larger_key(self, key: Key) -> Key | None:
-        """The smallest larger graph, for a step whose own graph is not captured (yet). None: there is none,
-        or its padding would cost more than a step without a graph."""
+        """The smallest larger graph that can replay a step without its own graph. None: there is none, or its
+        padding would cost more than an eager step."""
         if key in self._larger_keys:
             larger = self._larger_keys[key]
         else:
@@ -307,7 +306,7 @@ class Graphs(Captures[Key, Graph]):
         return self.policy.is_due(key, larger) and self.clock() >= self._not_before
 
     def can_capture(self, key: Key) -> bool:
-        """Whether a step may have this key: one that was written down may not fit the engine any more."""
+        """Whether a step can have this key. A key from the history may not fit the engine's settings."""
         if key.bucket != bucket_of(*key.bucket) or key.adapter_rank:
             return False
         if key.params is not None and self._params_inside((Variant(key.params, None),)) != key.params:
@@ -322,14 +321,13 @@ class Graphs(Captures[Key, Graph]):
 
     @property
     def has_idle_work(self) -> bool:
-        """Whether `capture_next` may have something to do."""
+        """Whether `capture_next` may capture a graph now."""
         if not self._may_capture or self.clock() < self._not_before:
             return False
         return self.policy.has_idle_work(self.captured.keys() | self.refused)
 
     def capture_next(self, *, is_planned: bool = False) -> bool:
-        """Capture one graph while no step runs; `is_planned`: one of those that were planned. False: there is
-        nothing to capture."""
+        """Capture one graph while no step runs. `is_planned`: only a planned one. False: none to capture."""
         if not self._may_capture or self.clock() < self._not_before:
             return False
         unavailable = self.captured.keys() | self.refused
@@ -339,18 +337,18 @@ class Graphs(Captures[Key, Graph]):
         if not self.can_capture(key):
             self.refused.add(key)
         elif self._capture(key, self._empty_layout(key)) is not None:
-            self._not_before = self.clock()  # nobody waits, so no pause is needed
+            self._not_before = self.clock()  # no request waits, so no pause is needed
         return True
 
     def compile_ahead(self, keys: Iterable[Key]) -> None:
-        """Launch the kernels of such graphs, while launches only compile."""
+        """Launch the kernels of these graphs while launches only compile."""
         for key in keys:
             if self.can_capture(key):
                 self._work_of(key, self._empty_layout(key)).run()
 
     def _empty_layout(self, key: Key) -> Layout:
-        """The layout of a step of padding alone, whose integers are on the device: its rows are empty, and
-        its tokens are written to no cache slot."""
+        """The layout of a step of padding only, with its integers on the device. Its rows are empty, and its
+        tokens are not written to the KV cache."""
         layout = self._layout_of(key)
         self.integers[: layout.size].zero_()
         if layout.kv is not None:
@@ -373,7 +371,7 @@ class Graphs(Captures[Key, Graph]):
         return graph
 
     def forget(self) -> None:
-        """They are captured again while nobody waits."""
+        """Drop all graphs. They are captured again while the engine is idle."""
         self.policy.plan(key for key in self.captured if not key.adapter_rank)
         self._forget()
 

@@ -304,7 +304,7 @@ def _paged_tensors(paged: PagedPlan, sent: Sent) -> PagedTensors:
 
 
 def _paged_runs(offsets: Ints) -> PagedRuns:
-    """By the number of earlier rows of each row's sequence."""
+    """The runs of rows of one sequence. `offsets`: the number of earlier rows of each row's sequence."""
     firsts = np.flatnonzero(offsets == 0)
     counts = np.diff(firsts, append=len(offsets))
     width = int(counts.max(initial=1))

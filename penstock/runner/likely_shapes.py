@@ -1,4 +1,4 @@
-"""The shapes that steps of natural texts take: what is captured before any shape is known."""
+"""Likely shapes of steps with natural texts, which are captured before any request."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import numpy as np
 
 from penstock.runner.buckets import Bucket, bucket_of
 
-# Lengths of texts in tokens, log-normal: half of them have up to 64, one in a hundred more than 600.
+# Text lengths in tokens are log-normal: the median is 64, and one in a hundred exceeds 600.
 MEDIAN_LENGTH, SPREAD = 64, 1.0
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)  # of a step
-STEPS = 48  # drawn for each number of rows
-SINGLE_ROW_WEIGHT = 4  # a request that runs alone waits for nothing but its own step
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)  # rows of a step
+STEPS = 48  # sampled steps for each number of rows
+SINGLE_ROW_WEIGHT = 4  # the latency of a request that runs alone is its step time
 
 
 def likely_buckets(max_length: int, max_tokens: int, max_rows: int) -> Counter[Bucket]:
-    """Buckets of steps with few to many rows, and how often they come if every number of rows does equally
-    often. The same on every start."""
+    """Buckets of likely steps with their frequencies, if all numbers of rows are equally frequent. The result
+    is the same on every start."""
     draw = np.random.default_rng(0)
     counts: Counter[Bucket] = Counter()
     for rows in ROWS:

@@ -89,10 +89,10 @@ class Loaded:
     sleeper: Sleeper | None = None  # None: the runner cannot sleep
     background: BackgroundSteps | None = None  # None: the runner's steps cannot be interrupted
     adapters: AdapterStore | None = None  # None: no request has one
-    # Whether steps of prompts beside decodes run as CUDA graphs now. None: no step does.
+    # Whether mixed steps of prompts and decodes run as CUDA graphs now. None: this runner has no graphs.
     replays_mixed_steps: Callable[[], bool] | None = None
-    idle_work: IdleWork | None = None  # None: the runner has none
-    draft: DraftRunner | None = None  # None: no draft model proposes tokens
+    idle_work: IdleWork | None = None  # None: no work while idle
+    draft: DraftRunner | None = None  # None: no draft model
     # Calls a function, on another thread, if the device is lost while no step runs.
     watch: Callable[[OnDeviceFailed], None] | None = None
 
@@ -248,7 +248,7 @@ def _described_draft(runner: ModelRunner, spec: ModelSpec, settings: Resolved) -
 def _draft_runner(
     parts: Parts, spec: ModelSpec, settings: Resolved, target: ModelRunner, watch: Stopwatch
 ) -> ModelRunner:
-    """The runner of a draft model, whose steps take turns with those of the target."""
+    """The runner of a draft model, whose steps alternate with those of the target model."""
     from penstock.runner.model_runner import ModelRunner
 
     assert spec.draft is not None and settings.draft is not None and settings.speculation is not None
@@ -378,7 +378,7 @@ def _build_parts(spec: ModelSpec, settings: Resolved, watch: Stopwatch) -> Parts
             own = Generator(
                 draft_model.heads[Task.GENERATE], settings.max_num_seqs, device, generator.sampler.plan.seed
             )
-            own.max_rows *= 2  # the first step of a proposal may run two tokens of each sequence
+            own.max_rows *= 2  # the first draft step may run two tokens of each sequence
             own_cache = allocate_cache(
                 cast("CausalModel", draft_model), settings.draft, dtype, device, blocks
             )
@@ -505,12 +505,12 @@ def warm_up_runner(
 
 
 def _first_params(spec: ModelSpec) -> PoolingParams:
-    """What most requests to a model ask for."""
+    """The pooling parameters of most requests to a model."""
     return PoolingParams(Task.EMBED if spec.reads_labels else spec.tasks[0])
 
 
 def _capture_likely_graphs(runner: ModelRunner, graphs: Graphs, spec: ModelSpec, settings: Resolved) -> None:
-    """Capture what the first seconds need: shapes of earlier runs, then those of natural texts."""
+    """Capture graphs for the first seconds: shapes of earlier runs, then those of natural texts."""
     import torch
 
     from penstock.runner import warmup
@@ -518,7 +518,7 @@ def _capture_likely_graphs(runner: ModelRunner, graphs: Graphs, spec: ModelSpec,
     longest = min(settings.max_model_len, settings.max_num_batched_tokens)
     params = _first_params(spec)
     max_tokens, has_skip = settings.max_num_batched_tokens, spec.pooling.after is not None
-    graphs.policy.uses.clear()  # no request has come yet
+    graphs.policy.uses.clear()  # warm-up steps do not count
     warmup.time_steps(runner, params, longest, max_tokens, has_skip=has_skip)
     graphs.policy.plan(warmup.likely_keys(graphs, params, longest, settings, has_skip=has_skip))
     if runner.graph_history is not None:
@@ -609,7 +609,7 @@ def _model(
 
 
 def _with_adapter(spec: ModelSpec, weights: WeightSource) -> WeightSource:
-    """The weights with the adapter that the model's folder was assembled with."""
+    """The weights, merged with the adapter in the model's folder."""
     from penstock.weights.merged import PeftMergedSource
 
     return PeftMergedSource(weights, read_lora(spec.root_path, spec.name))
@@ -670,8 +670,8 @@ def make_cache(
     device: torch.device,
     others: Sequence[CausalModel] = (),
 ) -> tuple[KVCache, int]:
-    """The KV cache and its number of blocks. `others`: models with caches of as many blocks, out of the same
-    memory."""
+    """The KV cache and its number of blocks. `others`: models whose caches have the same number of blocks and
+    share the memory."""
     blocks = count_blocks(model, settings, dtype, device, others)
     return allocate_cache(model, settings, dtype, device, blocks), blocks
 

@@ -1,11 +1,10 @@
-"""Steps with decodes and pieces of prompts as CUDA graphs: one copy in, one replay, tokens out.
+"""CUDA graphs of mixed steps, with decodes and prompt chunks: one copy in, one replay, tokens out.
 
-The decodes read their keys through block tables, the prompts by a run of slots, as in a step without a graph.
-Tokens follow one another without a gap: first one of each decode, then those of the prompts. A graph has room
-for more decodes than a step has; these padding rows have no keys, and nothing is written for them. Attention
-of the prompts is a branch of the graph, which runs beside that of the decodes.
+Decodes read their keys through block tables, prompts by a run of slots, as in an eager step. Tokens are
+contiguous: first one of each decode, then those of the prompts. Padding decodes have no keys, and the kernel
+writes nothing for them. Attention of prompts and of decodes are parallel branches of the graph.
 
-Rows of several tokens may sample at any of them: the graph is given the tokens whose logits are read.
+A row may sample at any of its tokens: the indices of tokens whose logits are read are an input of the graph.
 """
 
 from __future__ import annotations
@@ -37,34 +36,32 @@ from penstock.sampling.plan import Need
 from penstock.scheduler.prefill_budget import STEP_SIZES
 from penstock.types import GeneratePlan, Ints
 
-DECODES = (8, 16, 32, 64, 128, 256, 512, 1024)  # the fewer, the more parts their keys are split into
+DECODES = (8, 16, 32, 64, 128, 256, 512, 1024)  # fewer decodes: attention splits their keys into more parts
 PROMPTS = (4, 16, 64, 256, 1024)  # rows of more than one token
-SHORT_PROMPTS = (16, 64, 256, 1024)  # tokens of the longest row, where there are many rows
-MAX_LONG_PROMPTS = 16  # rows of any length; most programs of attention have no work then
+SHORT_PROMPTS = (16, 64, 256, 1024)  # tokens of the longest prompt chunk, if there are many rows
+MAX_LONG_PROMPTS = 16  # up to here, rows may have any length; most attention programs then have no work
 MAX_BLOCKS = (256, 1024, 4096, 16384)  # blocks of the longest decode
 MAX_CACHED_KEYS = 1 << 17  # of all prompts of a step
 MAX_GRAPHS = 128
-USES_BEFORE_CAPTURE = 2  # of a shape: a capture takes the host about as long as three steps without a graph
-MAX_OVERSIZE = 1.5  # a graph replays steps of fewer tokens down to this share of its own,
-ALWAYS_SERVES = (
-    512  # or any, if it has no more tokens than this: without a graph they would wait for the host
-)
-_CAPTURE_PAUSE = 4.0  # times a capture's own duration pass before the next: decodes wait for it
-_MAX_PAUSE_S = 1.0  # also after a capture that compiled kernels
+USES_BEFORE_CAPTURE = 2  # uses of a shape; a capture takes about as much host time as three eager steps
+MAX_OVERSIZE = 1.5  # tokens of a graph, as a multiple of those of a step that it replays
+ALWAYS_SERVES = 512  # a graph of up to this many tokens replays smaller steps of any size
+_CAPTURE_PAUSE = 4.0  # pause between captures, as a multiple of a capture's duration, because decodes wait
+_MAX_PAUSE_S = 1.0  # longest pause, even after a capture that compiled kernels
 
 
 class Key(NamedTuple):
-    """The steps that one graph serves."""
+    """The steps that one graph can replay."""
 
     tokens: int
     decodes: int
     prompts: int
-    max_length: int  # tokens of the longest prompt's piece
+    max_length: int  # tokens of the longest prompt chunk
     max_blocks: int
     sampled: int  # tokens whose logits are read
-    samples: bool  # the graph ends with tokens, not with logits
-    filters: bool  # and it applies top-k, top-p and min-p
-    adapter_rank: int = 0  # the bucket of the rows' adapters' ranks; 0: they have none
+    samples: bool  # the graph returns sampled tokens instead of logits
+    filters: bool  # sampling applies top-k, top-p and min-p
+    adapter_rank: int = 0  # bucket of the adapters' ranks; 0: no adapters
 
     def serves(self, other: Key) -> bool:
         """Whether this key's graph can replay the steps of another key at little extra device time."""
@@ -89,13 +86,13 @@ class Layout:
     cu_keys: slice  # the same
     sampled_tokens: slice
     sampled_slots: slice
-    token_adapters: LineLayout | None  # None: no row has one
+    token_adapters: LineLayout | None  # None: no adapters
     sampled_adapters: LineLayout | None
-    read_slots: slice  # comes last: only as many as a step has are copied
+    read_slots: slice  # last, so that only the used part is copied
 
     @classmethod
     def of(cls, key: Key, num_slots: int = 0) -> Layout:
-        """`num_slots`: of adapters; 0: no row has one."""
+        """`num_slots`: adapter slots; 0: no adapters."""
         space, rows = BufferSpace(), key.decodes + key.prompts + 1
         return cls(
             key,
@@ -115,11 +112,11 @@ class Layout:
         )
 
     def size(self, num_cached: int) -> int:
-        """Integers that a step with this number of cached keys needs."""
+        """Number of integers of a step with this many cached keys."""
         return int(self.read_slots.start) + num_cached
 
     def write(self, out: Ints, plan: GeneratePlan, padding_slot: int, adapters: AdapterPlan | None) -> None:
-        """Write the step's integers, and padding behind each array."""
+        """Write the step's integers, with padding after each array."""
         paged, sample, kv, count = plan.paged, plan.sample, plan.kv, plan.paged.num_rows
         fill(out[self.token_ids], plan.token_ids)
         fill(out[self.positions], plan.positions)
@@ -142,7 +139,7 @@ class Layout:
         self.sampled_adapters.write(out, lines)
 
     def write_padding(self, out: Ints, padding_slot: int) -> None:
-        """A step without sequences: nothing is written to the cache, and only `padding_slot` samples."""
+        """A step of padding only: it writes nothing to the cache, and only `padding_slot` samples."""
         out[: self.read_slots.start] = 0
         out[self.token_slots] = out[self.fed_slots] = -1
         out[self.sampled_slots] = padding_slot
@@ -157,7 +154,7 @@ class Graph:
 
 
 class MixedGraphs(Captures[Key, Graph]):
-    kind = "steps of prompts beside decodes"
+    kind = "mixed steps of prompts and decodes"
 
     def __init__(
         self, model: Model, generator: Generator, staging: Staging, store: KVStore, capture: Capture
@@ -182,12 +179,12 @@ class MixedGraphs(Captures[Key, Graph]):
 
     @property
     def is_usable(self) -> bool:
-        """Whether steps of prompts beside decodes have graphs, or may get some. Without one such a step takes
-        several times as long, because it waits for the host."""
+        """Whether mixed steps have graphs, or may get them. An eager mixed step takes several times as long,
+        because it waits for the host."""
         return not self.gave_up and (bool(self.captured) or self.clock() >= self._not_before)
 
     def key_of(self, plan: GeneratePlan, adapters: AdapterPlan | None = None) -> Key | None:
-        """None: such a step is never replayed."""
+        """The key of a step; None: the step always runs eagerly."""
         paged, sample = plan.paged, plan.sample
         num_prompts, num_sampled = plan.num_rows - paged.num_rows, len(sample.sampled_tokens)
         if not paged.num_rows or not num_prompts or not num_sampled or sample.prompts is not None:
@@ -214,7 +211,7 @@ class MixedGraphs(Captures[Key, Graph]):
         return Key(tokens, decodes, prompts, length, max_blocks, sampled, samples, filters, rank)
 
     def __call__(self, plan: GeneratePlan, adapters: AdapterPlan | None = None) -> GeneratedTensors | None:
-        """What the generator would give for this step. None: run it without a graph."""
+        """Replay the step and return what the generator would return. None: run it eagerly."""
         key = self.key_of(plan, adapters)
         graph = None if key is None else self._graph_for(key)
         if key is None or graph is None:
@@ -234,7 +231,8 @@ class MixedGraphs(Captures[Key, Graph]):
         return GeneratedTensors(graph.output[:count])
 
     def _graph_for(self, key: Key) -> Graph | None:
-        """The key's own graph; one captured now, if its shape keeps coming; or a larger one that fits."""
+        """The key's own graph, captured now if its shape is frequent, or a larger graph that can replay
+        it."""
         if (graph := self.captured.get(key)) is not None:
             return graph
         self._uses[key] += 1
@@ -244,7 +242,7 @@ class MixedGraphs(Captures[Key, Graph]):
         return self.captured[min(serving)] if serving else None
 
     def ensure(self, key: Key) -> Graph | None:
-        """The graph for such steps, captured now if it was not; None if that fails."""
+        """The graph of this key, captured now if necessary; None if the capture fails."""
         self._not_before = 0.0
         return self.captured.get(key) or self._capture(key)
 
@@ -262,8 +260,8 @@ class MixedGraphs(Captures[Key, Graph]):
 
     def _make_graph(self, key: Key) -> Graph:
         layout = Layout.of(key, self._num_slots if key.adapter_rank else 0)
-        # A capture runs its work once before, which must change no sequence. Its padding uses one pinned
-        # buffer more than a step does, so copies still in flight have to end first.
+        # A capture first runs its work once, which must not change any sequence. Its padding uses one more
+        # pinned buffer than a step, so copies in flight have to finish first.
         if self.staging.device.type == "cuda":
             torch.cuda.current_stream(self.staging.device).synchronize()
         pinned = self.staging.pinned_ints(layout.size(0))
@@ -314,7 +312,7 @@ class MixedGraphs(Captures[Key, Graph]):
             positions=integers[layout.positions],
             type_ids=None,
             cu_lengths=cu_lengths,
-            lengths=cu_lengths[1:],  # nothing reads the lengths of rows that generate
+            lengths=cu_lengths[1:],  # lengths of rows that generate are not read
             skip=None,
             groups=NoGroups(),
             max_length=key.max_length,

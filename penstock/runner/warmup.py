@@ -133,7 +133,7 @@ def capture_graphs(graphs: Graphs, max_s: float, clock: Callable[[], float] = ti
     while clock() - began < max_s and graphs.capture_next(is_planned=True):
         _show_progress(num_planned - graphs.policy.num_planned, num_planned)
     log.info(
-        "captured %d graphs in %.1f s; %d more while nobody waits",
+        "captured %d graphs in %.1f s; %d more while idle",
         len(graphs.captured),
         clock() - began,
         graphs.policy.num_planned,

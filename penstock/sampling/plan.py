@@ -216,10 +216,10 @@ class SlotPlan:
         return need
 
     def rewind(self, slots: Ints, num_sampled: Ints) -> Need:
-        """Set how many tokens these slots have sampled. Returns what a batch of them needs."""
+        """Set the number of tokens that these slots have sampled. Returns what a batch of them needs."""
         need = self.need(slots)
         if need & (EDITS | Need.TAIL):
-            raise ValueError("a slot whose logits are edited by its tokens cannot be rewound")
+            raise ValueError("a slot with logits processors that depend on its tokens cannot be rewound")
         self.generated[slots] = num_sampled
         return need
 

@@ -82,7 +82,7 @@ class Sampler:
         output_ids: Ints | None = None,
         stream: int | None = None,
     ) -> None:
-        """`stream`: of the noise of a sequence without a seed; None: one that no other has."""
+        """`stream`: the noise stream of a sequence without a seed; None: a new one."""
         output_ids = _NOTHING if output_ids is None else output_ids
         need = self.plan.join(slot, params, len(output_ids), stream)
         self._processors.join(slot, need, params, prompt_ids, output_ids)
@@ -94,9 +94,9 @@ class Sampler:
         self._changed.discard(slot)
 
     def rewind(self, slots: Ints, num_sampled: Ints) -> None:
-        """Sample the next tokens of these slots with the noise of those that follow `num_sampled` tokens."""
+        """Continue these slots at position `num_sampled`, with the noise of that position."""
         if not self.plan.rewind(slots, num_sampled) & Need.NOISE:
-            return  # nothing else of what they may need depends on it
+            return  # only noise depends on the position
         self.flush()
         at, positions = self._send(np.stack((slots, num_sampled)))
         self.positions.index_copy_(0, at.long(), positions)
@@ -111,8 +111,8 @@ class Sampler:
     def __call__(
         self, logits: Tensor, slots: Ints, slots_device: Tensor, verify: VerifyTensors | None = None
     ) -> Sampled:
-        """With `verify`, slots whose logits nothing edits may have several rows, whose noise is that of the
-        positions that follow. The slot continues after the last row whose earlier proposals were accepted."""
+        """With `verify`, a slot without logits processors may have several rows. Each row uses the noise of
+        its own position. The slot continues after the last row whose earlier proposals were all accepted."""
         if logits.shape != (len(slots), self.plan.vocab_size):
             raise ValueError(
                 f"logits have shape {tuple(logits.shape)}, not {(len(slots), self.plan.vocab_size)}"

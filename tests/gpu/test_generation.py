@@ -52,7 +52,7 @@ ENDS = (7, 25, 40, 13, 31, 18, 36, 10, 28, 22)  # tokens of each row: one ends w
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3", "gpt-oss", "qwen3-moe"])
-def test_prompts_beside_decodes_are_replayed_and_give_likely_tokens(
+def test_mixed_steps_are_replayed_and_give_likely_tokens(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.runner.mixed.USES_BEFORE_CAPTURE", 0)

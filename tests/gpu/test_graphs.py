@@ -435,7 +435,7 @@ def test_graphs_that_were_captured_without_a_step_give_the_answers_of_eager_step
                 check(runner, plan_of(lengths, seed=seed))
 
 
-def test_a_borrowed_graph_gives_the_answers_of_the_eager_step(bert: Path) -> None:
+def test_a_larger_graph_gives_the_answers_of_the_eager_step(bert: Path) -> None:
     options: dict[str, Any] = {"graph_capture_seconds": 0, "graph_history": False}
     with Engine(str(bert), device="cuda", dtype="bfloat16", **options) as engine:
         runner = runner_of(engine)
@@ -455,7 +455,7 @@ def test_a_borrowed_graph_gives_the_answers_of_the_eager_step(bert: Path) -> Non
             assert (mine * theirs).sum(1).min() > 0.9999 * (theirs**2).sum(1).max()
 
 
-def test_warm_up_captures_within_its_time_and_remembers_shapes(
+def test_warm_up_captures_within_its_time_and_saves_shapes(
     bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

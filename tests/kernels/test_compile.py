@@ -27,7 +27,7 @@ def test_every_kernel_compiles_for_every_kind_of_gpu_and_fits_it(tmp_path: Path)
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 @pytest.mark.parametrize(("wanted", "tile_bytes"), [(6, 20480), (4, 36864), (3, 49152), (2, 150 << 10)])
-def test_the_tiles_that_are_loaded_ahead_fit_the_shared_memory(
+def test_pipeline_stages_fit_the_shared_memory(
     capability: tuple[int, int], wanted: int, tile_bytes: int
 ) -> None:
     limits = limits_for(capability)
@@ -37,7 +37,7 @@ def test_the_tiles_that_are_loaded_ahead_fit_the_shared_memory(
     assert stages == 1 or buffers * tile_bytes + 4096 <= limits.shared_bytes
 
 
-def test_an_h200_loads_as_many_tiles_ahead_as_the_tables_say() -> None:
+def test_an_h200_uses_the_stages_of_the_tables() -> None:
     for tilings, weight_bytes in ((HALF_TILINGS, 2), (FP8_TILINGS, 1)):
         for _, tiling in tilings:
             for tile, halves in ((tiling.up, 2), (tiling.down, 1)):

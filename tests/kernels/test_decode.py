@@ -152,7 +152,7 @@ def test_a_graph_gives_the_tokens_of_steps_without_one(kind: str, captured_at_on
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("kind", KINDS if ALL_CASES else ("greedy",))
-def test_proposed_tokens_are_verified_by_graphs_and_without(
+def test_proposals_are_verified_with_and_without_graphs(
     kind: str, graphs: bool, captured_at_once: None
 ) -> None:
     expected = run_without_graphs(kind)

@@ -339,7 +339,7 @@ def test_precompiled_kernels_are_compiled_in_threads_and_not_run(monkeypatch: py
     bound(3, x, x, 8, 0.5)  # runs again
 
 
-def test_kernels_that_are_known_are_not_run_while_others_are_precompiled(
+def test_compiled_kernels_do_not_run_while_others_are_precompiled(
     kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their inputs may be outputs of a kernel that was not run, such as the numbers of experts."""
@@ -369,7 +369,7 @@ def test_kernels_that_are_known_are_not_run_while_others_are_precompiled(
     assert sum(len(compiled.launches) for compiled in kernel.compiled) == sum(before) + 2 * len(launches)
 
 
-def test_only_the_thread_that_precompiles_leaves_its_kernels_unrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_run_kernels_while_one_precompiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights may be read by kernels of one thread while another compiles those of the experts."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -410,7 +410,7 @@ def test_kernels_that_may_be_launched_early_wait_for_their_inputs() -> None:
 
 
 @pytest.mark.parametrize("capable", [True, False])
-def test_early_launches_are_compiled_in_where_the_gpu_can(
+def test_overlapping_launches_are_compiled_for_gpus_that_support_them(
     capable: bool, kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: list[dict[str, Any]] = []

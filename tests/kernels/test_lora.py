@@ -222,7 +222,7 @@ def test_decode_graphs_give_the_tokens_of_steps_without_one(monkeypatch: pytest.
 
 
 @thorough
-def test_prompts_with_adapters_run_beside_decodes_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_steps_with_adapters_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     if not language.IS_INTERPRETED:
         pytest.skip("on a CUDA device tests/gpu/test_lora.py replays real graphs")
     monkeypatch.setattr("penstock.runner.mixed.USES_BEFORE_CAPTURE", 0)

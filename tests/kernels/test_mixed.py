@@ -148,7 +148,7 @@ def test_a_graph_gives_the_tokens_of_steps_without_one(kind: str, captured_at_on
 
 @thorough
 @pytest.mark.parametrize(("chunk", "arrivals"), [(7, (1, 5)), (17, (3, 4))])
-def test_any_pieces_and_arrivals_give_the_same_tokens(
+def test_any_chunks_and_arrivals_give_the_same_tokens(
     chunk: int, arrivals: tuple[int, ...], captured_at_once: None
 ) -> None:
     expected = run(make_runner(graphs=False, dtype=torch.float16), KINDS["noise"])
@@ -181,7 +181,7 @@ def test_steps_run_without_a_graph_when_capture_fails(captured_at_once: None) ->
 
 
 @thorough
-def test_a_shape_is_captured_once_it_comes_often_and_not_right_after_another() -> None:
+def test_a_frequent_shape_is_captured_after_a_pause() -> None:
     now = 0.0
     runner = mixed_runner()
     assert runner.mixed is not None
@@ -221,7 +221,7 @@ def test_a_graph_serves_steps_that_fit_and_are_not_much_smaller() -> None:
     assert not large._replace(filters=False).serves(large)
 
 
-def test_graphs_that_were_dropped_are_not_waited_for() -> None:
+def test_dropped_mixed_graphs_are_not_expected_again() -> None:
     now = 100.0
     mixed = mixed_runner().mixed
     assert mixed is not None

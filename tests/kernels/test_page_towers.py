@@ -60,7 +60,7 @@ def test_a_tower_gives_the_same_with_kernels(kind: str, request: pytest.FixtureR
 
 
 @torch.inference_mode()
-def test_images_take_the_places_of_words_before_the_norm(request: pytest.FixtureRequest) -> None:
+def test_image_features_replace_word_embeddings_before_the_norm(request: pytest.FixtureRequest) -> None:
     norm = LayerBuilder(DummySource(1, torch.float32, CPU)).norm("norm", 24, 1e-5)
     embedding = EncoderEmbedding(draw(99, 24), positions=None, segments=None, norm=norm)
     features = draw(3, 24)

@@ -107,7 +107,7 @@ def test_sampled_tokens_equal_the_reference(dtype: torch.dtype, device: torch.de
         assert (positions - before).tolist() == [1, 1, 1, 1, 1, 0]
 
 
-def test_rows_of_one_slot_have_the_noise_of_the_positions_that_follow(device: torch.device) -> None:
+def test_rows_of_one_slot_use_the_noise_of_their_positions(device: torch.device) -> None:
     torch.manual_seed(0)
     params = [SamplerParams(temperature=t, seed=s) for t, s in ((0, 1), (1, 2), (0.6, None))]
     table = slots_table(params, device)

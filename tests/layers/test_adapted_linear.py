@@ -32,7 +32,7 @@ def test_slots_per_tile_are_counted(slots: list[int], lengths: list[int], expect
     assert slots_per_tile(ints(slots), ints(lengths)) == expected
 
 
-def test_a_slot_has_zeros_behind_its_rank() -> None:
+def test_a_slot_has_zeros_beyond_its_rank() -> None:
     """The fused product multiplies by all of a bucket of ranks."""
     layer = AdaptedLinear(
         Linear(torch.randn(24, 8), None),

@@ -55,7 +55,7 @@ def test_times_between_known_sizes_are_interpolated_and_beyond_them_in_proportio
     assert times.device_s(1536) == pytest.approx(0.0025) and times.device_s(4096) == pytest.approx(0.006)
 
 
-def test_an_eager_step_tells_the_devices_time_only_if_the_device_was_the_limit() -> None:
+def test_an_eager_step_measures_the_device_only_if_the_device_is_the_bottleneck() -> None:
     times = StepTimes()
     times.ran_eagerly(1024, host_s=0.004, device_s=0.0041)
     assert times.device_s(1024) is None and times.gain_s(1024) == 0.004
@@ -64,7 +64,7 @@ def test_an_eager_step_tells_the_devices_time_only_if_the_device_was_the_limit()
     assert times.gain_s(64) > 0.003, "what a large step takes says nothing against small graphs"
 
 
-def test_a_shape_is_captured_under_load_once_it_has_lost_what_a_capture_costs() -> None:
+def test_a_shape_is_captured_under_load_once_its_steps_lost_the_time_of_a_capture() -> None:
     policy, key, roomy = measured(), key_of(500), key_of(1000)
     policy.captured(roomy, 0.02)
     due = []
@@ -80,7 +80,7 @@ def test_a_shape_is_captured_under_load_once_it_has_lost_what_a_capture_costs() 
     assert uses.index(True) + 1 == pytest.approx(0.02 / lost_s, abs=1), "a borrowed graph loses little"
 
 
-def test_a_planned_shape_is_captured_when_it_comes_and_no_graph_can_be_borrowed() -> None:
+def test_a_planned_shape_is_captured_at_once_if_no_larger_graph_can_replay_it() -> None:
     policy, key = measured(), key_of(500)
     policy.plan([key])
     assert not policy.is_due(key, key_of(1000)) and policy.is_due(key, None)
@@ -88,7 +88,7 @@ def test_a_planned_shape_is_captured_when_it_comes_and_no_graph_can_be_borrowed(
     assert policy.num_planned == 0 and not policy.is_due(key, None)
 
 
-def test_a_larger_graph_is_borrowed_up_to_the_cost_of_a_step_without_one() -> None:
+def test_a_larger_graph_replays_a_step_up_to_the_cost_of_an_eager_step() -> None:
     policy = measured(host_s=0.004, per_token_s=1e-6)
     assert policy.may_borrow(key_of(1000), key_of(3000)) and not policy.may_borrow(key_of(1000), key_of(4000))
     assert not policy.may_borrow(key_of(8000), key_of(9000)), "the device is the limit"
@@ -143,7 +143,7 @@ def test_the_largest_worthwhile_shape_can_be_captured_first_for_its_memory() -> 
     assert policy.num_planned == 0
 
 
-def test_idle_captures_take_planned_shapes_then_those_that_lost_the_most() -> None:
+def test_idle_captures_take_planned_shapes_then_those_that_lost_most_time() -> None:
     policy = measured()
     for key, steps in ((key_of(100), 1), (key_of(500), 5), (key_of(900, adapter_rank=8), 9)):
         for _ in range(steps):
@@ -155,14 +155,14 @@ def test_idle_captures_take_planned_shapes_then_those_that_lost_the_most() -> No
     assert policy.has_idle_work([key_of(500)]) and not policy.has_idle_work([key_of(500), key_of(100)])
 
 
-def test_a_longer_capture_needs_a_longer_pause_of_all_requests() -> None:
+def test_a_longer_capture_needs_a_longer_idle_time() -> None:
     policy = measured(host_s=0.001)
     assert policy.min_idle_s == MIN_IDLE_S
     policy.captured(key_of(100), 0.1)
     assert policy.min_idle_s == pytest.approx(IDLE_SHARE * 0.1)
 
 
-def test_shapes_that_come_rarely_are_forgotten_when_there_are_too_many(
+def test_rare_shapes_are_forgotten_when_there_are_too_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(graph_policy, "MAX_KNOWN", 8)
@@ -229,7 +229,7 @@ def test_a_graph_that_was_captured_without_a_step_gives_the_answers_of_the_eager
         {"adapter_rank": 8},
     ],
 )
-def test_a_shape_that_no_step_of_this_engine_has_is_not_captured(changes: dict[str, Any]) -> None:
+def test_a_shape_that_does_not_fit_the_engine_is_not_captured(changes: dict[str, Any]) -> None:
     _, graphs = make_runner()
     key = key_of(100)._replace(**changes)
     assert not graphs.can_capture(key) and graphs.can_capture(key_of(100))
@@ -288,7 +288,7 @@ def test_every_part_of_a_shape_survives_the_file(tmp_path: Path) -> None:
         b"\xff\xfe",
     ],
 )
-def test_a_damaged_or_foreign_record_is_ignored_and_said_so(
+def test_a_damaged_or_foreign_record_is_ignored_and_logged(
     content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     history = GraphHistory("m", tmp_path)
@@ -313,7 +313,7 @@ def test_a_history_is_bounded_and_holds_no_more_than_sizes_and_counts(
     assert set(record) == {"format", "identity", "shapes"} and len(record["shapes"]) == 5
 
 
-def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
+def test_a_read_only_cache_folder_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     history = GraphHistory("m", tmp_path / "file" / "below")
     history.save([(key_of(100), 1)])

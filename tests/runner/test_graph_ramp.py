@@ -16,7 +16,7 @@ def test_graphs_of_warm_up_serve_a_natural_load_from_its_first_second(connection
         assert kinds["captured"] <= 2, "a capture under load stops every request"
 
 
-def test_without_warm_up_borrowed_graphs_serve_most_steps_after_a_second() -> None:
+def test_without_warm_up_larger_graphs_replay_most_steps_after_a_second() -> None:
     first, second = Simulation(MODELS["bge-base"], 64, capture_s=0.0).run(2)
     assert first.kinds["eager"] > second.kinds["eager"]
     assert second.kinds["own"] + second.kinds["borrowed"] >= 0.95 * second.kinds.total()

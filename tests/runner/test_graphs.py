@@ -298,7 +298,7 @@ def test_a_graph_with_type_ids_and_skip_serves_steps_without_them(method: str) -
     torch.testing.assert_close(results.outputs[0], runner._step(plain).outputs[0])
 
 
-def test_a_step_borrows_a_larger_graph_where_padding_costs_less_than_launching() -> None:
+def test_a_larger_graph_replays_a_step_if_padding_costs_less_than_launching() -> None:
     runner, graphs = make_runner()
     replayed(runner, graphs, plan_of(*[60] * 16))  # 1,024 tokens
     (taken,) = graphs.captured
@@ -316,7 +316,7 @@ def test_a_step_borrows_a_larger_graph_where_padding_costs_less_than_launching()
     torch.testing.assert_close(results.outputs[0], runner._step(plan).outputs[0])
 
 
-def test_a_new_graph_is_borrowed_if_it_is_smaller_than_the_last_one() -> None:
+def test_a_new_graph_replays_smaller_steps_if_it_is_smaller_than_the_last_one() -> None:
     runner, graphs = make_runner()
     graphs.observe(graphs.key_of(plan_of(20)), host_s=0.004, device_s=0.004)  # type: ignore[arg-type]
     small = plan_of(*[50] * 6)
