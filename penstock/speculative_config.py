@@ -1,4 +1,4 @@
-"""`--speculative-config`: how tokens are proposed that a step verifies together."""
+"""`--speculative-config`: the settings of speculative decoding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.errors import ConfigError
 
-MAX_SPECULATIVE_TOKENS = 31  # for a sequence and a step; its rows are one more
+MAX_SPECULATIVE_TOKENS = 31  # proposals of a sequence in a step, which then has one row more
 MAX_LOOKUP = 32  # tokens of an n-gram
 _PARAM = "speculative_config"
 _SHARED_KEYS = ("method", "num_speculative_tokens", "adaptive")
@@ -26,18 +26,20 @@ _KEYS = {  # by method
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Prompt lookup, which proposes the tokens that followed the last n-gram of a sequence when it came
-    before; or a draft model, which is smaller than the engine's and has the same vocabulary."""
+    """Settings of prompt lookup or of a draft model.
+
+    Prompt lookup proposes the tokens that followed an earlier occurrence of the sequence's last n-gram. A
+    draft model is a smaller model with the same vocabulary."""
 
     method: str = "ngram"
-    num_speculative_tokens: int = 4  # proposed for a sequence and a step
-    adaptive: bool = True  # off where it loses; else every proposal runs
-    prompt_lookup_max: int | None = None  # tokens of the longest n-gram; None: 4, or the shortest one's
-    prompt_lookup_min: int | None = None  # tokens of the shortest n-gram; None: 2, or the longest one's
-    model: str | None = None  # of the draft: folder or hub id
+    num_speculative_tokens: int = 4  # proposals of a sequence in a step
+    adaptive: bool = True  # speculate only while it is faster; False: every proposal runs
+    prompt_lookup_max: int | None = None  # tokens of the longest n-gram; None: 4, or the minimum if larger
+    prompt_lookup_min: int | None = None  # tokens of the shortest n-gram; None: 2, or the maximum if smaller
+    model: str | None = None  # folder or hub id of the draft model
     revision: str | None = None
     quantization: Literal["int8", "fp8"] | None = None
-    max_model_len: int | None = None  # tokens up to which it drafts; None: as many as it can read
+    max_model_len: int | None = None  # no drafts beyond this length; None: the draft model's limit
     draft_tensor_parallel_size: int = 1
 
     @property
@@ -50,7 +52,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 
 def read_speculative_config(given: dict[str, Any]) -> SpeculativeConfig | None:
-    """The settings, or None if there are none; `ConfigError` for what is not understood."""
+    """The settings; None if speculation is off. Raises `ConfigError` for unknown keys and values."""
     if not given:
         return None
     method = given.get("method", "draft_model" if "model" in given else "ngram")

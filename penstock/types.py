@@ -616,7 +616,7 @@ class PagedPlan:
     max_blocks: int  # of the longest row, which is the width of `block_tables`
     block_tables: Ints  # [rows · max_blocks]
     num_keys: Ints  # [rows], keys that each row reads, its own included
-    offsets: Ints | None = None  # [rows], rows of the same sequence before each; None: all 0
+    offsets: Ints | None = None  # [rows], number of earlier rows of the same sequence; None: all 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -627,11 +627,11 @@ class Join:
     params: SamplerParams
     prompt_ids: Ints  # [prompt]
     output_ids: Ints | None = None  # tokens sampled before, of a sequence that starts again
-    stream: int | None = None  # of its noise, where it has no seed; None: the sampler's next
+    stream: int | None = None  # noise stream of a sequence without a seed; None: the sampler's next
 
 
 class Rewind(NamedTuple):
-    """Sequences of a draft model, whose samples do not all count: how many tokens each has really sampled."""
+    """Reset a draft model's sequences after rejected proposals: the number of tokens that each has kept."""
 
     slots: Ints  # [sequences]
     num_sampled: Ints  # [sequences]
@@ -651,24 +651,24 @@ class PromptPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VerifyPlan:
-    """The sampled rows of a step some of whose sequences have several: the rows that run proposed tokens.
+    """The sampled rows of a step with proposals, in which a sequence may have several rows.
 
-    The rows of a sequence follow one another. A row's proposal is the token that the next row runs: it is
-    accepted if the row samples it and all proposals before it were accepted.
+    The rows of a sequence are consecutive. A row's proposal is the input token of the next row. It is
+    accepted if the row samples it and all earlier proposals were accepted.
     """
 
-    proposed: Ints  # [sampled], the token that each row should sample; -1: the last row of its sequence
-    offsets: Ints  # [sampled], rows of the same sequence before it
-    firsts: Ints  # [sequences], the first row of each
+    proposed: Ints  # [sampled], the proposal that each row checks; -1: the last row of its sequence
+    offsets: Ints  # [sampled], number of earlier rows of the same sequence
+    firsts: Ints  # [sequences], first row of each
 
     @property
     def counts(self) -> Ints:
-        """[sequences], rows of each."""
+        """[sequences], number of rows of each."""
         return np.diff(self.firsts, append=np.int32(len(self.proposed)))
 
     def num_accepted(self, token_ids: Ints) -> Ints:
-        """[sequences], the proposals of each that equal the sampled tokens [sampled] up to the first that
-        does not."""
+        """[sequences], number of accepted proposals: those before the first that differs from the sampled
+        token. `token_ids` [sampled]."""
         equal = (token_ids == self.proposed) & (self.proposed >= 0)
         return np.minimum.reduceat(np.where(equal, np.int32(len(token_ids)), self.offsets), self.firsts)
 
@@ -693,9 +693,9 @@ class SamplePlan:
     leaves: tuple[int, ...] = ()  # slots that are freed before this step
     joins: tuple[Join, ...] = ()  # slots that are taken, after the former are freed
     masks: tuple[tuple[int, Ints], ...] = ()  # slot → the tokens that it may sample next, 32 to a word
-    prompts: PromptPlan | None = None  # None: nobody asked for prompt log probabilities
-    verify: VerifyPlan | None = None  # None: no row runs a proposed token
-    rewind: Rewind | None = None  # before this step, after the joins; None: every sample counted
+    prompts: PromptPlan | None = None  # None: no request asks for prompt log probabilities
+    verify: VerifyPlan | None = None  # None: the step has no proposals
+    rewind: Rewind | None = None  # applied before this step, after the joins; None: no rejected proposals
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -843,15 +843,15 @@ class PooledOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PooledRows:
-    """Outputs of several requests that have one row each, in columns: the result of most pooling steps."""
+    """Outputs of several single-row requests, in columns: the result of most pooling steps."""
 
     ids: Sequence[str]
-    values: Array  # [requests, …], the row of each
-    queue_s: Sequence[float]  # of each
+    values: Array  # [requests, …], one row for each request
+    queue_s: Sequence[float]  # one for each request
     device_s: float  # of the step
 
     def parts(self) -> Iterator[PooledOutput]:
-        """The same as one `PooledOutput` per request."""
+        """One `PooledOutput` for each request."""
         values, device_s = self.values, self.device_s
         for at, (request_id, queue_s) in enumerate(zip(self.ids, self.queue_s, strict=True)):
             yield PooledOutput(request_id, values[at : at + 1], Timings(queue_s, device_s))

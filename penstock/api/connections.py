@@ -61,7 +61,7 @@ class _LimitMet(Exception):
 class Exchange(RequestResponseCycle):
     """A request and its answer."""
 
-    # Defaults of the class: one exchange is made for every request, and few of these are ever set.
+    # Class defaults: few requests set any of these, and an exchange is made for every request.
     access_log = False  # see `send`
     disconnected = False
     more_body = True
@@ -69,16 +69,16 @@ class Exchange(RequestResponseCycle):
     response_complete = False
     chunked_encoding: bool | None = None
     expected_content_length = 0
-    failure: PenstockError | None = None  # raised to the application where it waits
+    failure: PenstockError | None = None  # raised to the waiting application
     num_body_bytes = 0
     body: bytes | bytearray = b""  # type: ignore[assignment]
-    _num_held = 0  # of the bytes that the process may hold
+    _num_held = 0  # bytes of this request that count against the process's buffer limit
     _is_delivered = False
     _is_streamed = False
     _on_end: OnEnd | None = None  # called if the request ends without an answer
 
     def __init__(self, connection: Connection, *, expect_100_continue: bool, keep_alive: bool) -> None:
-        """Everything that uvicorn's own class sets."""
+        """Set all attributes that uvicorn's own class sets."""
         self.connection = connection
         self.scope = connection.scope
         self.transport = connection.transport
@@ -159,7 +159,7 @@ class Exchange(RequestResponseCycle):
             self.connection.loop.call_soon(self._end)
 
     def _end(self) -> None:
-        """Tell who waits for it that the request has ended."""
+        """Call back that the request ended without an answer."""
         callback, self._on_end = self._on_end, None
         if callback is not None:
             callback(self.failure or Cancelled("the client disconnected"))
@@ -207,7 +207,7 @@ class Exchange(RequestResponseCycle):
         for name, value in headers:
             lines += (name, b": ", value, b"\r\n")
         if self.waiting_for_100_continue and self.more_body:
-            self.keep_alive = False  # nobody can tell whether the client will still send its body
+            self.keep_alive = False  # the client may or may not still send its body
         self.response_started = self.response_complete = True
         self.waiting_for_100_continue = False
         if not self.keep_alive:

@@ -128,7 +128,7 @@ class BodyDecoder:
             return Decoded(self.decode_exact(bytes(tidied)), ignored)
         except msgspec.ValidationError as remaining:
             raise self._wrong(remaining) from None
-        except UNDECODABLE as undecodable:  # the first error was met before these bytes
+        except UNDECODABLE as undecodable:  # the first error was found before these bytes
             raise _not_json(undecodable) from None
 
     @cached_property

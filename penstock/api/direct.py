@@ -1,6 +1,7 @@
-"""What a connection offers to an endpoint beside ASGI's messages, for the requests that are most frequent.
+"""A fast path between a connection and an endpoint, in place of ASGI messages, for the most frequent
+requests.
 
-An endpoint finds it in the scope. Other servers, and middleware between the two, need not know of it.
+The connection puts it into the ASGI scope. Without it, as in other servers, endpoints use ASGI messages.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ class DirectExchange(Protocol):
     """A request and its answer, as the connection holds them."""
 
     def respond(self, status: int, headers: Sequence[Header], body: bytes, *, head_only: bool) -> bool:
-        """Send a whole answer in one write. False, and nothing is sent, if the client reads too slowly."""
+        """Send a whole answer in one write. Returns False and sends nothing if the answer needs ASGI
+        messages, such as when the client reads too slowly."""
 
     def on_end(self, callback: OnEnd | None) -> None:
-        """Call back once if the client disconnects or the server gives the request up before its answer.
-        None: not any more."""
+        """Call back once if the client disconnects, or the server abandons the request, before its answer.
+        None removes the callback."""
 
 
 def offer(scope: Any, exchange: DirectExchange) -> None:

@@ -62,7 +62,7 @@ class Endpoint:
         self.counts_as_request = route.counts_as_request
         self.methods = self.allowed = route.all_methods
         self.prefix, self.suffix = route.prefix, route.suffix
-        self.responds_directly = not state.config.allowed_origins  # or middleware adds to the answer
+        self.responds_directly = not state.config.allowed_origins  # else middleware adds headers
 
     @cached_property
     def decoder(self) -> RouteDecoder | None:
@@ -411,11 +411,11 @@ async def unless_gone(
     work: Awaitable[Answered], receive: Receive, direct: DirectExchange | None = None
 ) -> Answered:
     """The handler's reply. If the client disconnects or the server stops first, the handler is cancelled.
-    A connection tells so by itself; otherwise a task waits for the message."""
+    With `direct` the connection calls back; without it a task waits for the ASGI message."""
     handling = asyncio.current_task()
     assert handling is not None
     if direct is None:
-        return await _unless_told(work, receive, handling)
+        return await _unless_disconnected(work, receive, handling)
     end: PenstockError | None = None
 
     def cancel(error: PenstockError) -> None:
@@ -435,7 +435,9 @@ async def unless_gone(
         direct.on_end(None)
 
 
-async def _unless_told(work: Awaitable[Answered], receive: Receive, handling: asyncio.Task[Any]) -> Answered:
+async def _unless_disconnected(
+    work: Awaitable[Answered], receive: Receive, handling: asyncio.Task[Any]
+) -> Answered:
     loop = asyncio.get_running_loop()
     watcher: asyncio.Task[None] | None = None
     end: PenstockError | None = None

@@ -73,20 +73,21 @@ class InputFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         given = _option_values(self)
         if given == _DEFAULT_VALUES:
             return DEFAULT_OPTIONS
-        if given[_NUM_CUTS:] == _DEFAULT_VALUES[_NUM_CUTS:]:
-            return _cut_options(given[:_NUM_CUTS])
+        if given[_NUM_TRUNCATION_OPTIONS:] == _DEFAULT_VALUES[_NUM_TRUNCATION_OPTIONS:]:
+            return _truncation_options(given[:_NUM_TRUNCATION_OPTIONS])
         return InputOptions(**dict(zip(_OPTIONS, given, strict=True)))
 
 
 _OPTIONS = tuple(InputOptions.__dataclass_fields__)  # each is a field of the body under the same name
 _option_values = attrgetter(*_OPTIONS)
 _DEFAULT_VALUES = _option_values(DEFAULT_OPTIONS)  # what most requests have
-_NUM_CUTS = 1 + _OPTIONS.index("truncation_side")  # the first options, which differ if any does
+# The first options are those of truncation. Requests that set any option mostly set only these.
+_NUM_TRUNCATION_OPTIONS = 1 + _OPTIONS.index("truncation_side")
 
 
 @lru_cache(maxsize=256)
-def _cut_options(given: tuple[Any, ...]) -> InputOptions:
-    """The options of a request that has only these first ones."""
+def _truncation_options(given: tuple[Any, ...]) -> InputOptions:
+    """The options of a request that sets only options of truncation."""
     return InputOptions(**dict(zip(_OPTIONS, given, strict=False)))
 
 

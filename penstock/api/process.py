@@ -37,7 +37,7 @@ from penstock.serving.launch import (
     setup_child_process,
 )
 
-GC_OBJECTS = 20_000  # that are made between two collections: a request makes about a hundred, without cycles
+GC_OBJECTS = 20_000  # new objects between two collections; a request makes about a hundred, without cycles
 OTHER_FILES = 256  # that a process opens besides its connections
 log = logging.getLogger("penstock.api")
 
@@ -139,7 +139,7 @@ def main() -> None:
     doors = open_doors(state, launch, cast(ASGIApp, config.app), metrics)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     gc.collect()
-    gc.freeze()  # what is there now stays: no later collection has to look at it
+    gc.freeze()  # objects that exist now are permanent, so later collections skip them
     gc.set_threshold(GC_OBJECTS, *gc.get_threshold()[1:])
     http = HttpServer(config, doors, server.header_timeout_s)
     if follower is not None:

@@ -1,8 +1,8 @@
 """Chunks of rows as a dataset of Ray Data: each row of the dataset is a bundle of consecutive chunks.
 
-A task of Ray costs some milliseconds, as much as a fast engine takes for a chunk of short rows. When a node
-dies, Ray runs its read tasks again and continues behind the bundles that it has, by their number. So a bundle
-must hold the same rows every time: its size depends on its rows alone, never on the time.
+A Ray task costs some milliseconds, as long as a fast engine takes for a chunk of short rows. When a node
+dies, Ray runs its read tasks again and skips as many bundles as it already has. So a bundle must hold the
+same rows every time: its size depends only on its rows, never on timing.
 
 Imports Ray: import it late.
 """
@@ -28,7 +28,7 @@ from penstock.jobs.rows import Chunk, Columns
 
 BUNDLE = "bundle"  # the only column
 SCHEMA = pa.schema([(BUNDLE, pa.large_binary())])
-# A bundle ends with the chunk that reaches one of these. An H200 takes a fraction of a second for it.
+# A bundle ends with the chunk that reaches either limit. An H200 embeds a bundle in a fraction of a second.
 BUNDLE_CHARS, BUNDLE_CHUNKS = 1 << 18, 8
 
 
@@ -65,7 +65,7 @@ def bundled(chunks: Iterator[Chunk]) -> Iterator[pa.Table]:
 
 
 def _num_chars(chunk: Chunk) -> int:
-    """The size of its texts. Images are large, so a chunk of them fills a bundle."""
+    """The characters of a chunk's texts. An image counts as a full bundle."""
     inputs: list[Any] = chunk.texts
     return sum(len(each) if isinstance(each, str) else BUNDLE_CHARS for each in inputs)
 

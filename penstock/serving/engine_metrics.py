@@ -62,7 +62,7 @@ PREEMPTED_ROWS = Gauge(
 )
 DRAFTS = Gauge(
     "penstock_speculative_drafts",
-    "Proposals of tokens that steps have verified, one for a sequence and a step",
+    "Proposals that steps have verified, one for each sequence in a step",
     ["model"],
     multiprocess_mode="livesum",
 )
@@ -80,13 +80,13 @@ ACCEPTED_TOKENS = Gauge(
 )
 DRAFT_SECONDS = Gauge(
     "penstock_speculative_draft_seconds",
-    "Time that a draft model took to propose tokens",
+    "Seconds that a draft model took to propose tokens",
     ["model"],
     multiprocess_mode="livesum",
 )
 SPECULATIVE_SPEEDUP = Gauge(
     "penstock_speculative_speedup",
-    "How many times as fast sequences decode with speculation, as estimated; 1 while it is off",
+    "Estimated ratio of decoding speed with speculation to that without; 1 while it is off",
     _ENGINE,
     multiprocess_mode="livesum",
 )

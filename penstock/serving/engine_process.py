@@ -42,7 +42,9 @@ from penstock.wire.server import EngineServer
 from penstock.wire.status import StatusWriter
 
 log = logging.getLogger("penstock.engine")
-SWITCH_INTERVAL_S = 0.0005  # a thread that has waited for the device takes the GIL from the loop by then
+SWITCH_INTERVAL_S = (
+    0.0005  # the loop releases the GIL within this time to a thread that waited for the device
+)
 
 
 def preload(device: str) -> None:

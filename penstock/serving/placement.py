@@ -98,8 +98,8 @@ def place(config: ModelConfig, hardware: Hardware, used: Counter[str]) -> list[P
         return [each for each in _on_gpus(config, hardware, used) for _ in range(config.engines_per_gpu)]
     if config.engines_per_gpu > 1:
         raise ConfigError(
-            f"engines_per_gpu is {config.engines_per_gpu}, and the model runs on no GPU; data_parallel_size "
-            "says how many engines share the cores",
+            f"engines_per_gpu is {config.engines_per_gpu}, but the model does not run on a GPU; set "
+            "data_parallel_size to start several engines on a CPU",
             param="engines_per_gpu",
         )
     size = config.data_parallel_size

@@ -146,7 +146,7 @@ def test_an_answer_waits_for_a_client_that_reads_slowly(folder: Path) -> None:
     connected(folder, use)
 
 
-def test_a_header_cannot_be_broken_in_two(folder: Path) -> None:
+def test_a_header_value_with_a_line_break_is_refused(folder: Path) -> None:
     async def use(connection: Connection, transport: Transport) -> None:
         connection.data_received(request(body=BODY)[:-1])  # the request is not complete: nothing answers it
         assert not connection.cycle.respond(200, [(b"x-name", b"a\r\nset-cookie: b")], b"{}", head_only=False)
@@ -155,7 +155,7 @@ def test_a_header_cannot_be_broken_in_two(folder: Path) -> None:
     connected(folder, use)
 
 
-def test_the_end_of_a_request_is_told_once_and_also_when_it_has_ended_before(folder: Path) -> None:
+def test_the_callback_for_an_ended_request_runs_once_even_if_set_afterwards(folder: Path) -> None:
     async def use(connection: Connection, transport: Transport) -> None:
         told: list[Exception] = []
         connection.data_received(request()[:-1])
@@ -186,7 +186,7 @@ async def never() -> Any:
     raise AssertionError("the connection tells, so nobody waits for a message")
 
 
-def test_work_is_cancelled_when_the_connection_tells_that_the_client_is_gone() -> None:
+def test_work_is_cancelled_when_the_connection_reports_a_disconnect() -> None:
     ended: list[str] = []
 
     async def work() -> None:

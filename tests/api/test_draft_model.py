@@ -11,7 +11,7 @@ from tests.api.local_app import WholeClient, local_app
 from tests.generation.families import write
 
 
-def test_the_server_names_its_draft_and_tells_its_time(tmp_path: Path) -> None:
+def test_the_server_reports_its_draft_model_and_its_time(tmp_path: Path) -> None:
     model, draft = write("llama", tmp_path / "llama"), write("qwen3", tmp_path / "a-draft")
     with local_app(model, client=WholeClient) as (http, _):
         assert http.get("/server_info").json()["models"][0]["draft_model"] is None

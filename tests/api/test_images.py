@@ -199,7 +199,7 @@ def test_an_unusable_image_is_an_error_of_its_request_in_every_dialect(
     assert np.abs(vectors(large_images, "/v1/embeddings", input=[{"image": URIS[0]}])).max() > 0  # it lives
 
 
-def test_unusual_images_are_read_as_they_look(
+def test_unusual_image_formats_are_decoded_as_displayed(
     large_images: TestClient, clip: tuple[Path, DualReference]
 ) -> None:
     """CMYK, transparency, a palette, grey and a turned photograph: the vector is that of what one sees."""

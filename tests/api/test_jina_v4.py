@@ -50,7 +50,7 @@ def engine(folder: Path) -> Iterator[Engine]:
         ("code.passage", {"adapter": "code", "prompt_name": "passage"}),
     ],
 )
-def test_tasks_by_the_names_of_jinas_own_api(
+def test_jina_task_names_choose_the_adapter(
     http: TestClient, engine: Engine, task: str, options: dict[str, Any]
 ) -> None:
     inputs = ["the page of the book", PICTURE]

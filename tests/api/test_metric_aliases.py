@@ -97,7 +97,7 @@ def test_rows_are_embedded_or_predicted_by_the_kind_of_their_model(registry: Col
     assert found == {("te_embed_count", (("model", "a"),)): 2, ("te_predict_count", (("model", "b"),)): 3}
 
 
-def test_accepted_proposals_are_added_up_and_told_by_position(registry: CollectorRegistry) -> None:
+def test_accepted_proposals_are_counted_by_position(registry: CollectorRegistry) -> None:
     names = ("penstock_speculative_drafts", "penstock_speculative_draft_tokens")
     for name, value in zip(names, (5, 20), strict=True):
         Gauge(name, "", ["model"], registry=registry).labels("a").set(value)

@@ -22,14 +22,14 @@ def resolved(given: dict[str, Any], facts: ModelFacts = GENERATES) -> Any:
     return resolve(EngineConfig(model="m", speculative_config=given), facts, CPU).speculation
 
 
-def test_the_spelling_of_vllm_is_read() -> None:
+def test_vllms_keys_are_accepted() -> None:
     given = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 6, "prompt_lookup_min": 3}
     config = resolved(given)
     assert (config.num_speculative_tokens, config.max_ngram, config.min_ngram) == (5, 6, 3)
     assert config.adaptive
 
 
-def test_nothing_is_proposed_unless_it_is_asked_for() -> None:
+def test_speculation_is_off_by_default() -> None:
     assert resolved({}) is None
 
 
@@ -44,7 +44,7 @@ def test_nothing_is_proposed_unless_it_is_asked_for() -> None:
     ],
     ids=str,
 )
-def test_sizes_that_are_not_given_follow_from_the_others(
+def test_missing_lookup_sizes_follow_from_the_given_one(
     given: dict[str, Any], expected: tuple[int, int]
 ) -> None:
     config = read_speculative_config(given)
@@ -75,7 +75,7 @@ def test_sizes_that_are_not_given_follow_from_the_others(
     ],
     ids=str,
 )
-def test_what_is_not_understood_is_refused(given: dict[str, Any], message: str) -> None:
+def test_unknown_keys_and_values_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         resolved(given)
     assert raised.value.param == "speculative_config"

@@ -79,7 +79,7 @@ def test_a_draft_of_the_same_weights_is_always_right_and_another_rarely(
         assert counts.draft_s > 0
 
 
-def test_without_a_seed_the_draft_draws_with_the_noise_of_the_model(llama: Path) -> None:
+def test_without_a_seed_the_draft_samples_with_the_target_models_noise(llama: Path) -> None:
     params = SamplingParams(max_tokens=40, temperature=1.0, ignore_eos=True)
     with engine(llama, speculative_config=always(llama)) as used:
         used.generate(ROWS, params)
@@ -109,7 +109,7 @@ def test_without_a_seed_tokens_keep_their_distribution(llama: Path, qwen3: Path)
     ],
     ids=["plain", "small steps", "few blocks", "no prefixes"],
 )
-def test_every_kind_of_request_gives_the_same_beside_all_others(
+def test_every_kind_of_request_gives_the_same_output_in_a_mixed_batch(
     llama: Path, qwen3: Path, options: dict[str, Any]
 ) -> None:
     rows = [row for row in REPETITIVE[:3] for _ in KINDS]
@@ -137,7 +137,7 @@ def test_an_adaptive_draft_changes_no_output_either(llama: Path, qwen3: Path) ->
         check_nothing_is_held(used)
 
 
-def test_rows_with_adapters_beside_a_draft_generate_the_same(llama: Path, tmp_path: Path) -> None:
+def test_rows_with_adapters_generate_the_same_with_a_draft_model(llama: Path, tmp_path: Path) -> None:
     base = adapters.write_base(tmp_path / "base", "qwen3")
     folders = [tmp_path / "0", tmp_path / "1"]
     for number, folder in enumerate(folders):
@@ -217,7 +217,7 @@ def blocks_of(used: Engine) -> int:
     return generation.pool.num_blocks
 
 
-def test_nothing_is_drafted_beyond_the_draft_models_length(llama: Path) -> None:
+def test_no_proposals_beyond_the_draft_models_maximum_length(llama: Path) -> None:
     params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
     rows = [list(range(5, 35))]
     with engine(llama) as plain:
@@ -228,7 +228,7 @@ def test_nothing_is_drafted_beyond_the_draft_models_length(llama: Path) -> None:
     assert 10 <= counts.num_draft_tokens <= 20
 
 
-def test_a_failed_draft_step_loses_nothing_and_repeated_ones_end_the_draft(llama: Path) -> None:
+def test_a_failed_draft_step_is_retried_and_repeated_failures_turn_the_draft_off(llama: Path) -> None:
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     with engine(llama, speculative_config=always(llama)) as used:
         proposer = proposer_of(used)
@@ -317,7 +317,7 @@ class DraftMemory(MemoryRunner):
 
 @settings(max_examples=num_examples(60), deadline=None)
 @given(data=st.data())
-def test_what_the_draft_has_cached_is_right_while_sequences_come_and_go(data: st.DataObject) -> None:
+def test_the_drafts_kv_cache_stays_correct_while_sequences_start_and_end(data: st.DataObject) -> None:
     blocks, rows = data.draw(st.integers(16, 40)), 4
     core = make_core(blocks=blocks, rows=rows, prefixes=data.draw(st.booleans()))
     draft = DraftMemory(blocks, rows, lambda plan: False)

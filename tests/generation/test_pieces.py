@@ -59,7 +59,7 @@ def small_pieces() -> object:
 
 @given(data=st.data())
 @settings(max_examples=num_examples(25), deadline=None)
-def test_any_schedule_gives_the_tokens_of_each_sequence_alone(data: st.DataObject) -> None:
+def test_any_schedule_gives_the_tokens_of_running_each_sequence_alone(data: st.DataObject) -> None:
     choose = data.draw
     limits = GenerationLimits(
         SLOTS,

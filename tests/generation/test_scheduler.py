@@ -129,7 +129,7 @@ def test_any_arrivals_cancellations_and_failures_leave_nothing_behind(data: st.D
 
 @settings(max_examples=num_examples(60), deadline=None)
 @given(data=st.data())
-def test_speculation_may_go_on_and_off_at_any_step(data: st.DataObject) -> None:
+def test_speculation_may_be_switched_at_any_step(data: st.DataObject) -> None:
     choose = data.draw
     bad, steps = choose(st.sets(st.integers(0, 40), max_size=2)), itertools.count()
     core = make_core(

@@ -49,7 +49,9 @@ def test_greedy_output_is_the_same_with_and_without(name: str, tmp_path: Path) -
     ],
     ids=["plain", "small steps", "few blocks", "no prefixes"],
 )
-def test_every_kind_of_request_gives_the_same_beside_all_others(llama: Path, options: dict[str, Any]) -> None:
+def test_every_kind_of_request_gives_the_same_output_in_a_mixed_batch(
+    llama: Path, options: dict[str, Any]
+) -> None:
     rows = [row for row in REPETITIVE[:3] for _ in KINDS]
     params = [msgspec.structs.replace(each, max_tokens=24) for _ in REPETITIVE[:3] for each in KINDS.values()]
     with engine(llama, pipeline_depth=2, **options) as plain:

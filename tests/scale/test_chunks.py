@@ -46,7 +46,7 @@ def test_short_chunks_share_a_bundle_and_long_ones_do_not() -> None:
 
 
 @pytest.mark.parametrize("seconds", [1e-6, 10.0])
-def test_bundles_do_not_depend_on_the_time_that_engines_take(
+def test_bundles_do_not_depend_on_the_speed_of_engines(
     monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     """Ray continues a read task by the number of its bundles: other bundles would lose or repeat rows."""

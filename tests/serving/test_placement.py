@@ -52,7 +52,7 @@ def test_engines_may_share_each_gpu() -> None:
     assert placed(4, 2) == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
     assert placed(2, "auto", per_gpu=3) == ["cuda:0"] * 3 + ["cuda:1"] * 3
     assert placed(2, device="cuda:1") == ["", ""]
-    with pytest.raises(ConfigError, match="runs on no GPU; data_parallel_size says") as refused:
+    with pytest.raises(ConfigError, match="does not run on a GPU; set data_parallel_size") as refused:
         placed(0, device="cpu")
     assert refused.value.param == "engines_per_gpu"
     for wrong in (0, 9):

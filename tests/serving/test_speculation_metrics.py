@@ -15,7 +15,7 @@ def value(name: str, **labels: str) -> float | None:
     return REGISTRY.get_sample_value(f"penstock_speculative_{name}", {"model": MODEL, **labels})
 
 
-def test_proposed_and_accepted_tokens_and_the_speedup_are_told() -> None:
+def test_proposed_and_accepted_tokens_and_the_speedup_are_published() -> None:
     core = make_core(depth=2, blocks=60)
     metrics = EngineMetrics(MODEL)
     assert not fakes.SPECULATES and metrics.publish(core)

@@ -71,7 +71,7 @@ class ServedModelInfo(msgspec.Struct, kw_only=True):
     labels: list[str]
     tensor_parallel_size: int | None  # null until the engine has started
     lora: LoraInfo | None  # null: the model takes no LoRA adapters
-    draft_model: str | None  # that proposes tokens to it; null: none
+    draft_model: str | None  # for speculative decoding; null: none
 
 
 class ServerInfoAnswer(msgspec.Struct, kw_only=True):
