@@ -148,5 +148,5 @@ class Admission:
         check_wait(wait_s, max_wait_s := settings["max_queue_seconds"])
         is_admitted_for_any = any_wait_s <= ADMITTED_SHARE * max_wait_s or not max_wait_s
         is_admitted_for_any &= waiting + admitted.estimated_tokens <= max_tokens
-        if not admitted.is_large and is_admitted_for_any:  # whoever sends the next small ones
+        if not admitted.is_large and is_admitted_for_any:  # for any sender of small requests
             self._trusted_until_s[generates] = self._clock() + _TRUST_S

@@ -100,7 +100,7 @@ class BatchRun:
         self._answers: list[LineAnswer] = []
         self._answer_bytes = 0
         self._append: asyncio.Future[BatchRecord] | None = None  # the last commit, on its thread
-        self._failure: BaseException | None = None  # why the batch cannot go on
+        self._failure: BaseException | None = None  # why the batch cannot continue
         self._waiting = BATCH_LINES_WAITING.labels(batch.endpoint)
         self._num_known_bytes, self._num_known_tokens = _FIRST_BYTES, _FIRST_BYTES / 4  # of answered lines
         self._changed = asyncio.Event()  # a line was answered, or the batch must stop

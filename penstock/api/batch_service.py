@@ -30,7 +30,7 @@ T = TypeVar("T")
 MAX_RUNNING = 4  # batches at a time; of owners in turn
 POLL_S = 0.5  # between two looks at the folder, which other API processes change too
 SWEEP_S = 60.0  # between two looks for what has expired
-ORPHAN_S = 86_400  # after which an upload that nobody has finished is deleted
+ORPHAN_S = 86_400  # age at which an unfinished upload is deleted
 _STOP_S = 5.0  # for batches to stop when the server does
 
 
@@ -196,7 +196,7 @@ class BatchService:
         return self.store.update(batch.id, settle)
 
     def _fail(self, batch: BatchRecord, why: str) -> None:
-        """End a batch that cannot go on. What is answered so far can be read."""
+        """End a batch that cannot continue. Its answers so far can be read."""
 
         def settle(record: BatchRecord) -> None:
             record.status, record.failed_at = "failed", int(time.time())

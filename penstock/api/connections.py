@@ -223,7 +223,7 @@ class Exchange(RequestResponseCycle):
     def send(self, message: ASGISendEvent) -> Coroutine[Any, Any, None]:
         if not self.response_started:
             if self.waiting_for_100_continue and self.more_body:
-                self.keep_alive = False  # nobody can tell whether the client will still send its body
+                self.keep_alive = False  # the client may or may not still send its body
             if self.connection.logs_access and message["type"] == "http.response.start":
                 scope: Any = self.scope
                 if not scope[SCOPE_KEY].is_claimed:
@@ -532,7 +532,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def discard(self, num_bytes: int) -> None:
-        """Count bytes that nobody will read; disconnect a client that does not stop."""
+        """Count discarded bytes; disconnect a client that does not stop sending."""
         self._num_discarded += num_bytes
         if self._num_discarded > MAX_DISCARDED_BYTES:
             self.transport.close()

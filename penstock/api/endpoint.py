@@ -164,7 +164,7 @@ class Endpoint:
         else:
             client = key.name
         call.client = client
-        state.check_room(client)  # before the body, which nobody has to send in vain
+        state.check_room(client)  # before the body, so that a refused client need not send it
         if key is not None and (limits := key.limits) is not None:
             limits.check()
         raw = await self._read(call, scope, receive)

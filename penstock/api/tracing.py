@@ -222,7 +222,7 @@ class RequestTrace:
         self._first_token_s = now_s
 
     def generated(self, launched_s: float | None, device_s: float) -> None:
-        """The generation has ended. Nobody knows when it was launched if it has failed or was cancelled."""
+        """The generation has ended. Its launch time is unknown if it failed or was cancelled."""
         now_s = time.monotonic()
         attributes = {"penstock.device_seconds": device_s}
         if launched_s is None or self._first_token_s is None:

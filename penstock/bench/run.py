@@ -105,7 +105,7 @@ def checked_goals(report: ReportOptions, generates: bool) -> dict[str, float]:
 
 
 def warnings_for(run: Run, report: ReportOptions) -> list[str]:
-    """Everything that the user must know besides the table."""
+    """Everything that the user must know in addition to the table."""
     lines = warnings(run.summary, run.outcome.samples.errors())
     if run.outcome.interrupted:
         lines.append("the run was interrupted: the figures cover the part before")

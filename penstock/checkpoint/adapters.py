@@ -92,7 +92,7 @@ class LoraTarget(msgspec.Struct, frozen=True):
     inputs: int  # of a table: its rows
     outputs: int
     is_table: bool = False  # an embedding
-    is_dora: bool = False  # the rows of the sum have lengths of their own
+    is_dora: bool = False  # each row of the sum W + BA has a stored length
     has_base: bool = False  # the file repeats the weight of the base model
 
 

@@ -297,7 +297,7 @@ def _identity(checkpoint: Checkpoint, name: str) -> Identity:
 
 
 def _text_frame(checkpoint: Checkpoint, identity: Identity) -> TextFrame:
-    """What stands around the texts of a model that reads images too."""
+    """The prompt template around the texts of a model that also reads images."""
     files = checkpoint.files
     if checkpoint.family.qwen_vision is None or checkpoint.family.page_dim is not None:
         return TextFrame()

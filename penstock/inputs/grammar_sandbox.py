@@ -46,7 +46,7 @@ class Checked:
     """What the process reports about a grammar that it survived."""
 
     error: str  # empty: the grammar can be used
-    num_bytes: int  # that compiling it took
+    num_bytes: int  # memory that compiling it took
     lark: str = ""  # the grammar in Lark notation, if it came in GBNF
 
 

@@ -89,7 +89,7 @@ def find_files(inputs: Sequence[str], wanted: InputFormat | None) -> list[InputF
 
 
 def describe_files(files: Sequence[InputFile]) -> dict[str, Any]:
-    """What tells this input from another, and from the same input after a change."""
+    """An identity of this input. It changes with the input's content."""
     if len(files) == 1:
         file = files[0]
         return {"input": file.location, "input_size": file.size, "input_version": file.version}

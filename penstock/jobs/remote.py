@@ -44,6 +44,6 @@ _DRIVERS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": 
 
 
 def version_of(info: dict[str, Any]) -> str:
-    """What tells one version of a remote file from another."""
+    """An identity of a version of a remote file."""
     found = [str(info[name]) for name in _MARKS if info.get(name) is not None]
     return found[0] if found else ""

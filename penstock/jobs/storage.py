@@ -1,4 +1,4 @@
-"""A folder of files, each of which appears whole or not at all: on a local disk, or in an object store.
+"""A folder of files with atomic writes, on a local disk or in an object store.
 
 Several processes may commit files at the same time, also on several machines.
 """
@@ -133,7 +133,7 @@ class LocalFolder(Folder):
 
 
 class RemoteFolder(Folder):
-    """Files behind a URI. They are written on the local disk first and put as a whole."""
+    """Files at a URI. They are written to the local disk first and uploaded as a whole."""
 
     def __init__(self, location: str) -> None:
         self.location = location

@@ -1,4 +1,4 @@
-"""Parquet files and Lance datasets: rows in columns, of which any range is quick to read."""
+"""Parquet files and Lance datasets as inputs: columnar rows with fast reads of any range."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def _sort_by_expert(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Put the tokens of a chunk behind those of earlier chunks, in the range of each expert."""
+    """Place the tokens of a chunk after those of earlier chunks, in the range of each expert."""
     wait_for_inputs()
     program = tl.program_id(0)
     number = tl.arange(0, BLOCK)

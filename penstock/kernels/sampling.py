@@ -320,7 +320,7 @@ def sample_tokens(
 def num_accepted_reference(
     tokens: Tensor,  # int32 [rows], sampled
     proposed: Tensor,  # int32 [rows], -1: the last row of its sequence
-    offsets: Tensor,  # int32 [rows], earlier rows of the same sequence, which stand before it
+    offsets: Tensor,  # int32 [rows], number of earlier rows of the same sequence
     firsts: Tensor,  # int32 [sequences], the first row of each
 ) -> Tensor:
     """Number of accepted proposals of each sequence, int32 [sequences]: those before the first rejected

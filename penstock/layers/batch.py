@@ -90,7 +90,7 @@ class KVAccess:
         return KVCacheWrite(self.store.layer(layer), self.token_slots)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Write the keys and values of a step all of whose tokens are cached."""
+        """Write the keys and values of a step that caches all its tokens."""
         if use_kernel(self.store.keys):
             write_kv_cache(key, value, self.store.layer(layer), self.token_slots)
         else:
@@ -180,7 +180,7 @@ class Batch:
         return any(x is buffer for buffers in self.scratch.buffers.values() for buffer in buffers)
 
     def padded(self, size: int) -> Batch:
-        """The batch with padding tokens behind the last row, which belong to none."""
+        """The batch with padding tokens after the last row. They belong to no row."""
         if size == self.num_tokens:
             return self
         return replace(

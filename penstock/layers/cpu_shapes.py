@@ -31,7 +31,7 @@ def padded_size(tokens: int) -> int:
 
 
 def pad_rows(x: _OptionalTensor, size: int) -> _OptionalTensor:
-    """Zeros behind the rows of `x` [rows, …], up to `size` rows."""
+    """`x` [rows, …] padded with zeros to `size` rows."""
     if x is None or len(x) == size:
         return x
     out = x.new_empty((size, *x.shape[1:]))

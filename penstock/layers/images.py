@@ -28,7 +28,7 @@ class ImageBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageTokens:
-    """The tokens of a step that stand for images, with their features."""
+    """The image tokens of a step, with their features."""
 
     tokens: Tensor  # int32 [image tokens], tokens of the step, ascending
     features: Tensor  # [image tokens, feature width]

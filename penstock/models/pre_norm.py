@@ -79,7 +79,7 @@ class PreNormStack:
         last_norm: str,
         kind: AttentionKind = BIDIRECTIONAL,
     ) -> None:
-        """`prefix` is that of the layers, `last_norm` the whole name of the norm behind them."""
+        """`prefix` is the prefix of the layers' names, `last_norm` the full name of the norm after them."""
         names = [f"{prefix}{i}." for i in range(shape.layers)]
         self.layers = [PreNormLayer(build, name, shape, kind) for name in names]
         self.layers[-1].is_last = True

@@ -40,7 +40,7 @@ class LocalAdapters:
         return tuple(self._loaded)
 
     def digest(self, name: str) -> str:
-        """What tells an adapter from others of its name; empty for one of the checkpoint's own."""
+        """An identity of an adapter's content; empty for the checkpoint's own adapters."""
         return "" if name in self._spec.adapters else self._find(name).digest
 
     def load(self, name: str, path: str, *, replace: bool = False) -> None:

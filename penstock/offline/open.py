@@ -58,7 +58,7 @@ class DescribedModel:
         return cls(config, with_max_model_len(described, settings.max_model_len), settings)
 
     def adapter_mark(self, name: str) -> str:
-        """What tells vectors with this adapter from others: its name, and the content of its files."""
+        """An identity of vectors with this adapter: its name and the content of its files."""
         module = next((each for each in self.config.lora_modules if each.name == name), None)
         if module is not None:
             folder = find_adapter(module.path, download_dir=self.config.download_dir)

@@ -46,9 +46,9 @@ class _Change:
     began_s: float
     reading: Future[AdapterLaunch] | None = None  # until the adapter's files are read
     adapter: AdapterLaunch | None = None  # to load; None: one is unloaded
-    unsent: list[ManagedEngine] = field(default_factory=list)  # engines that are still to be told
+    unsent: list[ManagedEngine] = field(default_factory=list)  # engines that have not got the order yet
     told: list[ManagedEngine] = field(default_factory=list)
-    waiting: set[ManagedEngine] = field(default_factory=set)  # of those told, who has not answered
+    waiting: set[ManagedEngine] = field(default_factory=set)  # engines that have not answered yet
     version: int | None = None  # of the table with the change; None: the engines come first
 
     def answer(self, error: PenstockError | None = None) -> None:
@@ -159,7 +159,7 @@ class AdapterOrders:
             change.answer()
 
     def _tell_engines(self, change: _Change) -> None:
-        """Have the engines load an adapter. One that starts at the moment is told when it serves."""
+        """Have the engines load an adapter. An engine that is starting gets the order once it serves."""
         for engine in list(change.unsent):
             if engine.serves and engine.link is not None and change.adapter is not None:
                 change.unsent.remove(engine)

@@ -78,7 +78,7 @@ class Child:
     HEALTHY_AFTER_S = 10.0  # an exit before this is an early one, and doubles the delay
 
     def spawn(self) -> subprocess.Popen[bytes]:
-        """Start the process, which waits for its configuration. A process that stands by takes its place."""
+        """Start the process, which waits for its configuration. A standby process is used if there is one."""
         self.restart_at_s = None
         self.spawned_s = time.monotonic()
         self.has_served, self.stopped_s, self.kill_reason = False, 0.0, ""

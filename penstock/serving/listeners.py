@@ -107,7 +107,7 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
 
 
 def listen_unix(path: str, permissions: int) -> socket.socket:
-    """A listening Unix socket. One that a dead server has left behind is replaced."""
+    """A listening Unix socket. A stale socket of a dead server is replaced."""
     if len(os.fsencode(path)) > MAX_UDS_BYTES:
         raise _cannot_listen(path, f"the path has more than {MAX_UDS_BYTES} bytes")
     _remove_stale(path)

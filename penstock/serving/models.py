@@ -136,7 +136,7 @@ class ModelSet:
         return next((each for each in self if name in each.launch.names), None)
 
     def check_names(self, config: ModelConfig, spec: ModelSpec) -> None:
-        """Refuse a model one of whose names another has."""
+        """Refuse a model if another model has one of its names."""
         own = {spec.name, *config.engine.model_names[1:], *config.aliases}
         for other in self:
             if clash := own.intersection(other.launch.names):

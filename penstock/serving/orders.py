@@ -80,7 +80,7 @@ class Orders:
                 self._advance_unload(pending, pending.model)
 
     def closed(self, link: Link) -> None:
-        """The API process of an order is gone. Its orders are carried out, but nobody awaits them."""
+        """The API process of an order has exited. Its orders are still carried out, without an answer."""
         for pending in self.pending:
             if pending.link is link:
                 log.warning("an API process exited before it was told about %s %s", *_words(pending.order))

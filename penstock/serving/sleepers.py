@@ -43,7 +43,7 @@ class _Room:
     id: int
     missing_bytes: int
     falling_asleep: list[ManagedEngine] = field(default_factory=list)
-    asked: list[ManagedEngine] = field(default_factory=list)  # that were told to sleep
+    asked: list[ManagedEngine] = field(default_factory=list)  # engines that were asked to sleep
 
 
 class Sleepers:
@@ -128,7 +128,7 @@ class Sleepers:
         return self._config.sleep_after_s if own is None else own
 
     def _awake(self) -> list[ManagedModel]:
-        """The models of which an engine is awake and not told to sleep, the least recently used first."""
+        """Models with an awake engine that was not asked to sleep, least recently used first."""
         return list(dict.fromkeys(model for model, _ in self._awake_engines()))
 
     def _awake_engines(self) -> list[tuple[ManagedModel, ManagedEngine]]:
@@ -202,7 +202,7 @@ class Sleepers:
         return sum(each.status.read().device_bytes for each in room.falling_asleep)
 
     def _slept(self, room: _Room, victim: ManagedEngine, *, has_freed: bool = True) -> None:
-        """An engine that was told to sleep does so, or cannot, or is gone."""
+        """An engine that was asked to sleep sleeps, refuses or has exited."""
         if victim in room.falling_asleep:
             room.missing_bytes -= victim.status.read().device_bytes if has_freed else 0
             room.falling_asleep.remove(victim)

@@ -64,7 +64,7 @@ class TextTask(ABC, Generic[R]):
         return await self._text_request(model, request_id)
 
     async def _image_request(self, model: TextModel, request_id: str) -> Request:
-        """Inputs some of which are images; texts among them are prepared as others are."""
+        """Inputs with images; texts among them are prepared like any text."""
         processor, items = model.processor, input_items(self.inputs)
         if processor.content is not None:
             return await self._content_request(model, request_id, processor.content)

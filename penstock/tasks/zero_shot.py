@@ -51,7 +51,7 @@ class ZeroShotOptions:
     """How labels are scored. The names are those of the HTTP fields."""
 
     hypothesis_template: str = DEFAULT_HYPOTHESIS
-    multi_label: bool = False  # each label by itself, instead of one label of all
+    multi_label: bool = False  # score each label independently, instead of choosing one of all
     truncate_prompt_tokens: int | None = None
     cache_salt: str = ""
     max_request_tokens: int | None = None  # of all rows together; None: no limit

@@ -18,14 +18,14 @@ from penstock.types import Content, Ints, PreparedImage, Request
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rendered(Content):
-    """A text in which placeholders of its images stand already, such as a chat template renders. Nothing is
-    put before or behind it. `parts` are its images."""
+    """A text that already has the placeholders of its images, such as one rendered by a chat template. No
+    prompt is added. `parts` are its images."""
 
     text: str = ""
 
 
 def content_items(items: Sequence[Any]) -> list[Content]:
-    """The texts and images of each input. Token ids cannot stand beside images."""
+    """The texts and images of each input. An input with images cannot have token ids."""
     found: list[Content] = []
     for index, item in enumerate(items):
         content = item if isinstance(item, Content) else Content((item,))
@@ -68,7 +68,7 @@ class ContentRows:
         return self.prompts.text(content.parts, prompt, end)
 
     def adds_special_tokens(self, content: Content) -> bool:
-        """Whether the tokenizer's own tokens stand around this input, if the request wants them."""
+        """Whether the tokenizer's special tokens surround this input, if the request wants them."""
         is_page = not isinstance(content, Rendered) and self.prompts.is_page(content.parts)
         return not is_page or self.prompts.prompt.adds_special_tokens
 

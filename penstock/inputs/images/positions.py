@@ -1,4 +1,4 @@
-"""The positions of a row's tokens in time, down and across (M-RoPE), from where its images stand."""
+"""M-RoPE positions of a row's tokens (time, row, column), from the places of its images."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def rope_positions(lengths: Ints, rows: Ints, starts: Ints, grids: Ints) -> Ints
 
 
 def rope_delta(positions: Ints) -> int:
-    """What is added to the index of a token behind a row with these positions [tokens · 3]."""
+    """The offset from index to position of tokens after a row with these positions [tokens · 3]."""
     return int(positions.max(initial=-1)) + 1 - len(positions) // 3
