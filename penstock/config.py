@@ -60,7 +60,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     model: str | None = None  # folder, hub id, or None for the embedded default
     revision: str | None = None
-    base_model: str | None = None  # of a repository that holds an adapter alone; None: as it names it
+    base_model: str | None = (
+        None  # of a repository with only an adapter; None: the one that the adapter names
+    )
     download_dir: str | None = None  # of hub models; None: the standard cache
     served_model_name: str | tuple[str, ...] | None = None  # the first is the model's, the others are aliases
     device: str = "auto"  # auto | cpu | cuda | cuda:N | null
@@ -85,11 +87,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     score_template: str | None = None  # with {query} and {document}, or the name of a known one
     enable_chunked_prefill: bool | None = None  # None: if a row may exceed a step and the model allows it
     long_prefill_token_threshold: int = 0  # maximum tokens of one row in a step; 0: no limit
-    max_num_partial_prefills: int = 0  # prompts of which a step runs only a part; 0: no limit
-    target_itl_ms: float = 0.0  # time between two tokens that prompts of others may cause; 0: any
+    max_num_partial_prefills: int = 0  # partial prefills in one step; 0: no limit
+    target_itl_ms: float = 0.0  # target inter-token latency while other prompts are prefilled; 0: none
     enable_prefix_caching: bool | None = None  # None: if rows are expected to share prefixes
     enable_generation: bool | None = None  # None: if the checkpoint is meant to generate
-    speculative_config: dict[str, Any] = msgspec.field(default_factory=dict)  # empty: one token a step
+    speculative_config: dict[str, Any] = msgspec.field(default_factory=dict)  # empty: no speculation
     kv_cache_gb: float | None = (
         None  # KV cache; None: 1 on a CPU, and on CUDA 8, or most of the free memory if the model generates
     )
@@ -99,7 +101,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     step_output_mb: float = 16.0  # maximum token vectors that one step returns; 0: no limit
     enforce_eager: bool = False
     graph_capture_seconds: float = 2.0  # for CUDA graphs of likely steps, before the engine is ready
-    graph_history: bool = True  # the shapes of steps are kept for the next start
+    graph_history: bool = True  # save the shapes of steps for the next start
     enable_lora: bool = False  # requests may choose LoRA adapters, which are loaded at any time
     lora_modules: tuple[LoraModule, ...] = ()  # adapters that are loaded with the model
     max_loras: int = 8  # adapters in one step
@@ -133,7 +135,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     chat_template: str | None = None
     sleep_after_s: float | None = None  # idle for so long, its engine goes to sleep; 0: never
     data_parallel_size: int | str = 1  # engines; auto: one per GPU, or per NUMA node of a CPU
-    engines_per_gpu: int = 1  # that share a GPU, each with the whole model
+    engines_per_gpu: int = 1  # engines that share a GPU, each with a copy of the model
 
     def __post_init__(self) -> None:
         if not 1 <= self.engines_per_gpu <= MAX_ENGINES_PER_GPU:
@@ -224,7 +226,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     engine_affinity: bool = True  # equal queries and prefixes prefer the engine that has them
     sleep_after_s: float = 0.0  # a model that is idle for so long goes to sleep; 0: never
     max_awake_models: int = 0  # beyond it, the least recently used model goes to sleep; 0: no limit
-    engine_hang_timeout_s: float = 10.0  # without a sign of life of the engine's loop; 0: never replaced
+    engine_hang_timeout_s: float = 10.0  # time without a heartbeat of the engine's loop; 0: never replaced
     engine_step_timeout_s: float = 600.0  # of one step; 0: no limit
     log_level: str = "info"
     log_format: Literal["auto", "text", "json"] = "auto"  # auto: text on a terminal, JSON elsewhere
@@ -273,12 +275,12 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     chunked: bool = False
     chunk_tokens: int = 0  # maximum tokens of one row in a step of chunked prefill
     prefix_caching: bool = False
-    max_partial_prefills: int = 0  # prompts of which a step runs only a part; 0: no limit
-    target_itl_s: float = 0.0  # time between two tokens that prompts of others may cause; 0: any
+    max_partial_prefills: int = 0  # partial prefills in one step; 0: no limit
+    target_itl_s: float = 0.0  # target inter-token latency while other prompts are prefilled; 0: none
     generates: bool = False
     generate_prefixes: bool = False  # sequences that generate share cached prefixes
-    speculation: SpeculativeConfig | None = None  # None: a sequence runs one token a step
-    draft: Resolved | None = None  # the settings of the draft model; None: there is none
+    speculation: SpeculativeConfig | None = None  # None: no speculation
+    draft: Resolved | None = None  # settings of the draft model; None: no draft model
     kv_cache_bytes: int = 0  # 0: a share of the free memory of the device
     kv_cache_is_fp8: bool = False
     kv_share: float = 0.8  # of the memory that the weights leave free; the rest is for activations
@@ -410,7 +412,7 @@ def _draft(
     model: ModelFacts,
     machine: Machine,
 ) -> Resolved:
-    """The settings of a draft model: those of the engine's model, but for what is the draft's own."""
+    """The settings of a draft model: those of the target model, except for its own keys."""
     if target.device == "null":
         raise ConfigError(
             "speculative_config: device null computes nothing, so it runs no draft model; use prompt lookup",
@@ -430,7 +432,7 @@ def _draft(
         max_model_len=min(target.max_model_len, given or positions),
         max_num_batched_tokens=target.max_num_batched_tokens,
         max_num_seqs=target.max_num_seqs,
-        # All steps of a proposal are in flight together, behind one that reads known tokens.
+        # All steps of a proposal are in flight together, after one that reads known tokens.
         pipeline_depth=speculation.num_speculative_tokens + 1,
         threads=target.threads,
         load_format=config.load_format,

@@ -9,7 +9,7 @@ from penstock.serving.launch import AdapterLaunch
 
 
 def _nobody(adapter: ServedAdapter) -> None:
-    """Nobody waits for the last request of an adapter."""
+    """Do nothing after the last request of an adapter."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Admission: refuse a request that the queue has no room for before any work is spent on it.
+"""Admission: refuse a request that does not fit into the queue, before any work on it.
 
 The engine publishes what waits and how fast it runs. An API process adds what it is tokenising, estimates the
 tokens of a new request from the size of its body, and answers 429 where they exceed a limit. An estimate may

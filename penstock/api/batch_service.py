@@ -1,4 +1,4 @@
-"""The batches of a server: which process runs them, which run next, and what has become old."""
+"""The batches of a server: leader election, the order of batches, and expiry of old files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every route does with a request: admit, read, decode, run, reply. Errors become statuses here.
+"""Handles a request of any route: admit, read, decode, run, reply. Errors become statuses here.
 
 A dialect is a set of routes and the shape of its error body; everything else is shared.
 """

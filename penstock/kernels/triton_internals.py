@@ -1,4 +1,4 @@
-"""The one module that uses names which Triton does not document. Its callers do not depend on the release.
+"""All uses of Triton's undocumented names. Callers of this module do not depend on Triton's release.
 
 `launch` calls compiled kernels directly, which saves most of the host time of a launch. That needs to know
 how Triton calls its own launcher. `find_mismatch` says whether the installed release does what this module

@@ -1,4 +1,4 @@
-"""Which adapter slot each line of the current step has: what layers with adapters ask before they compute."""
+"""The adapter slot of each line of the current step, which layers with adapters read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the layers of one step share with each other, so that later layers need not make or find it again."""
+"""Buffers and values that the layers of one step share, so that later layers reuse them."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_the_page_lists_every_route_in_the_dark_too(browser: Any, url_of: Url) -
 @in_a_browser
 def test_an_operation_shows_its_fields_and_example(browser: Any, url_of: Url) -> None:
     camera = opened(browser, url_of(None) + "/docs/#tag/openai/POST/v1/embeddings")  # /docs/ works too
-    camera.page.get_by_text("Put these words before the text.").first.wait_for()
+    camera.page.get_by_text("Put this text before the input.").first.wait_for()
     camera.page.get_by_text("Water finds its level.").first.wait_for()
     assert not is_dark(camera)
     assert camera.problems == []
