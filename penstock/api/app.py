@@ -197,7 +197,7 @@ def _served(state: ServerState, app: App, other: Endpoint) -> ASGIApp:
 
 
 def _schema_route(state: ServerState) -> RouteSpec:
-    """The route of the schema, which is made when somebody first asks for it."""
+    """The route of the OpenAPI schema, which is built on first use."""
 
     @cache
     def schema() -> bytes:

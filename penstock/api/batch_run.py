@@ -88,7 +88,7 @@ _encode = msgspec.json.encode
 
 
 class BatchRun:
-    """One batch, from its first line that is not answered to its end."""
+    """One batch, from its first unanswered line to its end."""
 
     def __init__(self, service: BatchService, batch: BatchRecord) -> None:
         self._service = service

@@ -122,7 +122,7 @@ class Call:
         return model
 
     def _chosen(self, body: Any, asked: str | None) -> ServedModel:
-        """The model of a body whose name or `adapter` chooses more than the model."""
+        """The model of a body whose name or `adapter` also chooses a prompt or an adapter."""
         found = self._resolve(body.model)
         if not body.model and asked not in (None, *found.model.adapters):
             holders = [each for each in self.state.models.values() if asked in each.adapters]
@@ -193,8 +193,8 @@ class Call:
         return self.resolve(name)[0]
 
     def resolve(self, name: str | None) -> Found:
-        """What this name stands for. Models that the client's key does not allow do not exist for the
-        client."""
+        """The model, prompt or adapter of a name. Models that the client's key does not allow do not exist
+        for the client."""
         found = self._resolve(name)
         if not self.may_use(found.model):
             raise self._not_allowed(name)

@@ -44,7 +44,7 @@ class ConnectionTable:
         self.sweep_interval_s = min(1.0, min(*timeouts, limits.idle_timeout_s) / 4)
 
     def add(self, connection: Connection) -> ServerFull | None:
-        """Count a connection in. The error says why it has to be refused."""
+        """Count a new connection. Returns an error with the reason if it must be refused."""
         self._begin_sweeping()
         num_open = len(self._connections)
         connection.address = address = _counted_address(connection.client)

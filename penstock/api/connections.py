@@ -481,7 +481,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no part of a request has arrived that is not answered."""
+        """Whether the connection has no unanswered request, not even a partial one."""
         is_reading = self._reads_head or (self.cycle is not None and self.cycle.more_body)
         return not self._has_answer_due and not is_reading
 
@@ -522,7 +522,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def end_requests(self, error: PenstockError) -> None:
-        """Fail everything that is not answered."""
+        """Fail all unanswered requests."""
         if self._reads_head:
             self._stop(error)
         for exchange in (self._running, *(each for each, _ in self._waiting)):

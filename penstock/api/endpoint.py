@@ -227,7 +227,7 @@ class Endpoint:
         return reply
 
     def _work(self, call: Call, decoder: RouteDecoder, raw: bytes | bytearray) -> Awaitable[Any]:
-        """What the body asks for, not begun yet."""
+        """The work of the body, not started yet."""
         try:
             body, variant = decoder.decode_exact(raw), None
         except msgspec.ValidationError as error:
@@ -246,7 +246,7 @@ class Endpoint:
     def _tolerated(
         self, call: Call, decoder: RouteDecoder, raw: bytes | bytearray, error: msgspec.ValidationError
     ) -> tuple[Any, Variant | None]:
-        """A body that is not exactly as declared, and the variant that it belongs to, if any."""
+        """Decode a body that does not match its type exactly, with its variant if it has one."""
         try:
             decoded = decoder.decode_tolerantly(raw, error)
         except PenstockError:
@@ -398,7 +398,7 @@ WATCH_AFTER_S = 0.005  # most requests are answered sooner and need no watcher
 
 
 async def _disconnected(receive: Receive) -> PenstockError:
-    """Wait for the end of a request that is not over; return its reason."""
+    """Wait until the client disconnects or the server stops; return the reason."""
     try:
         while (await receive())["type"] != "http.disconnect":
             pass

@@ -32,7 +32,7 @@ _NO_ADMIN_KEY = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ApiKey:
-    """A client, as its key tells. It holds no key."""
+    """A client, identified by its key. It does not hold the key itself."""
 
     name: str
     is_admin: bool = False

@@ -41,7 +41,7 @@ class RequestObserver:
 
 
 def observer_for(config: ServerConfig) -> RequestObserver | None:
-    """The observer that the configuration and the environment ask for; None: neither is on."""
+    """The observer for the configured traces and access log; None: both are off."""
     tracer = tracer_for(config)
     access_log = AccessLog() if config.logs_requests else None
     if tracer is None and access_log is None:

@@ -119,7 +119,7 @@ INFERENCE_ERRORS = ErrorStyle(_typed_error, _typed_status, InferenceError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
-    """What a body says about its texts. `truncate` is None where it leaves that to the server."""
+    """A body's options for its texts. `truncate` is None if the body leaves it to the server."""
 
     truncate: bool | None = None
     direction: Direction = "right"
@@ -133,7 +133,7 @@ class TextOptions:
         return "left" if self.direction.lower() == "left" else "right"
 
     def limit(self, model: ServedModel) -> int | None:
-        """The value of `truncate_prompt_tokens`: long texts are cut unless somebody says otherwise."""
+        """The value of `truncate_prompt_tokens`: long texts are truncated by default."""
         given = self.truncate if self.truncate is not None else model.auto_truncate
         return None if given is False else -1
 

@@ -33,7 +33,7 @@ MAX_LOOP_BYTES = 1 << 18
 
 
 class CacheControl(enum.IntEnum):
-    """What a request says about the cache."""
+    """A request's cache options."""
 
     DEFAULT = 0
     NO_CACHE = 1  # compute all rows, and keep them

@@ -89,7 +89,7 @@ class RouteSpec:
 
     @property
     def suffix(self) -> str:
-        """The path behind its parameter."""
+        """The part of the path after its parameter."""
         return self.path.partition("}")[2]
 
 

@@ -95,7 +95,7 @@ _UNAUTHORIZED = (
 )
 _ORDER_FAILED = (
     OrderFailed("the model cannot sleep: its engine does not run"),
-    "The order could not be carried out; `message` says why.",
+    "The operation failed; `message` has the reason.",
 )
 _FORBIDDEN = (
     Forbidden("this route needs an admin key, and key search is none"),

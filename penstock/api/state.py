@@ -148,7 +148,7 @@ class BufferedBytes:
 
 
 class Found(NamedTuple):
-    """What a name of a request stands for."""
+    """The meaning of a model name in a request."""
 
     model: ServedModel  # with the adapter that the name chooses
     prompt: str | None = None
@@ -223,7 +223,8 @@ class ServerState:
 
     @property
     def adapter_names(self) -> dict[str, ServedModel]:
-        """The adapters, each with its model. One whose name several models have is called MODEL:NAME."""
+        """The adapters with their models. An adapter whose name several models have is listed as
+        MODEL:NAME."""
         pairs = [(model, each) for model in self.models.values() for each in model.adapters.values()]
         count = Counter(adapter.name for _, adapter in pairs)
         chosen = ((model.with_adapter(adapter), count[adapter.name] > 1) for model, adapter in pairs)
@@ -295,7 +296,8 @@ class ServerState:
         held[client] = held.get(client, 0) + 1
 
     def check_room(self, client: str = "") -> None:
-        """Refuse a request if as many as allowed are in flight, and its client has its share of them."""
+        """Refuse a request if the limit of requests in flight is reached and its client has its share of
+        them."""
         limit = self.config.max_concurrent_requests
         if self.in_flight >= limit:
             limit = max_queued_of(limit, self.in_flight, self.held.get(client, 0), len(self.held))
@@ -332,7 +334,7 @@ class ServerState:
 
 
 def _with_suffix(found: Found, suffix: str) -> Found | None:
-    """What a name with `:SUFFIX` stands for: a prompt or an adapter. No adapter has the name of a prompt."""
+    """The prompt or adapter of a name with `:SUFFIX`. No adapter has the name of a prompt."""
     model = found.model
     if found.prompt is not None:
         return None

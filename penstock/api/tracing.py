@@ -87,7 +87,7 @@ def protocol_of(url: str, environment: Mapping[str, str]) -> str:
 
 
 def tracer_for(config: ServerConfig) -> Tracer | None:
-    """The tracer that the configuration or the environment asks for; None: requests are not traced."""
+    """The tracer of the configuration or the environment; None: requests are not traced."""
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
     if (url := config.otlp_endpoint) is not None:

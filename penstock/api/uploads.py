@@ -13,7 +13,7 @@ _MAX_DIGITS = 18
 
 
 class BodyStream:
-    """The body of a request that is not decoded as a whole."""
+    """The body of a request that is read in pieces."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._scope = scope

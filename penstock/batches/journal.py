@@ -68,7 +68,7 @@ def _count(batch: BatchRecord, answers: Sequence[LineAnswer], num_output: int, n
 
 
 def _open_at(path: Path, size: int) -> int:
-    """Open a file to append behind its committed bytes; the rest is cut off."""
+    """Open a file to append after its committed bytes; the rest is truncated."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     found = os.fstat(descriptor).st_size
     if found < size:

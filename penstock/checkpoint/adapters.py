@@ -132,7 +132,7 @@ def adapter_names(config: Mapping[str, Any], key: str = "lora_adaptations") -> t
 
 
 def read_lora(folder: Path, name: str, tasks: Sequence[str] = ()) -> LoraSpec:
-    """The adapter in a folder. An option or a tensor that is not understood is refused. Of a file with the
+    """The adapter in a folder. Unknown options and tensors are refused. Of a file with the
     adapters of several `tasks`, the one for the task `name`."""
     file = folder / CONFIG
     if not file.is_file():

@@ -61,7 +61,7 @@ from penstock.types import LABELLED_TASKS, Task
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """What the caller says about a model."""
+    """The caller's options for a model."""
 
     name: str
     overrides: dict[str, Any]

@@ -137,7 +137,7 @@ def gliner_config(file: Path) -> dict[str, Any]:
 
 
 def read_entities(config: Mapping[str, Any]) -> EntitySpec | None:
-    """None for a model whose labels do not come with the request."""
+    """None for a model with fixed labels."""
     settings = config.get("gliner")
     if not isinstance(settings, Mapping):
         return None

@@ -140,7 +140,7 @@ class _Names:
             if number is not None and token.get("id") == number:
                 return str(token["content"])
         raise ModelLoadError(
-            f"{self.folder / 'tokenizer_config.json'} has no {key}, which stands around an image",
+            f"{self.folder / 'tokenizer_config.json'} has no {key}, which surrounds an image in the prompt",
             param="model",
         )
 

@@ -60,8 +60,8 @@ def read_layout(root: Path) -> FolderLayout:
         )
     if not modules and (root / "idf.json").is_file():
         raise ModelLoadError(
-            f"{root} has idf.json but no modules.json, so nothing says how its sparse weights are made; "
-            "take a revision of the model with modules.json and router_config.json",
+            f"{root} has idf.json but no modules.json, so its files do not say how to compute sparse "
+            "weights; take a revision of the model with modules.json and router_config.json",
             param="model",
         )
     return FolderLayout(root, _model_folder(root, modules), modules, query_route)

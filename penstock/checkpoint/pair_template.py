@@ -182,7 +182,8 @@ def _named(text: str) -> str:
 
 
 def _known_prompt(text: str, instruction: str, wording: str) -> Prompt | None:
-    """A prompt that reads the same, whose parts have the same tokens as the whole and are cheaper to read."""
+    """An equivalent prompt whose parts tokenise to the same tokens as the whole, and are cheaper to
+    tokenise."""
     qwen3 = PROMPTS["qwen3-reranker"]
     same = ("".join(qwen3.template), qwen3.instruction, qwen3.wording) == (text, instruction, wording)
     return qwen3._replace(opened=False) if same else None

@@ -85,7 +85,8 @@ def read_pooling(
 
 
 def static_pooling(files: CheckpointFiles, pooler: PoolerConfig, *, normalize: bool) -> PoolingSpec:
-    """The mean of token vectors, then the modules behind the table; `normalize` where no file names any."""
+    """The mean of token vectors, then the modules after the table; `normalize` applies if no file names
+    any."""
     if pooler.pooling_type is not None and pooler.pooling_type.lower() not in ("mean", "avg"):
         raise ModelLoadError(
             f"pooling_type is {pooler.pooling_type!r}, but static embeddings are averaged; use mean",
@@ -97,7 +98,7 @@ def static_pooling(files: CheckpointFiles, pooler: PoolerConfig, *, normalize: b
     for module in files.modules[1:]:
         if module.kind not in _AFTER_STATIC:
             raise ModelLoadError(
-                f"{files.root / 'modules.json'} has a {module.kind} module behind a StaticEmbedding, which "
+                f"{files.root / 'modules.json'} has a {module.kind} module after a StaticEmbedding, which "
                 f"is not supported; supported: {', '.join(_AFTER_STATIC)}",
                 param="model",
             )

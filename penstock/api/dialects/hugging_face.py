@@ -115,7 +115,7 @@ class InferenceRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     user: User = None
 
     def text_options(self) -> TextOptions:
-        """What the body says about long texts and prompts, beside `inputs` or among `parameters`."""
+        """The options of long texts and prompts, from the body or from its `parameters`."""
         given = self.parameters or InferenceParameters()
         truncate = self.truncate if self.truncate is not None else given.truncate
         if not isinstance(truncate, bool | None):
@@ -172,7 +172,7 @@ async def _run(call: Call, body: InferenceRequest, named: str | None) -> Reply |
 
 
 def _task(body: InferenceRequest, model: ServedModel, named: str | None) -> str:
-    """The task that the path, the fields of the body or the model asks for."""
+    """The task, chosen by the path, the fields of the body or the model."""
     parameters, given = body.parameters or InferenceParameters(), body.inputs
     if named is not None:
         if named not in TASKS:

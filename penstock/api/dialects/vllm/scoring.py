@@ -58,7 +58,7 @@ def take_vllm_spellings(body: RankBody) -> None:
 
 
 def with_text(document: Document, name: str) -> Document:
-    """A document whose content is a list of text parts, as one that has a text."""
+    """A document with a list of text parts, converted to a document with one text."""
     if isinstance(document, str) or "content" not in document or "text" in document or has_image(document):
         return document
     try:
@@ -138,7 +138,7 @@ class RankRequest(RerankRequest, kw_only=True):
 
 
 def _shown_documents(body: RankRequest) -> list[Any] | None:
-    """The documents of the answer. Those that the caller did not ask for need not be exact."""
+    """The documents of the answer. Their texts are exact only if the request asked for them."""
     if body.return_documents is not None:
         return returned_documents(body)
     body.return_documents = True
