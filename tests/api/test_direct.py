@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Transport:
-    """A socket that keeps what is written to it."""
+    """A transport that records what is written to it."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
@@ -60,7 +60,7 @@ def request(method: str = "POST", path: str = "/v1/completions", body: bytes = B
 def connected(
     folder: Path, use: Callable[[Connection, Transport], Coroutine[Any, Any, None]], **server: Any
 ) -> None:
-    """Use a connection of an API process, on an event loop of its own."""
+    """Use a connection of an API process, on its own event loop."""
 
     async def main() -> None:
         engine = ScriptedEngine(lambda prompt, copy: [5, 6, 7])
@@ -170,7 +170,7 @@ def test_the_callback_for_an_ended_request_runs_once_even_if_set_afterwards(fold
 
 
 class Exchange:
-    """A request that ends when a test says so."""
+    """A request that a test can end."""
 
     def __init__(self) -> None:
         self.callback: Any = None

@@ -202,7 +202,7 @@ def test_an_unusable_image_is_an_error_of_its_request_in_every_dialect(
 def test_unusual_image_formats_are_decoded_as_displayed(
     large_images: TestClient, clip: tuple[Path, DualReference]
 ) -> None:
-    """CMYK, transparency, a palette, grey and a turned photograph: the vector is that of what one sees."""
+    """CMYK, alpha, a palette, grey and a rotated photograph: the vector is that of the displayed image."""
     picture = noise(48, 32)
     cmyk, clear = picture.convert("CMYK"), noise(48, 32, "RGBA", seed=5)
     on_white = Image.new("RGBA", clear.size, "white")

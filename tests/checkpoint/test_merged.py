@@ -79,7 +79,7 @@ def test_offline_a_base_that_is_not_cached_is_named_with_what_to_do(tmp_path: Pa
 
 
 def test_other_weights_of_the_adapter_are_another_model(tmp_path: Path) -> None:
-    """Results that are cached under one revision are not those of the next."""
+    """The result cache distinguishes two revisions."""
     made = adapted_embedder(tmp_path, "one", "two")
     model = str(made.adapters["one"])
     first = describe(EngineConfig(model=model))

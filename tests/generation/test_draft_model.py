@@ -161,7 +161,7 @@ def test_rows_with_adapters_generate_the_same_with_a_draft_model(llama: Path, tm
 
 @pytest.mark.parametrize("vocab_size", [VOCABULARY - 100, VOCABULARY + 100])
 def test_a_draft_may_have_fewer_or_more_tokens(llama: Path, tmp_path: Path, vocab_size: int) -> None:
-    """The first row begins with tokens that both have. The second has one that the smaller draft lacks."""
+    """The first row has tokens of both vocabularies. The second has one that the smaller draft lacks."""
     draft = FAMILIES["qwen3"].write(tmp_path / "draft", vocab_size=vocab_size)
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     rows = [[*range(5, 35)], [*range(5, 35), VOCABULARY - 1, 6]]
@@ -308,7 +308,7 @@ def test_a_draft_with_another_vocabulary_is_refused(llama: Path, tmp_path: Path)
 
 
 class DraftMemory(MemoryRunner):
-    """Runs drafts; samples of the padding slot go to nobody."""
+    """Runs drafts; samples of the padding slot are discarded."""
 
     def __init__(self, blocks: int, slots: int, fails: Callable[[StepPlan], bool]) -> None:
         super().__init__(blocks, slots + 1, fails)

@@ -31,7 +31,7 @@ def request_of(name: str, prompt: list[int], **options: object) -> Request:
 
 @cache
 def alone(number: int) -> tuple[list[int], list[float]]:
-    """Tokens and prompt log probabilities of one prompt by itself, in one piece."""
+    """Tokens and prompt log probabilities of one prompt alone, prefilled in one chunk."""
     generation = GenerationScheduler(
         BlockPool(BLOCKS, BLOCK_SIZE), GenerationLimits(SLOTS, 64, 64, LENGTH, 999)
     )

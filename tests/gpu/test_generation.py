@@ -72,7 +72,7 @@ def test_mixed_steps_are_replayed_and_give_likely_tokens(
 
 
 def test_a_model_without_mixed_graphs_keeps_separate_steps(tmp_path: Path) -> None:
-    """Its scores are squashed, and no kernel does that for prompts."""
+    """Its attention scores are soft-capped, which no prompt kernel supports."""
     folder = write("gemma2", tmp_path / "gemma2")
     with Engine(str(folder), device="cuda", dtype="bfloat16", target_itl_ms=5.0) as used:
         generation = used.local.engine.core.generation

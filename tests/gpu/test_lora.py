@@ -134,7 +134,7 @@ def fused_case(
 
 
 def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Half precision: no value is far off, and together they are near."""
+    """Half precision: the largest error and the mean error are bounded."""
     error = found.double() - expected.double()
     assert error.norm() < 5e-3 * expected.norm()
     assert error.abs().max() < 1e-2 * expected.abs().max()

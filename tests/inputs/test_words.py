@@ -85,7 +85,7 @@ def test_tokens_by_words_are_those_of_the_text(options: dict[str, bool]) -> None
 
 
 def test_texts_that_settings_lower_case_are_tokenised_word_by_word() -> None:
-    """sentence_bert_config.json of many embedders asks for it, though their tokenizer lower-cases already."""
+    """Many embedders set it in sentence_bert_config.json, although their tokenizer lower-cases already."""
     for after in ({}, {"lowercase": False}, {"strip_accents": False}):
         rust = wordpiece_tokenizer()
         bert = normalizers.BertNormalizer(**after)

@@ -93,7 +93,7 @@ class Launch(NamedTuple):
 
     @property
     def tile_values(self) -> int:
-        """How many values the tiles that are loaded ahead have, about."""
+        """The approximate number of values in the tiles of all stages."""
         sizes = self.constants
         rows = sum(sizes.get(name, 0) for name in ("BLOCK_M", "BLOCK_Q", "BLOCK_N", "BLOCK_D"))
         return int(rows * sizes.get("BLOCK_K", 128) * sizes["num_stages"])
@@ -104,7 +104,7 @@ class Launch(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What a compiled kernel takes on its target."""
+    """The resources of a compiled kernel on its target."""
 
     target: int
     model: str

@@ -37,7 +37,7 @@ TOKENS = 7  # that each sequence generates
 
 
 def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
-    """Take the place of a CUDA graph: replay by computing again, into the tensors of the first results."""
+    """Stands in for a CUDA graph: a replay computes again, into the tensors of the first results."""
     kept = [tensor.clone() for tensor in work()]
 
     def replay() -> None:

@@ -80,7 +80,7 @@ HEADS = (
 
 
 def reals(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Memory that is reserved and never touched."""
+    """Memory that is allocated and never touched."""
     return torch.empty(shape, dtype=dtype)
 
 
@@ -347,7 +347,7 @@ def launch_fused_adapter_kernels() -> None:
 
 
 def launch_all(capability: tuple[int, int]) -> None:
-    """Everything that runs on GPUs of this capability: fp8 from 8.9 on, Gluon kernels on Hopper alone."""
+    """Every kernel that runs on GPUs of this capability: fp8 from 8.9 on, Gluon kernels only on Hopper."""
     has_fp8 = capability >= (8, 9)
     launches: tuple[Callable[[], None], ...] = (
         lambda: launch_element_wise_kernels(has_fp8),

@@ -144,7 +144,7 @@ def test_a_block_uses_it_only_for_large_steps() -> None:
 
 @pytest.fixture
 def imagined(monkeypatch: pytest.MonkeyPatch) -> Iterator[GateUp]:
-    """As if there were a device with 132 multiprocessors."""
+    """Pretend to have a device with 132 multiprocessors."""
     if not gate_up.HAS_GLUON:
         monkeypatch.setattr(gate_up, "descriptor", lambda *args: None)
     monkeypatch.setattr(gate_up, "num_programs", lambda device: 132)

@@ -342,7 +342,7 @@ def test_precompiled_kernels_are_compiled_in_threads_and_not_run(monkeypatch: py
 def test_compiled_kernels_do_not_run_while_others_are_precompiled(
     kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their inputs may be outputs of a kernel that was not run, such as the numbers of experts."""
+    """Their inputs may be outputs of a kernel that was not run, such as expert counts."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     x = torch.zeros(64)
@@ -401,7 +401,7 @@ def test_a_kernel_that_cannot_be_compiled_raises_when_it_is_launched(
 
 
 def test_kernels_that_may_be_launched_early_wait_for_their_inputs() -> None:
-    """Each kernel that says so calls `wait_for_inputs`, and no other does."""
+    """Exactly the kernels with `overlaps=True` call `wait_for_inputs`."""
     source = "".join(path.read_text() for path in sorted(KERNELS.glob("*.py")))
     found = re.findall(r"@jit\(([^\n]*)\)\ndef (\w+)\((.*?)(?=\n\n\n)", source, re.S)
     assert len(found) > 40

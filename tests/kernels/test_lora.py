@@ -143,7 +143,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
-    """Take the place of a CUDA graph: replay by computing again, into the tensors of the first results."""
+    """Stands in for a CUDA graph: a replay computes again, into the tensors of the first results."""
     kept = [tensor.clone() for tensor in work()]
 
     def replay() -> None:
@@ -238,7 +238,7 @@ def test_mixed_steps_with_adapters_are_replayed(monkeypatch: pytest.MonkeyPatch)
 def generated(
     *, with_graphs: bool, staggers: bool = False, dtype: torch.dtype = torch.float32
 ) -> list[list[int]]:
-    """The tokens of one prompt with each adapter and without. `staggers`: each begins while others decode."""
+    """The tokens of one prompt with each adapter and without. `staggers`: each starts while others decode."""
     build = LayerBuilder(open_weights(Path("/nowhere"), "dummy", 0, dtype, CPU))
     build.adapters = AdapterSites(3, 16)
     model = build_model("Qwen3ForCausalLM", SIZES, build, generates=True)

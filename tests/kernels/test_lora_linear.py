@@ -28,7 +28,7 @@ def test_the_reference_is_the_layer_with_its_adapters() -> None:
 def made(
     monkeypatch: pytest.MonkeyPatch, inner: int, ends: tuple[int, ...], gate_first: bool | None = None
 ) -> LoraLinear:
-    """As if there were a device with 132 multiprocessors."""
+    """Pretend to have a device with 132 multiprocessors."""
     monkeypatch.setattr(lora_linear, "descriptor", lambda *args: None)
     monkeypatch.setattr(lora_linear, "num_programs", lambda device: 132)
     weight = torch.empty(ends[-1], inner, dtype=torch.bfloat16)

@@ -123,7 +123,7 @@ def run(
 
 
 def poison(runner: ModelRunner) -> None:
-    """Fill the buffers with what a larger step could have left there; a step must not read it."""
+    """Fill the buffers with stale data of a larger step, which a step must not read."""
     assert runner.mixed is not None
     runner.mixed.integers.fill_(3)
     take = runner.staging.pinned_ints
@@ -236,7 +236,7 @@ def test_dropped_mixed_graphs_are_not_expected_again() -> None:
 
 
 def mixed_plan() -> GeneratePlan:
-    """One decode, and a piece of a prompt."""
+    """One decode and one prompt chunk."""
     generation = make_scheduler(chunk=12)
     add(generation, 0, GREEDY)
     for _ in range(2):
@@ -266,7 +266,7 @@ def test_a_step_that_cannot_be_replayed_has_no_key() -> None:
 
 
 def test_a_row_may_sample_at_several_of_its_tokens() -> None:
-    """The logits of any token of the step can be asked for, as a check of drafted tokens does."""
+    """The logits of any token can be read, which the verification of drafts needs."""
     runner, plan = mixed_runner(), mixed_plan()
     assert runner.mixed is not None and runner.generator is not None
     sample_ids = np.array([5], dtype=np.int32)

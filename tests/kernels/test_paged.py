@@ -109,7 +109,7 @@ def test_the_kernel_equals_the_reference(
 def test_a_cache_in_fp8_is_read_by_its_scales(
     heads: int, kv_heads: int, dim: int, splits: int, window: int | None, device: torch.device
 ) -> None:
-    """Heads of very different sizes: without scales of their own, some would overflow and others vanish."""
+    """Heads of very different magnitudes: without their own scales, some would overflow and others vanish."""
     query, keys, values, tables, counts = memory([1, 16, 63, 65, 200], heads, kv_heads, dim, device)
     sizes = 10.0 ** torch.randint(-3, 4, keys.shape[:2]).to(device)[..., None]
     cache = quantized(keys * 0.1, (values.float() * sizes).to(values.dtype))

@@ -33,7 +33,7 @@ def test_slots_per_tile_are_counted(slots: list[int], lengths: list[int], expect
 
 
 def test_a_slot_has_zeros_beyond_its_rank() -> None:
-    """The fused product multiplies by all of a bucket of ranks."""
+    """The fused product multiplies by the whole rank bucket."""
     layer = AdaptedLinear(
         Linear(torch.randn(24, 8), None),
         "identity",

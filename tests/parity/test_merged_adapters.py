@@ -86,7 +86,7 @@ def test_each_kind_of_change_is_merged_as_peft_merges_it(tmp_path: Path, options
 
 
 def test_sums_are_fp32_whatever_the_base_is_stored_as(tmp_path: Path) -> None:
-    """A base in bfloat16, in which small changes would be rounded away."""
+    """A base in bfloat16, where small changes would be lost by rounding."""
     folder = decoders.FAMILIES["qwen3"].write(tmp_path / "base")
     base: Any = transformers.Qwen3Model.from_pretrained(folder, dtype=torch.bfloat16).eval()
     base.save_pretrained(folder)

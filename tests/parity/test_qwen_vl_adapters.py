@@ -109,7 +109,7 @@ def test_rows_with_images_and_without_have_adapters_of_their_own_in_one_request(
 
 
 def test_one_image_under_several_adapters_shares_no_prefix(subject: Subject) -> None:
-    """With cached prefixes, one request after another, in both orders."""
+    """With prefix caching, one request after another, in both orders."""
     for adapter in (0, 1, -1, 1, 0):
         (got,) = vectors(subject, [PICTURE], (adapter,), reuse_prefix=True)
         assert np.abs(got - subject.expected(PICTURE, adapter)).max() < 1e-4
@@ -122,7 +122,7 @@ def test_one_image_under_several_adapters_shares_no_prefix(subject: Subject) -> 
 def test_the_vision_tower_runs_once_for_an_image_under_several_adapters(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes no adapters, so its features may be shared; what the decoder makes of them may not."""
+    """The tower takes no adapters, so its features may be shared; the decoder's prefixes may not."""
     run, sizes = QwenVisionTower.__call__, list[int]()
 
     def counted(tower: QwenVisionTower, images: ImageBatch) -> torch.Tensor:

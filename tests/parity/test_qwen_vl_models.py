@@ -69,7 +69,7 @@ def test_gme_in_the_layout_of_its_files_reads_texts_as_it_was_trained(tmp_path: 
 
 
 def test_the_class_of_gme_says_what_its_name_says(tmp_path: Path) -> None:
-    """Prompt, pixels and positions go together, whatever the folder is called."""
+    """Prompt, pixels and positions follow the class, whatever the folder's name."""
     write_model(tmp_path / "mine", make_model("qwen2_vl"))
     config = json.loads((tmp_path / "mine/config.json").read_text()) | {"architectures": ["GmeQwen2VL"]}
     (tmp_path / "mine/config.json").write_text(json.dumps(config))

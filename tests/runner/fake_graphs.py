@@ -30,7 +30,7 @@ def plan_of(*lengths: int, params: PoolingParams | None = None, **more: Any) -> 
 
 
 class Model:
-    """Each token by itself; what belongs to no row becomes NaN, as uninitialised memory may be."""
+    """Each token alone; tokens of no row become NaN, like uninitialised memory."""
 
     hidden_size = 8
     causal = False
@@ -54,7 +54,7 @@ class Model:
 
 
 def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
-    """Replays by doing the work again and writing the results where the first ones were."""
+    """Replays by running the work again and writing to the first results."""
     kept = [tensor.clone() for tensor in work()]
 
     def replay() -> None:

@@ -37,7 +37,7 @@ def key_of(tokens: int, rows: int = 4, max_length: int = 64, **more: Any) -> Key
 
 
 def measured(host_s: float = 0.004, per_token_s: float = 1e-6) -> GraphPolicy:
-    """A policy that knows what steps take: the device's time grows with the tokens."""
+    """A policy with measured step times: device time grows with the tokens."""
     policy = GraphPolicy()
     policy.times.ran_eagerly(64, host_s, host_s)
     for tokens in (64, 1024, 16384):
@@ -183,7 +183,7 @@ def test_likely_buckets_are_the_same_on_every_start_and_within_the_limits() -> N
 
 
 class Slow:
-    """Captures that take a second each."""
+    """Captures of one second each."""
 
     def __init__(self) -> None:
         self.clock = Clock()

@@ -32,7 +32,7 @@ KINDS = [
 
 
 def logits_of(kind: int, history: list[int]) -> torch.Tensor:
-    """A model whose logits depend on all that was sampled."""
+    """A model whose logits depend on all sampled tokens."""
     seed = hash((kind, *history)) % 2**32
     return torch.from_numpy(np.random.default_rng(seed).normal(size=VOCAB) * 2).float()
 
@@ -66,7 +66,7 @@ Propose = Callable[[int, list[int]], list[int]]
 
 
 def run_verified(count: int, propose: Propose) -> tuple[list[list[int]], int]:
-    """The same by proposals, and the number of steps that it took."""
+    """The same with proposals, and the number of steps."""
     sampler = Sampler(VOCAB, SLOTS, CPU, seed=1)
     for slot, params in enumerate(KINDS):
         sampler.join(slot, params, ints([1, 2]))
@@ -92,7 +92,7 @@ def run_verified(count: int, propose: Propose) -> tuple[list[list[int]], int]:
 
 
 def test_any_proposals_give_the_tokens_of_plain_sampling() -> None:
-    """With the seeds of requests and with the sampler's own, whichever proposals are right."""
+    """With seeds of requests and with the sampler's own, for right and wrong proposals."""
     count = 40
     expected = run_plain(count + 8)
     draw = np.random.default_rng(2)

@@ -49,7 +49,7 @@ def test_short_chunks_share_a_bundle_and_long_ones_do_not() -> None:
 def test_bundles_do_not_depend_on_the_speed_of_engines(
     monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    """Ray continues a read task by the number of its bundles: other bundles would lose or repeat rows."""
+    """Ray resumes a read task by its number of bundles: different bundles would lose or repeat rows."""
     chunks = chunks_of([f"b{at}" * 1000 for at in range(100)])
     expected = bundle_sizes(chunks)
     ticks = count()
