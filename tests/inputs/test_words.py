@@ -104,7 +104,7 @@ def test_words_of_european_texts_are_cached() -> None:
     assert words is not None
     check(words, rust, ["Grüße — “l’été” of water… (naïve) [1]", "[CLS] the Грязь", "水 の 流れ"])
     assert {"Grüße", "“l’été”", "[1]"} <= words._cache.keys()
-    assert words._known.keys().isdisjoint(["[CLS]", "Грязь", "水", "の"])
+    assert words._cache.keys().isdisjoint(["[CLS]", "Грязь", "水", "の"])
 
 
 def test_added_tokens_with_accents_are_found() -> None:
@@ -113,7 +113,7 @@ def test_added_tokens_with_accents_are_found() -> None:
     words = words_of(rust)
     assert words is not None
     check(words, rust, ["[the] water", "[thé] water", "[THÉ]water", "thé water", "Thé [MÁSK]"])
-    assert "thé" in words._known
+    assert "thé" in words._cache
 
 
 def test_words_are_tokenised_once_and_long_words_are_not_cached() -> None:
@@ -135,24 +135,24 @@ def test_words_are_tokenised_once_and_long_words_are_not_cached() -> None:
     assert asked[1:] == [[long]]
     check(words, rust, ["the water, water", ""])
     assert len(asked) == 2
-    many = [f"water{number}" for number in range(module._MANY_WORDS + 1)]
+    many = [f"water{number}" for number in range(module._MANY_NEW_WORDS + 1)]
     check(words, rust, [" ".join(many)])  # whole
     check(words, rust, [" ".join(many)])
     assert asked[2:] == [many[:-1], many[-1:]]
 
 
-def test_known_words_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_WORDS", 50)
+def test_the_word_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_CACHED_WORDS", 50)
     rust = wordpiece_tokenizer()
     words = words_of(rust)
     assert words is not None
     for at in range(20):
         texts = [f"the{at} water{at}{number}" for number in range(40)]
         check(words, rust, texts)
-        assert len(words._known) <= 50
+        assert len(words._cache) <= 50
 
 
-def test_threads_share_the_known_words() -> None:
+def test_threads_share_the_word_cache() -> None:
     rust = wordpiece_tokenizer()
     words = words_of(rust)
     assert words is not None
