@@ -341,7 +341,7 @@ def _token_dim(checkpoint: Checkpoint, width: int) -> int:
 
 
 def _family_prompts(files: CheckpointFiles, family: Family) -> dict[str, str]:
-    """The prompts of the model's published code, for files without prompts."""
+    """The prompts of the model's published code, where its files have none."""
     return page_prompts(files, family.name) if family.page_dim is not None else dict(family.prompts)
 
 

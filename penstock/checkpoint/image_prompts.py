@@ -151,14 +151,14 @@ class _PublishedCode(msgspec.Struct, frozen=True):
     names: str = ""  # a pattern that the model's published names match, lower case
     min_pixels: int = 0
     max_pixels: int = 0
-    first_range: tuple[int, int] | None = None  # of pixels: an image is first resized to fit it
+    first_range: tuple[int, int] | None = None  # of pixels: an image is resized to it before
     has_plain_positions: bool = False
 
 
 _UNKNOWN = _PublishedCode()
 _PUBLISHED = (
-    # gme_inference.py: fetch_image resizes with the limits of qwen-vl-utils, then the processor resizes to
-    # 256 to 1280 tokens. The decoder gets embeddings without positions, so these are 0, 1, 2 … on all axes.
+    # gme_inference.py: its fetch_image resizes with the limits of qwen-vl-utils, and the processor then with
+    # 256 to 1280 tokens. It gives the decoder vectors without positions, so these are 0, 1, 2 … on all axes.
     _PublishedCode(
         r"gme-?qwen2-?vl",
         256 * 28 * 28,

@@ -57,7 +57,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     instruction_template: str | None = None  # with {instruction}; precedes a text
     frame: TextFrame = TextFrame()  # what stands around texts and images of a chat model that embeds
     text_end: str = ""  # follows every text before it is tokenised
-    begin_token: str | None = None  # the only special token of a text; None: those of the tokenizer
+    begin_token: str | None = (
+        None  # frames a text alone, whatever the tokenizer adds; None: the tokenizer decides
+    )
     sparse: SparseSpec | None = None
     reward: RewardSpec | None = None
     adapters: tuple[str, ...] = ()  # a request may choose one of them
