@@ -1,4 +1,4 @@
-"""The command line, built once a process: to build its hundreds of flags takes longer than most of its tests."""
+"""The command line, built once in a process: building its hundreds of flags takes longer than its tests."""
 
 from __future__ import annotations
 
