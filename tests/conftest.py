@@ -1,10 +1,11 @@
-"""Settings that every test shares: no network, no idle spinning, and the order in which files run."""
+"""Settings that every test shares: no network, no idle spinning, bytecode on disk, and the order of files."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import shutil
+import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,11 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is first imported
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+# Tests start some hundred processes. Without bytecode on disk each would compile the package again, and each
+# worker would rewrite the assertions of every test module in every run.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 if "XDG_CACHE_HOME" not in os.environ:  # converted files of one run, for all of its processes
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="penstock-tests-")

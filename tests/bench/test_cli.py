@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from penstock.bench import serve as serve_module
 from penstock.bench.options import BackendName, DatasetName
 from penstock.cli.command import repeat_flags
 from penstock.cli.main import app
 from tests.bench.stub import Stub, stub
+from tests.command_line import CliRunner
 from tests.waiting import PATIENCE_S
 
 

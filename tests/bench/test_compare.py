@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from penstock.bench.compare import turns
 from penstock.bench.contenders import contenders_of
@@ -18,6 +17,7 @@ from penstock.bench.options import ClientOptions, CompareOptions
 from penstock.cli.main import app
 from penstock.errors import BadValue
 from tests.bench.stub import stub
+from tests.command_line import CliRunner
 
 STUB = Path(__file__).with_name("stub.py")
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from penstock.bench.kernels.cases import Case, Place, mixed_lengths
 from penstock.bench.kernels.host import TOKENS, WIDTH, pooling_all, step_all
@@ -14,6 +13,7 @@ from penstock.bench.kernels.registry import KERNELS
 from penstock.bench.kernels.run import Floor
 from penstock.cli.main import app
 from penstock.pooling.methods import METHODS
+from tests.command_line import CliRunner
 
 PLACE = Place(torch.device("cpu"), torch.float32)
 TOLERANCE = {"linear_int8": 0.05}

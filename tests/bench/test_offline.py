@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from penstock.bench.offline.embedders import import_peer, open_embedder
 from penstock.bench.offline.speed import take_turns
@@ -16,6 +15,7 @@ from penstock.cli.main import app
 from penstock.config import EngineConfig
 from penstock.errors import BadValue
 from tests.checkpoints import write_bert, write_json
+from tests.command_line import CliRunner
 
 TEXTS = ["the word", "a", "what is the first number of all these people", "of " * 100]
 

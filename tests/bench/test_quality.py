@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from penstock.bench.mteb import PenstockEncoder
 from penstock.bench.quality.bm25 import Bm25
@@ -18,6 +17,7 @@ from penstock.bench.quality.server import ServerClient
 from penstock.cli.main import app
 from penstock.errors import BadValue, EngineError
 from tests.bench.stub import Stub, stub, vector
+from tests.command_line import CliRunner
 
 
 class WordEmbedder:

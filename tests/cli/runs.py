@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from typer.testing import CliRunner, Result
-
 from penstock.cli.main import app
+from tests.command_line import CliRunner, Result
 
 PROGRAM = [sys.executable, "-c", "from penstock.cli.main import main; main()"]
 NULL = ("--device", "null")

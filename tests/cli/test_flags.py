@@ -8,8 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from penstock.cli import flags
 from penstock.cli.flags import ENGINE, INTERNAL, SERVER, ConfigFlags
@@ -17,6 +15,7 @@ from penstock.cli.main import app
 from penstock.config import EngineConfig, ServerConfig, from_mapping
 from penstock.errors import ConfigError
 from tests.cli.runs import error_of
+from tests.command_line import CliRunner, get_command
 
 ENGINE_COMMANDS = [
     *(["serve"], ["embed"], ["rerank"], ["score"], ["generate"], ["chat"], ["info"]),
@@ -27,7 +26,7 @@ ALL_COMMANDS += ENGINE_COMMANDS
 
 
 def command(path: list[str]) -> Any:
-    found = typer.main.get_command(app)
+    found = get_command(app)
     for name in path:
         found = found.commands[name]  # type: ignore[attr-defined]
     return found

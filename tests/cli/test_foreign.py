@@ -9,8 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from docs.tools.reference import RENDERERS
 from penstock.checkpoint.describe import describe
@@ -24,6 +22,7 @@ from penstock.errors import ConfigError, ModelLoadError
 from penstock.serving import model_settings
 from penstock.serving.model_settings import model_config
 from tests.checkpoints import write_bert
+from tests.command_line import CliRunner, get_command
 
 Serve = Callable[..., tuple[EngineConfig, ServerConfig]]
 
@@ -86,7 +85,7 @@ def test_a_flag_whose_effect_cannot_be_given_is_refused(flag: ForeignFlag) -> No
 
 
 def test_no_foreign_flag_hides_one_of_our_own() -> None:
-    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    command = get_command(app).commands["serve"]  # type: ignore[attr-defined]
     names = [name for param in command.params for name in (*param.opts, *param.secondary_opts)]
     assert len(names) == len(set(names))
 
@@ -205,7 +204,7 @@ def test_underscores_and_values_of_switches_are_understood(serve: Serve) -> None
 
 
 def test_values_and_arguments_keep_their_underscores() -> None:
-    params = typer.main.get_command(app).commands["serve"].params  # type: ignore[attr-defined]
+    params = get_command(app).commands["serve"].params  # type: ignore[attr-defined]
     for args in (
         ["--model", "--max_rows"],
         ["my_model", "--api-key", "a_b=c"],

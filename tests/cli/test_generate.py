@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from penstock.cli.chat import Conversation
 from penstock.cli.generate import ChatOptions
@@ -24,6 +23,7 @@ from penstock.offline.open import LocalModel
 from penstock.tasks.model import TextModel
 from penstock.types import Task
 from tests.cli.runs import error_of, invoke, read_jsonl, write_jsonl
+from tests.command_line import CliRunner
 from tests.text_models import ScriptedEngine, continue_with, text_spec, write_text_model
 
 

@@ -7,12 +7,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import typer
 import yaml
 
 from penstock.cli.config_file import listed_models, read_config
 from penstock.cli.main import app
 from penstock.cli.serve import settings_of_models
+from tests.command_line import get_command
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -35,7 +35,7 @@ def yaml_files() -> list[Path]:
 
 @cache
 def serve_params() -> tuple[Any, ...]:
-    command: Any = typer.main.get_command(app)
+    command: Any = get_command(app)
     return tuple(command.commands["serve"].params)
 
 

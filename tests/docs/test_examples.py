@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from penstock.cli.main import app
+from tests.command_line import get_command
 from tests.docs.blocks import Block, blocks, pages, read_blocks
 from tests.docs.stand_ins import STAND_INS
 
@@ -106,7 +106,7 @@ def test_a_command_has_flags_that_exist(where: str, line: str) -> None:
     for end in ("|", "||", "&&", ">", "&"):
         if end in words:
             words = words[: words.index(end)]
-    command: Any = typer.main.get_command(app)
+    command: Any = get_command(app)
     path = "penstock"
     while words and words[0] in getattr(command, "commands", {}):
         path += f" {words[0]}"

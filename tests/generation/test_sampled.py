@@ -34,14 +34,25 @@ def params(number: int) -> SamplerParams:
     return SamplerParams(max_tokens=50, seed=100 + number, ignore_eos=True, **ASKED[number])
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[list[int]]:
+    with engine(folder, pipeline_depth=1) as used:
+        return [generate(used, [row], params(i))[0].token_ids for i, row in enumerate(prompts())]
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"pipeline_depth": 3}, {"kv_cache_gb": 1e-9, "pipeline_depth": 2, "max_num_batched_tokens": 40}],
 )
-def test_seeded_sequences_get_the_tokens_that_they_get_alone(tmp_path: Path, options: dict[str, Any]) -> None:
-    folder, rows = write("qwen3", tmp_path / "qwen3"), prompts()
-    with engine(folder, pipeline_depth=1) as used:
-        alone = [generate(used, [row], params(i))[0].token_ids for i, row in enumerate(rows)]
+def test_seeded_sequences_get_the_tokens_that_they_get_alone(
+    folder: Path, alone: list[list[int]], options: dict[str, Any]
+) -> None:
+    rows = prompts()
     with engine(folder, **options) as used:
         together = generate(used, rows, [params(i) for i in range(len(rows))])
         check_nothing_is_held(used)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -15,6 +16,10 @@ from tests.thinning import ALL_CASES
 
 if find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
+elif os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.kernels import fast_interpreter
+
+    fast_interpreter.install()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
