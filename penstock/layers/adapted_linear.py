@@ -57,16 +57,17 @@ def plain_form(layer: LinearLayer) -> LinearLayer:
 def base_weight(layer: LinearLayer, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A layer's weight, fp32 [outputs, inputs], in whatever form it is kept."""
     plain: Any = plain_form(layer)
-    weight, bias = getattr(plain, "weight", None), getattr(plain, "bias", None)
+    weight = getattr(plain, "weight", None)
     if isinstance(weight, Tensor) and weight.layout is torch.strided and weight.dtype == dtype:
         return weight.float()
+    if isinstance(bias := getattr(plain, "bias", None), Tensor):
+        plain.bias = torch.zeros_like(bias)  # to add one and subtract it again would round the weight
     parts = []
     for first in range(0, layer.in_features, _IDENTITY_ROWS):
         count = min(_IDENTITY_ROWS, layer.in_features - first)
         rows = torch.zeros((count, layer.in_features), dtype=dtype, device=device)
         rows[:, first : first + count].fill_diagonal_(1)
-        product = plain(rows).float()
-        parts.append(product if bias is None else product - bias.float())
+        parts.append(plain(rows).float())
     return torch.cat(parts).t()
 
 

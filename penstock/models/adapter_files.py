@@ -137,7 +137,9 @@ class _Reader:
             stored = self.tensors[f"{module}.base_layer.weight"]
             if stored.shape != (outputs, share.inputs):
                 raise self._other_base(module, stored, (outputs, share.inputs))
-            self._check_base(module, stored[own.of_asked, inputs], layer.base_rows(number)[own.of_part])
+            found = layer.base_rows(number)[own.of_part]
+            if not self._is_same(stored[own.of_asked, inputs], found):
+                raise self._other_base(module, stored, stored.shape)
         down, up = low_rank_pair(self.spec, module, self.tensors)
         part = PartWeights(down[:, inputs], up[own.of_asked])
         if target.is_dora:
@@ -149,12 +151,10 @@ class _Reader:
         name = f"{module}.lora_magnitude_vector"
         return self.tensors[name] if name in self.tensors else self.tensors[f"{name}.weight"]
 
-    def _check_base(self, module: str, stored: Tensor, weight: Tensor) -> None:
-        """Refuse a copy of the base model's weight that differs from the model's."""
-        if stored.shape != weight.shape or not torch.equal(
-            stored.to(self.dtype), weight.to(self.dtype).cpu()
-        ):
-            raise self._other_base(module, stored, weight.shape)
+    def _is_same(self, stored: Tensor, weight: Tensor) -> bool:
+        """Whether a copy of the base model's weight is the model's."""
+        stored, weight = stored.to(self.dtype), weight.to(self.dtype).cpu()
+        return stored.shape == weight.shape and torch.equal(stored, weight)
 
     def _other_base(self, module: str, stored: Tensor, shape: Sequence[int]) -> ModelLoadError:
         return _refused(
@@ -170,7 +170,9 @@ class _Reader:
             )
         self._check_tied(place, module)
         if target.has_base:
-            self._check_base(module, self.tensors[f"{module}.base_layer.weight"], table.weight)
+            stored = self.tensors[f"{module}.base_layer.weight"]
+            if not self._is_same(stored, table.weight):
+                raise self._other_base(module, stored, table.weight.shape)
         down = self.tensors[f"{module}.lora_embedding_A"].float().t()
         up = self.tensors[f"{module}.lora_embedding_B"].float() * target.scale
         return TableWeights(self._cast(down), self._cast(up))

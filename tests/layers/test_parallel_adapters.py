@@ -24,7 +24,7 @@ from penstock.types import Task
 from penstock.weights.adapters import PartWeights
 from tests.checkpoints import write_json
 from tests.helpers import ints
-from tests.layers.test_parallel import CASES, FOUR_RANKS
+from tests.parallel.divided_models import CASES, FOUR_RANKS
 from tests.parallel.threads import NamedSource, ThreadGroup, run_ranks
 from tests.runner.small_models import SIZES, plan_of
 
@@ -100,9 +100,7 @@ def states(model: Model, sites: AdapterSites) -> Tensor:
 
 
 @pytest.mark.parametrize(("case", "size"), [*((case, 2) for case in CASES), *((c, 4) for c in FOUR_RANKS)])
-def test_adapters_of_all_ranks_together_are_those_of_one_device(
-    case: str, size: int, tmp_path: Path
-) -> None:
+def test_adapters_of_all_ranks_together_are_those_of_one_device(case: str, size: int, tmp_path: Path) -> None:
     architecture, more = CASES[case]
     specs: list[LoraSpec] = []
 

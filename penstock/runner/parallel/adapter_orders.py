@@ -132,7 +132,7 @@ class OtherReaders:
         reply: AdapterReply = msgspec.json.decode(content, type=Addend | HasRead | CannotRead)
         self._is_done[number] = not isinstance(reply, Addend)
         if isinstance(reply, CannotRead):
-            raise _with_rank(number, revive(reply.kind, reply.message, reply.param))
+            raise revive(reply.kind, f"rank {number + 1}: {reply.message}", reply.param)
         return reply
 
     def _cancel(self, copy: int) -> None:
@@ -152,8 +152,3 @@ class OtherReaders:
 
 def _gone(number: int) -> DeviceFailed:
     return DeviceFailed(f"rank {number + 1} of this engine is gone")
-
-
-def _with_rank(number: int, error: PenstockError) -> PenstockError:
-    error.message = f"rank {number + 1}: {error.message}"
-    return error
