@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.checkpoint.adapters import LoraSpec, read_lora
+from penstock.checkpoint.adapters import LoraSpec
 from penstock.errors import ModelLoadError
 from penstock.layers.adapter_state import adapting
 from penstock.layers.build import LayerBuilder
@@ -22,8 +21,8 @@ from penstock.models.registry import Model, build_model
 from penstock.runner.inputs import AdapterInputs, AdapterPlan, pool_arrays, pool_batch
 from penstock.types import Task
 from penstock.weights.adapters import PartWeights
-from tests.checkpoints import write_json
 from tests.helpers import ints
+from tests.parallel.adapter_folders import save_adapter, write_adapter
 from tests.parallel.divided_models import CASES, FOUR_RANKS
 from tests.parallel.threads import NamedSource, ThreadGroup, run_ranks
 from tests.runner.small_models import SIZES, plan_of
@@ -40,39 +39,6 @@ def build(
     builder.adapters = sites = AdapterSites(2, MAX_RANK)
     config = SIZES | {"num_hidden_layers": 2} | more
     return build_model(architecture, config, builder, **options), sites
-
-
-def write_adapter(folder: Path, sites: AdapterSites, *, rank: int, use_dora: bool, seed: int) -> LoraSpec:
-    """An adapter for every layer, and for every table where it can have one."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def noise(*shape: int) -> Tensor:
-        return 0.1 * torch.randn(shape, generator=draw)
-
-    tensors = {}
-    for name, (layer, part) in sites.layers.items():
-        share = layer.shares[part]
-        tensors[f"{name}.lora_A.weight"] = noise(rank, share.inputs)
-        tensors[f"{name}.lora_B.weight"] = noise(share.outputs, rank)
-        if use_dora:
-            tensors[f"{name}.lora_magnitude_vector"] = 1 + noise(share.outputs)
-    for name, table in sites.tables.items():
-        if not use_dora and name not in sites.tied:
-            tensors[f"{name}.lora_embedding_A"] = noise(rank, table.rows)
-            tensors[f"{name}.lora_embedding_B"] = noise(table.width, rank)
-    return save(folder, tensors, r=rank, use_dora=use_dora)
-
-
-def save(folder: Path, tensors: dict[str, Tensor], **options: Any) -> LoraSpec:
-    folder.mkdir()
-    save_file(
-        {f"base_model.model.{name}": value for name, value in tensors.items()},
-        folder / "adapter_model.safetensors",
-    )
-    targets = sorted({name.split(".lora_")[0] for name in tensors if ".lora_" in name})
-    config = {"peft_type": "LORA", "lora_alpha": 4, "target_modules": targets} | options
-    write_json(folder / "adapter_config.json", config)
-    return read_lora(folder, folder.name)
 
 
 def sum_of(group: ThreadGroup | None) -> Any:
@@ -142,7 +108,7 @@ def test_a_divided_head_has_its_part_of_the_vocabulary(
         options = {"use_dora": kind == "dora"}
         if kind == "dora":
             tensors["lm_head.lora_magnitude_vector"] = 1 + torch.rand(1001, generator=draw)
-    spec = save(tmp_path / "adapter", tensors, r=3, **options)
+    spec = save_adapter(tmp_path / "adapter", tensors, r=3, **options)
 
     def logits(group: ThreadGroup | None) -> Tensor:
         model, sites = build("LlamaForCausalLM", more, group, generates=True)
@@ -172,7 +138,7 @@ def test_whole_weights_of_an_adapter_are_divided_as_those_of_the_model(module: s
             tensors = {f"{name}.weight": torch.randn(shape, generator=draw)}
             tensors[f"{name}.bias"] = torch.randn(shape[:1], generator=draw)
             for slot in range(2):
-                specs.append(save(tmp_path / str(slot), tensors, r=1, modules_to_save=["dense"]))
+                specs.append(save_adapter(tmp_path / str(slot), tensors, r=1, modules_to_save=["dense"]))
         write_slots(sites, specs, group)
         return states(model, sites)
 
@@ -192,8 +158,8 @@ def test_a_copy_of_the_base_weight_is_compared_on_the_rank_that_has_it(place: in
     other = base.clone()
     other[place, 3] += 1
     pair = {f"{name}.lora_A.weight": torch.ones(2, 32), f"{name}.lora_B.weight": torch.ones(32, 2)}
-    same = save(tmp_path / "same", pair | {f"{name}.base_layer.weight": base}, r=2)
-    changed = save(tmp_path / "changed", pair | {f"{name}.base_layer.weight": other}, r=2)
+    same = save_adapter(tmp_path / "same", pair | {f"{name}.base_layer.weight": base}, r=2)
+    changed = save_adapter(tmp_path / "changed", pair | {f"{name}.base_layer.weight": other}, r=2)
 
     def refused(group: ThreadGroup) -> bool:
         _, sites = build("BertModel", {}, group)
