@@ -12,10 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penstock import Engine, SamplingParams
 from penstock.errors import EngineUnavailable, ModelLoadError
 from penstock.runner.parallel.runner import ParallelRunner
 from penstock.types import Task
 from tests.generation.adapters import CHOSEN, PROMPTS, TARGETS, generate, greedy, write_base
+from tests.parallel.adapter_folders import sites_of
+from tests.parallel.adapter_folders import write_adapter as write_adapter_for
+from tests.parallel.answers import TEXTS
+from tests.parallel.checkpoints import LLAMA, write_checkpoint
 from tests.parity import decoders
 from tests.parity.encoders import CASES, Case, Opened, make_rows, reference_hidden, reference_logits
 from tests.parity.lora import FIRST_ID, ask, opened_with, reference, write_adapter
@@ -101,6 +106,31 @@ def test_greedy_tokens_are_those_of_peft(max_loras: int, step_tokens: int, tmp_p
         assert generate(engine, count) == expected
         assert generate(engine, count) == expected  # from cached prefixes
     assert expected[0] != expected[3] != expected[5]
+
+
+def test_probabilities_of_tokens_and_prompts_are_those_of_one_rank(tmp_path: Path) -> None:
+    """Every rank computes its part of the logits with the adapter of each row, those of prompts too."""
+    folder = write_checkpoint(tmp_path / "model", LLAMA)
+    adapters: dict[str, str] = {}
+    options: dict[str, Any]
+    for number, name in enumerate(("a", "b")):
+        write_adapter_for(
+            tmp_path / name, sites_of(LLAMA), rank=3 + number, use_dora=number == 1, seed=number
+        )
+        adapters[name] = str(tmp_path / name)
+    sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+
+    def found(**more: Any) -> list[list[Any]]:
+        options = {"enable_lora": True, "lora_modules": adapters, "device": "cpu", "kv_cache_gb": 0.01}
+        with Engine(str(folder), **options, **more) as engine:
+            return [engine.generate(TEXTS, sampling, adapter=name) for name in ("a", None, "b")]
+
+    for ones, twos in zip(found(), found(**TWO), strict=True):
+        assert [each.token_ids for each in twos] == [each.token_ids for each in ones]
+        for one, two in zip(ones, twos, strict=True):
+            for kind in ("logprobs", "prompt_logprobs"):
+                expected, given = getattr(one, kind), getattr(two, kind)
+                np.testing.assert_allclose(given.values, expected.values, atol=1e-4)
 
 
 def test_heads_of_adapters_are_used_on_rank_0(tmp_path: Path) -> None:
