@@ -112,7 +112,6 @@ def test_probabilities_of_tokens_and_prompts_are_those_of_one_rank(tmp_path: Pat
     """Every rank computes its part of the logits with the adapter of each row, those of prompts too."""
     folder = write_checkpoint(tmp_path / "model", LLAMA)
     adapters: dict[str, str] = {}
-    options: dict[str, Any]
     for number, name in enumerate(("a", "b")):
         write_adapter_for(
             tmp_path / name, sites_of(LLAMA), rank=3 + number, use_dora=number == 1, seed=number
