@@ -592,8 +592,6 @@ def _check_lora(config: EngineConfig, model: ModelFacts) -> None:
         why_not = "static embeddings have no layers that an adapter could change"
     elif config.model_impl == "transformers":
         why_not = "adapters need a native model, not --model-impl transformers"
-    elif config.tensor_parallel_size > 1:
-        why_not = "adapters are not divided over GPUs; leave out --tensor-parallel-size"
     if why_not is not None:
         raise ConfigError(f"enable_lora cannot be used: {why_not}", param="enable_lora")
 

@@ -172,7 +172,7 @@ _ONE_MACHINE = (
 _STEPS = "steps are planned by Penstock's own scheduler"
 _KERNELS = "Penstock chooses its kernels and CUDA graphs itself"
 _LOADING = "weights are read by Penstock's own loader"
-_ADAPTERS = "adapters are kept in the number format of the model, whole on each GPU"
+_ADAPTERS = "adapters are kept in the number format of the model"
 _NO_CODE = "no code of a checkpoint is run"
 _CACHE = "the cache has its own size; see --kv-cache-gb"
 
@@ -252,7 +252,7 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     no_effect("--distributed-executor-backend", server=VLLM, value="NAME", why=_ONE_MACHINE),
     no_effect("--disable-custom-all-reduce", server=VLLM, why=_ONE_MACHINE),
     no_effect("--max-parallel-loading-workers", server=VLLM, value="N", why=_LOADING),
-    no_effect("--fully-sharded-loras", server=VLLM, why=_ADAPTERS),
+    no_effect("--fully-sharded-loras", server=VLLM, why="adapters are divided as their layers are"),
     no_effect("--specialize-active-lora", server=VLLM, why=_KERNELS),
     no_effect("--safetensors-load-strategy", server=VLLM, value="NAME", why=_LOADING),
     no_effect("--model-loader-extra-config", server=VLLM, value="JSON", why=_LOADING),

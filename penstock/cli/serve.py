@@ -150,7 +150,13 @@ def serve_with_ray(
 
     listed = [] if file is None else listed_models(file, settings_of_models())
     section = None if file is None else read_mapping(file).get(RAY)
-    app = app_config(server, model_settings(models, shared, listed), ray.settings(section), flag_names())
+    app = app_config(
+        server,
+        model_settings(models, shared, listed),
+        ray.settings(section),
+        flag_names(),
+        shared.get("lora_modules", ()),
+    )
     check_protection(app.server)
     return run_with_ray(app, ray.ray_address)
 

@@ -44,7 +44,8 @@ def app_settings(config: Mapping[str, Any] | str | Path) -> AppConfig:
         field, converted = convert(value)
         fields[field] = converted
     models = model_settings([], shared, models_in(content, settings_of_models()))
-    return app_config(server, models, content.get(RAY), flag_names())
+    modules = shared.get("lora_modules", ())
+    return app_config(server, models, content.get(RAY), flag_names(), modules)
 
 
 def _flags() -> dict[str, tuple[bool, Convert]]:

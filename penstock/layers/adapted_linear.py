@@ -6,7 +6,7 @@ plain self, epilogues and all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
@@ -34,11 +34,13 @@ from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
 from penstock.layers.adapter_state import AdapterLines, AdapterSlots
 from penstock.layers.linear import Linear, LinearLayer
+from penstock.layers.parallel import ModuleShare
 from penstock.weights.adapters import PartWeights
 
 FUSES_PRODUCTS = True  # False: separate launches for the product and its adapters, for measurements
 # Measured from here on. Fewer lines do not fill the multiprocessors with tiles of 128.
 MIN_FUSED_LINES = 2048
+SumOverRanks = Callable[[Tensor], Tensor]
 _ALL_ROWS = slice(None)
 _IDENTITY_ROWS = 1024  # of the identity matrix that a weight is read with at a time
 
@@ -55,16 +57,17 @@ def plain_form(layer: LinearLayer) -> LinearLayer:
 def base_weight(layer: LinearLayer, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A layer's weight, fp32 [outputs, inputs], in whatever form it is kept."""
     plain: Any = plain_form(layer)
-    weight, bias = getattr(plain, "weight", None), getattr(plain, "bias", None)
+    weight = getattr(plain, "weight", None)
     if isinstance(weight, Tensor) and weight.layout is torch.strided and weight.dtype == dtype:
         return weight.float()
+    if isinstance(bias := getattr(plain, "bias", None), Tensor):
+        plain.bias = torch.zeros_like(bias)  # to add one and subtract it again would round the weight
     parts = []
     for first in range(0, layer.in_features, _IDENTITY_ROWS):
         count = min(_IDENTITY_ROWS, layer.in_features - first)
         rows = torch.zeros((count, layer.in_features), dtype=dtype, device=device)
         rows[:, first : first + count].fill_diagonal_(1)
-        product = plain(rows).float()
-        parts.append(product if bias is None else product - bias.float())
+        parts.append(plain(rows).float())
     return torch.cat(parts).t()
 
 
@@ -81,9 +84,11 @@ class AdaptedLinear:
         *,
         has_bias: bool,
         is_transposed: bool = False,
+        shares: Sequence[ModuleShare] = (),
     ) -> None:
         """`base` applies the activation `act`; `sizes` are the outputs of the fused layers. `is_transposed`:
-        the checkpoint stores the weight as inputs × outputs."""
+        the checkpoint stores the weight as inputs × outputs. `shares`: what `base` has of each fused layer,
+        where it is one rank's part."""
         assert len(sizes) <= MAX_PARTS
         self.in_features, self.out_features = base.in_features, base.out_features
         self.base = base
@@ -94,6 +99,7 @@ class AdaptedLinear:
         self.state = room.state
         self.has_bias = has_bias
         self.is_transposed = is_transposed
+        self.shares = tuple(shares) or tuple(ModuleShare.whole(size, base.in_features) for size in sizes)
         self.ends = tuple(sum(sizes[: i + 1]) for i in range(len(sizes)))
         self.dtype, self.device = like
         self.gate: tuple[str, bool] | None = None  # of a gated block: its activation, and whether it is first
@@ -110,7 +116,7 @@ class AdaptedLinear:
         return rank_bucket(self.rank_factor * self.room.max_rank)
 
     def part_size(self, number: int) -> int:
-        """The outputs of one of the fused layers."""
+        """The outputs of one of the fused layers that are computed here."""
         return self.ends[number] - (self.ends[number - 1] if number else 0)
 
     @property
@@ -214,15 +220,20 @@ class AdaptedLinear:
 
     def write(self, slot: int, parts: dict[int, PartWeights]) -> bool:
         """Put an adapter into a slot; whether that took memory."""
+        grew = self.reserve(parts)
+        if self._low is not None:
+            self._write_low(self._low, slot, parts)
+        if self._whole is not None:
+            self._write_whole(self._whole, slot, parts)
+        return grew
+
+    def reserve(self, parts: dict[int, PartWeights]) -> bool:
+        """Have memory for an adapter in any slot; whether that took some."""
         grew = False
         if any(part.down is not None for part in parts.values()):
             grew |= self._reserve_low(any(part.gain is not None for part in parts.values()))
         if any(part.weight is not None for part in parts.values()):
             grew |= self._reserve_whole()
-        if self._low is not None:
-            self._write_low(self._low, slot, parts)
-        if self._whole is not None:
-            self._write_whole(self._whole, slot, parts)
         return grew
 
     def clear(self, slot: int) -> None:
@@ -292,14 +303,25 @@ class AdaptedLinear:
         return base_weight(self.base, self.dtype, self.device)[begin : self.ends[number]].cpu()
 
     def with_lengths(
-        self, number: int, part: PartWeights, lengths: Tensor, rows: slice = _ALL_ROWS
+        self,
+        number: int,
+        part: PartWeights,
+        lengths: Tensor,
+        rows: slice | Tensor = _ALL_ROWS,
+        sum_over_ranks: SumOverRanks | None = None,
     ) -> PartWeights:
         """DoRA gives every row of W + B A its own length. So W x is multiplied by length / |row|, B too, and
-        the bias, which is in the product already, is made up for. `rows` are those that the part changes."""
+        the bias, which is in the product already, is made up for. `rows` are those that the part changes.
+        `sum_over_ranks` is needed where each rank has some of a row's inputs."""
         assert part.down is not None and part.up is not None
         begin, end = self.ends[number - 1] if number else 0, self.ends[number]
         weight = self.base_rows(number)[rows]
-        gain = lengths.float() / (weight + part.up.float() @ part.down.float()).norm(dim=1)
+        changed = weight + part.up.float() @ part.down.float()
+        if self.shares[number].is_summed:
+            assert sum_over_ranks is not None
+            gain = lengths.float() / sum_over_ranks(changed.square().sum(dim=1)).sqrt()
+        else:
+            gain = lengths.float() / changed.norm(dim=1)
         bias = getattr(self.plain, "bias", None) if self.has_bias else None
         shift = torch.zeros_like(gain) if bias is None else (1 - gain) * bias[begin:end][rows].float().cpu()
         return part._replace(up=part.up * gain[:, None], gain=gain, shift=shift)

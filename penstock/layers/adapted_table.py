@@ -65,10 +65,17 @@ class AdaptedTable:
 
     def write(self, slot: int, weights: TableWeights) -> bool:
         """Put an adapter into a slot; whether that took memory."""
-        grew = self._write_low(slot, weights) if weights.rank or self._low is not None else False
-        if weights.rows is not None or self._new is not None:
-            grew |= self._write_rows(slot, weights)
+        grew = self.reserve(weights)
+        if self._low is not None:
+            self._write_low(self._low, slot, weights)
+        if self._new is not None:
+            self._write_rows(self._new, slot, weights)
         return grew
+
+    def reserve(self, weights: TableWeights) -> bool:
+        """Have memory for an adapter in any slot; whether that took some."""
+        grew = self._reserve_low() if weights.rank else False
+        return grew | (self._reserve_rows(len(weights.rows)) if weights.rows is not None else False)
 
     def clear(self, slot: int) -> None:
         """Leave a slot without an adapter on this table."""
@@ -78,36 +85,42 @@ class AdaptedTable:
         if self._index is not None:
             self._index[slot].fill_(-1)
 
-    def _write_low(self, slot: int, weights: TableWeights) -> bool:
+    def _reserve_low(self) -> bool:
+        if self._low is not None:
+            return False
         slots, rank = self.room.num_slots, rank_bucket(self.room.max_rank)
-        grew = self._low is None
-        if self._low is None or self._down is None:
-            self.ranks = [0] * slots
-            self._down = torch.zeros((slots, self.rows, rank), dtype=self.dtype, device=self.device)
-            up = torch.zeros((slots, self.width, rank), dtype=self.dtype, device=self.device)
-            ranks = torch.zeros(slots, dtype=torch.int32, device=self.device)
-            self._low = LowRank(up, up, ranks, (self.width,))  # nothing is shrunk: A x is a row of the table
+        self.ranks = [0] * slots
+        self._down = torch.zeros((slots, self.rows, rank), dtype=self.dtype, device=self.device)
+        up = torch.zeros((slots, self.width, rank), dtype=self.dtype, device=self.device)
+        ranks = torch.zeros(slots, dtype=torch.int32, device=self.device)
+        self._low = LowRank(up, up, ranks, (self.width,))  # nothing is shrunk: A x is a row of the table
+        return True
+
+    def _reserve_rows(self, count: int) -> bool:
+        slots = self.room.num_slots
+        if self._index is None:
+            self._index = torch.full((slots, self.rows), -1, dtype=torch.int32, device=self.device)
+        if self._new is not None and self._new.shape[1] >= count:
+            return False
+        larger = torch.zeros((slots, count, self.width), dtype=self.dtype, device=self.device)
+        if self._new is not None:
+            larger[:, : self._new.shape[1]] = self._new
+        self._new = larger
+        return True
+
+    def _write_low(self, low: LowRank, slot: int, weights: TableWeights) -> None:
+        assert self._down is not None
         if weights.down is not None and weights.up is not None:
             self._down[slot, :, : weights.rank].copy_(weights.down, non_blocking=True)
-            self._low.up[slot, :, : weights.rank].copy_(weights.up, non_blocking=True)
+            low.up[slot, :, : weights.rank].copy_(weights.up, non_blocking=True)
         self.ranks[slot] = weights.rank
-        self._low.ranks[slot].fill_(weights.rank)
-        return grew
+        low.ranks[slot].fill_(weights.rank)
 
-    def _write_rows(self, slot: int, weights: TableWeights) -> bool:
-        grew, count = False, 0 if weights.rows is None else len(weights.rows)
-        if self._index is None:
-            shape = (self.room.num_slots, self.rows)
-            self._index = torch.full(shape, -1, dtype=torch.int32, device=self.device)
-        if self._new is None or self._new.shape[1] < count:
-            wide = (self.room.num_slots, count, self.width)
-            larger = torch.zeros(wide, dtype=self.dtype, device=self.device)
-            if self._new is not None:
-                larger[:, : self._new.shape[1]] = self._new
-            self._new, grew = larger, True
+    def _write_rows(self, new: Tensor, slot: int, weights: TableWeights) -> None:
+        assert self._index is not None
         self._index[slot].fill_(-1)
         if weights.rows is not None and weights.indices is not None:
-            self._new[slot, :count].copy_(weights.rows, non_blocking=True)
+            count = len(weights.rows)
+            new[slot, :count].copy_(weights.rows, non_blocking=True)
             numbers = torch.arange(count, dtype=torch.int32, device=self.device)
             self._index[slot].index_copy_(0, weights.indices.to(self.device), numbers)
-        return grew

@@ -20,7 +20,7 @@ from penstock.layers.int4 import Int4Linear, WeightScratch, join_int4, supports_
 from penstock.layers.linear import LinearLayer, make_linear
 from penstock.layers.lora import AdapterSites
 from penstock.layers.norm import LayerNorm, RMSNorm
-from penstock.layers.parallel import RowParallelLinear, Shard, Units
+from penstock.layers.parallel import ModuleShare, RowParallelLinear, Shard, Units
 from penstock.weights.quantized import IntGroups, QuantizedReader, ScaledFp8, StoredPart, dequantize_part
 from penstock.weights.stream import Wanted, WeightSource
 
@@ -79,13 +79,23 @@ class LayerBuilder:
         *,
         bias: bool,
         is_transposed: bool = False,
+        shares: Sequence[ModuleShare] = (),
     ) -> LinearLayer:
         """A layer that adapters may change, if the model takes any. It may be fused from several; `act` is
-        the activation that it applies."""
+        the activation that it applies. `shares`: what it has of each, where it is one rank's part."""
         if (sites := self.adapters) is None:
             return layer
         like = self.weights.dtype, self.weights.device
-        found = AdaptedLinear(layer, act, outputs, sites, like, has_bias=bias, is_transposed=is_transposed)
+        found = AdaptedLinear(
+            layer,
+            act,
+            outputs,
+            sites,
+            like,
+            has_bias=bias,
+            is_transposed=is_transposed,
+            shares=shares,
+        )
         sites.layers.update((name, (found, number)) for number, name in enumerate(names))
         return found
 
@@ -133,7 +143,28 @@ class LayerBuilder:
         added = None
         if bias:
             added = self.weights.join(self._columns([f"{name}.bias" for name in names], outputs))
-        return make_linear(weight, added, act, self.precision(names[0]))
+        layer = make_linear(weight, added, act, self.precision(names[0]))
+        shares = self._column_shares(self.shard, len(names), inputs, outputs)
+        own = [sum(end - begin for begin, end in share.own_outputs) for share in shares]
+        return self.adapted(layer, names, own, act, bias=bias, shares=shares)
+
+    @staticmethod
+    def _column_shares(
+        shard: Shard, num_names: int, inputs: int, outputs: Sequence[Units]
+    ) -> list[ModuleShare]:
+        """What this rank has of each module that a column layer is fused from."""
+        held = [shard.outputs(units) for units in outputs]
+        whole = (0, inputs)
+        if num_names > 1 or len(outputs) == 1:
+            return [
+                ModuleShare(units.total, inputs, (each,), whole)
+                for units, each in zip(outputs, held, strict=True)
+            ]
+        first, own = 0, []
+        for units, (begin, end) in zip(outputs, held, strict=True):
+            own.append((first + begin, first + end))
+            first += units.total
+        return [ModuleShare(first, inputs, tuple(own), whole)]
 
     def _columns(self, names: Sequence[str], outputs: Sequence[Units], *rest: int) -> list[Wanted]:
         """This rank's parts of tensors [outputs, ..]."""
@@ -159,7 +190,12 @@ class LayerBuilder:
             added = self.weights.take(f"{name}.bias", outputs)
         elif bias:
             self.weights.skip(f"{name}.bias", (outputs,))
-        return RowParallelLinear(make_linear(weight, added, "identity", self.precision(name)), shard.group)
+        layer = make_linear(weight, added, "identity", self.precision(name))
+        share = ModuleShare(
+            outputs, inputs.total, ((0, outputs),), shard.inputs(inputs), has_bias=shard.group.rank == 0
+        )
+        part = self.adapted(layer, [name], [outputs], bias=bias, shares=[share])
+        return RowParallelLinear(part, shard.group)
 
     def num_heads(self, count: int) -> int:
         """How many of the model's `count` attention heads are computed here."""

@@ -52,7 +52,7 @@ class AdapterSites(AdapterSlots):
         for number, other in enumerate(others):
             site = names[number] if len(names) == len(others) else names[0]
             layer, part = self.layers[site]
-            size = layer.part_size(part)
+            size = layer.shares[part].outputs
             if len(names) < len(others):  # the parts of one are joined into a pair of higher rank
                 layer.rank_factor = len(others)
                 size //= len(others)
@@ -70,17 +70,31 @@ class AdapterSites(AdapterSlots):
         for layer, has_gain in layers.values():
             layer.compile_kernels(rank, has_gain=has_gain)
 
+    def reserve(self, weights: ModuleWeights) -> None:
+        """Have memory for an adapter in any slot, before it is written to one."""
+        for name, each in weights.items():
+            if isinstance(each, TableWeights):
+                self.tables[name].reserve(each)
+        for layer, parts in self._by_layer(weights).values():
+            layer.reserve(parts)
+
+    def _by_layer(self, weights: ModuleWeights) -> dict[int, tuple[AdaptedLinear, dict[int, PartWeights]]]:
+        """What an adapter does to the parts of each layer, by the layer's `id`."""
+        layers: dict[int, tuple[AdaptedLinear, dict[int, PartWeights]]] = {}
+        for name, each in weights.items():
+            if isinstance(each, PartWeights):
+                layer, part = self.layers[name]
+                layers.setdefault(id(layer), (layer, {}))[1][part] = each
+        return layers
+
     def write(self, slot: int, weights: ModuleWeights) -> bool:
         """Put an adapter into a slot, in the order of the device's work. True: a layer took memory, so that
         graphs of steps with adapters no longer hold."""
         grew = False
-        layers: dict[int, tuple[AdaptedLinear, dict[int, PartWeights]]] = {}
+        layers = self._by_layer(weights)
         for name, each in weights.items():
             if isinstance(each, TableWeights):
                 grew |= self.tables[name].write(slot, each)
-            else:
-                layer, part = self.layers[name]
-                layers.setdefault(id(layer), (layer, {}))[1][part] = each
         for layer, parts in layers.values():
             grew |= layer.write(slot, parts)
         written = {id(table) for name, table in self.tables.items() if name in weights}

@@ -8,7 +8,7 @@ row layer. Everything else of a layer is the same on every rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -85,6 +85,41 @@ class Shard:
         """The tokens whose logits this rank computes, (begin, end). The last ranks may have fewer."""
         width = -(-size // self.group.size)
         return min(size, self.group.rank * width), min(size, (self.group.rank + 1) * width)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleShare:
+    """Which outputs and inputs of a module are computed here. By default all of them."""
+
+    outputs: int  # of the whole module
+    inputs: int
+    own_outputs: tuple[tuple[int, int], ...]  # (begin, end), in ascending order
+    own_inputs: tuple[int, int]
+    has_bias: bool = True  # this rank adds the module's bias, if there is one
+
+    @classmethod
+    def whole(cls, outputs: int, inputs: int) -> ModuleShare:
+        return cls(outputs, inputs, ((0, outputs),), (0, inputs))
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether the module's output is the sum of what all ranks compute."""
+        return self.own_inputs != (0, self.inputs)
+
+    def rows(self, begin: int, end: int) -> ShareRows:
+        """The outputs from `begin` to `end` of the module, as far as they are computed here."""
+        if self.own_outputs == ((0, self.outputs),):
+            return ShareRows(slice(None), slice(begin, end))
+        own = torch.cat([torch.arange(*each) for each in self.own_outputs])
+        places = torch.nonzero((own >= begin) & (own < end)).flatten()
+        return ShareRows(own[places] - begin, places)
+
+
+class ShareRows(NamedTuple):
+    """Some outputs of a module: where they are among those that were asked for, and in a rank's part."""
+
+    of_asked: slice | Tensor
+    of_part: slice | Tensor
 
 
 class RowParallelLinear:

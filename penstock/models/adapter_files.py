@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.checkpoint.adapters import LoraSpec, match_modules
 from penstock.checkpoint.files import first_names
 from penstock.errors import ModelLoadError
+from penstock.layers.adapted_linear import SumOverRanks
 from penstock.layers.lora import AdapterSites, SiteRows
 from penstock.weights.adapters import (
     ModuleWeights,
@@ -22,14 +25,23 @@ from penstock.weights.adapters import (
 log = logging.getLogger("penstock.adapters")
 
 
-def read_adapter(spec: LoraSpec, sites: AdapterSites, dtype: torch.dtype) -> ModuleWeights:
-    """The weights of an adapter by the names of the model's modules."""
-    return _Reader(spec, sites, dtype).read()
+def read_adapter(
+    spec: LoraSpec,
+    sites: AdapterSites,
+    dtype: torch.dtype,
+    sum_over_ranks: SumOverRanks | None = None,
+) -> ModuleWeights:
+    """The weights of an adapter by the names of the model's modules, as far as they are computed here.
+    `sum_over_ranks` is needed for one rank's part of a model. All ranks call it equally often."""
+    return _Reader(spec, sites, dtype, sum_over_ranks).read()
 
 
 class _Reader:
-    def __init__(self, spec: LoraSpec, sites: AdapterSites, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: LoraSpec, sites: AdapterSites, dtype: torch.dtype, sum_over_ranks: SumOverRanks | None
+    ) -> None:
         self.spec = spec
+        self.sum_over_ranks = sum_over_ranks
         self.sites = sites
         self.dtype = dtype
         self.places = self._places()
@@ -86,26 +98,27 @@ class _Reader:
         if (rows := self.sites.aliases.get(place)) is not None:
             return rows
         layer, number = self.sites.layers[place]
-        return SiteRows(place, 0, layer.part_size(number))
+        return SiteRows(place, 0, layer.shares[number].outputs)
 
     def _joined(self, site: str, parts: list[tuple[SiteRows, PartWeights]]) -> PartWeights:
         """What an adapter does to a layer: one pair, or those of several parts of it side by side."""
         layer, number = self.sites.layers[site]
-        outputs = layer.part_size(number)
+        outputs, share = layer.part_size(number), layer.shares[number]
         rows, part = parts[0]
-        if len(parts) == 1 and rows.end - rows.begin == outputs:
+        if len(parts) == 1 and rows.end - rows.begin == share.outputs and _num_rows(part) == outputs:
             return part
-        if sum(each.end - each.begin for each, _ in parts) > outputs:
+        if sum(each.end - each.begin for each, _ in parts) > share.outputs:
             raise _refused(f"the adapter {self.spec.name!r} changes {site} as a whole and in parts")
         rank = sum(each.rank for _, each in parts)
         up = torch.zeros((outputs, rank), dtype=self.dtype)
         gain, shift, first = torch.ones(outputs), torch.zeros(outputs), 0
         for rows, part in parts:
             assert part.up is not None
-            up[rows.begin : rows.end, first : first + part.rank] = part.up
+            own = share.rows(rows.begin, rows.end).of_part
+            up[own, first : first + part.rank] = part.up
             first += part.rank
             if part.gain is not None and part.shift is not None:
-                gain[rows.begin : rows.end], shift[rows.begin : rows.end] = part.gain, part.shift
+                gain[own], shift[own] = part.gain, part.shift
         down = torch.cat([part.down for _, part in parts if part.down is not None])
         if not any(part.gain is not None for _, part in parts):
             return PartWeights(down, up)
@@ -116,33 +129,38 @@ class _Reader:
         if target.is_table:
             raise self._mismatch(module, "an embedding", "a layer")
         layer, number = self.sites.layers[place]
-        outputs = rows.end - rows.begin
-        if (target.outputs, target.inputs) != (outputs, layer.in_features):
-            raise self._mismatch(
-                module, f"{target.outputs} × {target.inputs}", f"{outputs} × {layer.in_features}"
-            )
+        outputs, share = rows.end - rows.begin, layer.shares[number]
+        if (target.outputs, target.inputs) != (outputs, share.inputs):
+            raise self._mismatch(module, f"{target.outputs} × {target.inputs}", f"{outputs} × {share.inputs}")
+        own, inputs = share.rows(rows.begin, rows.end), slice(*share.own_inputs)
         if target.has_base:
-            self._check_base(module, layer.base_rows(number)[rows.begin : rows.end])
-        part = PartWeights(*low_rank_pair(self.spec, module, self.tensors))
+            stored = self.tensors[f"{module}.base_layer.weight"]
+            if stored.shape != (outputs, share.inputs):
+                raise self._other_base(module, stored, (outputs, share.inputs))
+            found = layer.base_rows(number)[own.of_part]
+            if not self._is_same(stored[own.of_asked, inputs], found):
+                raise self._other_base(module, stored, stored.shape)
+        down, up = low_rank_pair(self.spec, module, self.tensors)
+        part = PartWeights(down[:, inputs], up[own.of_asked])
         if target.is_dora:
-            changed = slice(rows.begin, rows.end)
-            part = layer.with_lengths(number, part, self._magnitude(module), changed)
+            lengths = self._magnitude(module)[own.of_asked]
+            part = layer.with_lengths(number, part, lengths, own.of_part, self.sum_over_ranks)
         return part._replace(down=self._cast(part.down), up=self._cast(part.up))
 
     def _magnitude(self, module: str) -> Tensor:
         name = f"{module}.lora_magnitude_vector"
         return self.tensors[name] if name in self.tensors else self.tensors[f"{name}.weight"]
 
-    def _check_base(self, module: str, weight: Tensor) -> None:
-        """Refuse a copy of the base model's weight that differs from the model's."""
-        stored = self.tensors[f"{module}.base_layer.weight"]
-        if stored.shape != weight.shape or not torch.equal(
-            stored.to(self.dtype), weight.to(self.dtype).cpu()
-        ):
-            raise _refused(
-                f"the adapter {self.spec.name!r} brings another weight for {module}, of shape "
-                f"{list(stored.shape)}; the model's has shape {list(weight.shape)}"
-            )
+    def _is_same(self, stored: Tensor, weight: Tensor) -> bool:
+        """Whether a copy of the base model's weight is the model's."""
+        stored, weight = stored.to(self.dtype), weight.to(self.dtype).cpu()
+        return stored.shape == weight.shape and torch.equal(stored, weight)
+
+    def _other_base(self, module: str, stored: Tensor, shape: Sequence[int]) -> ModelLoadError:
+        return _refused(
+            f"the adapter {self.spec.name!r} brings another weight for {module}, of shape "
+            f"{list(stored.shape)}; the model's has shape {list(shape)}"
+        )
 
     def _table(self, module: str, place: str) -> TableWeights:
         target, table = self.spec.targets[module], self.sites.tables[place]
@@ -152,7 +170,9 @@ class _Reader:
             )
         self._check_tied(place, module)
         if target.has_base:
-            self._check_base(module, table.weight)
+            stored = self.tensors[f"{module}.base_layer.weight"]
+            if not self._is_same(stored, table.weight):
+                raise self._other_base(module, stored, table.weight.shape)
         down = self.tensors[f"{module}.lora_embedding_A"].float().t()
         up = self.tensors[f"{module}.lora_embedding_B"].float() * target.scale
         return TableWeights(self._cast(down), self._cast(up))
@@ -188,19 +208,27 @@ class _Reader:
 
     def _whole(self, module: str, rows: SiteRows, weight: Tensor) -> PartWeights:
         layer, number = self.sites.layers[rows.site]
-        shape = (rows.end - rows.begin, layer.in_features)
+        share = layer.shares[number]
+        shape = (rows.end - rows.begin, share.inputs)
         bias = self.tensors.get(f"{module}.bias")
         weight = weight.t() if layer.is_transposed else weight
         if weight.shape != shape or (bias is not None and bias.shape != shape[:1]):
             raise self._mismatch(module, " × ".join(map(str, weight.shape)), " × ".join(map(str, shape)))
         if layer.has_bias != (bias is not None):
             raise self._mismatch(module, "a bias" if bias is not None else "no bias", "the other")
-        if len(layer.ends) > 1 or shape[0] < layer.part_size(number):
+        if len(layer.ends) > 1 or shape[0] < share.outputs:
             raise _refused(
                 f"the adapter {self.spec.name!r} replaces the whole weight of {module}, which the model "
                 "fuses with others; that is not supported"
             )
-        return PartWeights(weight=self._cast(weight), bias=None if bias is None else self._cast(bias))
+        own = share.rows(0, share.outputs).of_asked
+        weight = self._cast(weight[own, slice(*share.own_inputs)])
+        bias = self._cast(bias[own]) if bias is not None and share.has_bias else None
+        missing = layer.part_size(number) - len(weight)  # rows of padding, behind the vocabulary
+        if missing:
+            weight = F.pad(weight, (0, 0, 0, missing))
+            bias = None if bias is None else F.pad(bias, (0, missing))
+        return PartWeights(weight=weight, bias=bias)
 
     def _with_rows(
         self, before: TableWeights, place: str, module: str, indices: Tensor, rows: Tensor
@@ -222,6 +250,11 @@ class _Reader:
             f"the adapter {self.spec.name!r} does not fit this model: {module} has {found} instead of "
             f"{wanted}{base}"
         )
+
+
+def _num_rows(part: PartWeights) -> int:
+    assert part.up is not None
+    return len(part.up)
 
 
 def _refused(message: str) -> ModelLoadError:

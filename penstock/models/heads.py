@@ -17,7 +17,7 @@ from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
 from penstock.layers.head import Stack, TaskHead
 from penstock.layers.linear import Linear, make_linear
-from penstock.layers.parallel import Shard, VocabularyParallelLinear, pad_vocabulary
+from penstock.layers.parallel import ModuleShare, Shard, VocabularyParallelLinear, pad_vocabulary
 from penstock.types import Task
 from penstock.weights.stream import Wanted
 
@@ -243,9 +243,13 @@ def _divided_head(
     vocabulary = len(words)
     begin, end = shard.vocabulary(vocabulary)
     if (name := _output_name(build, config)) is None:
+        build.share_table(words)
         own = words[begin:end]
     else:
         own = build.weights.join([Wanted(f"{name}.weight", tuple(words.shape), ((begin, end),))])
     added = None if bias is None else pad_vocabulary(bias[begin:end], shard, vocabulary)
-    part = make_linear(pad_vocabulary(own, shard, vocabulary), added, "identity", None)
+    layer = make_linear(pad_vocabulary(own, shard, vocabulary), added, "identity", None)
+    inputs, outputs = layer.in_features, layer.out_features
+    share = ModuleShare(vocabulary, inputs, ((begin, end),), (0, inputs))
+    part = build.adapted(layer, [_OUTPUT_NAMES[0]], [outputs], bias=bias is not None, shares=[share])
     return VocabularyParallelLinear(part, shard.group, vocabulary)

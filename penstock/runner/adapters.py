@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.adapter_files import file_marks
+from penstock.checkpoint.adapter_files import Marks, file_marks
 from penstock.checkpoint.adapters import LoraSpec, read_lora
 from penstock.errors import BadValue, EngineError, ModelLoadError, NotPossible
 from penstock.kernels.lora import rank_bucket
+from penstock.layers.adapted_linear import SumOverRanks
 from penstock.layers.lora import AdapterSites
 from penstock.models.adapter_files import read_adapter
 from penstock.runner.base import AdapterInfo, AdapterStats, check_adapters
@@ -41,6 +42,7 @@ class HostAdapter(NamedTuple):
     weights: ModuleWeights
     rank: int
     num_bytes: int
+    copy: int = 0  # where other ranks have their parts of it: the number by which they know them
 
 
 class AdapterPool:
@@ -61,7 +63,7 @@ class AdapterPool:
             1, thread_name_prefix="penstock-adapters", initializer=use_device, initargs=(device,)
         )
         self._specs: dict[int, LoraSpec] = {}  # that were loaded and not yet dropped
-        self._marks: dict[int, object] = {}  # of their files, as they were loaded
+        self._marks: dict[int, Marks] = {}  # of their files, as they were loaded
         self._known: set[int] = set()  # that requests may choose
         self._used_ids: set[int] = set(range(len(sites.own)))
         self._host: OrderedDict[int, HostAdapter] = OrderedDict()  # the least recently used first
@@ -69,6 +71,7 @@ class AdapterPool:
         self._slots: OrderedDict[int, int] = OrderedDict()  # on the device, the least recently used first
         self._ranks: dict[int, int] = {}  # of what is in each slot
         self._num_host_loads = self._num_device_loads = 0
+        self._sum_over_ranks: SumOverRanks | None = None  # None: this process computes the whole model
         self.attach(sites)
 
     def attach(self, sites: AdapterSites) -> None:
@@ -76,7 +79,7 @@ class AdapterPool:
         self._sites: AdapterSites | None = sites
         self._slots.clear()
         self._free = list(range(sites.num_slots - 1, -1, -1))
-        self._own = [_host_adapter(weights, self._pins) for weights in sites.own]
+        self._own = [host_adapter(weights, self._pins) for weights in sites.own]
         sites.own = []  # they are here now
         if self._pins:
             with torch.inference_mode():
@@ -108,10 +111,14 @@ class AdapterPool:
         self._used_ids.add(adapter_id)
         marks = file_marks(folder)
         spec = read_lora(Path(folder), name)
-        adapter = self._read(spec)
-        if self._pins and self._sites is not None:
-            with torch.inference_mode():
-                self._sites.compile_kernels(adapter.weights, rank_bucket(adapter.rank))
+        adapter = self._read(spec, marks)
+        try:
+            if self._pins and self._sites is not None:
+                with torch.inference_mode():
+                    self._sites.compile_kernels(adapter.weights, rank_bucket(adapter.rank))
+        except BaseException:
+            self._on_left_host(adapter)
+            raise
         with self._lock:
             self._specs[adapter_id], self._marks[adapter_id] = spec, marks
             self._known.add(adapter_id)
@@ -150,17 +157,20 @@ class AdapterPool:
             return
         for adapter_id in set(unloaded).difference(self.in_use()):
             del self._specs[adapter_id], self._marks[adapter_id]
-            self._host.pop(adapter_id, None)
+            if (adapter := self._host.pop(adapter_id, None)) is not None:
+                self._on_left_host(adapter)
             if (slot := self._slots.pop(adapter_id, None)) is not None:
                 self._free.append(slot)
 
     # Host memory.
 
-    def _read(self, spec: LoraSpec) -> HostAdapter:
+    def _read(self, spec: LoraSpec, marks: Marks) -> HostAdapter:
+        """Read an adapter whose files have these marks."""
         if (sites := self._sites) is None:
             raise NotPossible("the engine sleeps; wake it before an adapter is loaded")
         with torch.inference_mode():
-            adapter = _host_adapter(read_adapter(spec, sites, self._dtype), self._pins)
+            weights = read_adapter(spec, sites, self._dtype, self._sum_over_ranks)
+            adapter = host_adapter(weights, self._pins)
         self._num_host_loads += 1
         return adapter
 
@@ -171,7 +181,10 @@ class AdapterPool:
             if len(self._host) <= self._max_on_host:
                 break
             if other in self._known and other != adapter_id:  # an unloaded one may be gone from the disk
-                del self._host[other]
+                self._on_left_host(self._host.pop(other))
+
+    def _on_left_host(self, adapter: HostAdapter) -> None:
+        """An adapter is not in host memory any more. It may still be in a slot, or on its way to one."""
 
     def _begin_reading(self, adapter_id: int) -> Future[HostAdapter] | None:
         """Read an adapter again that has left host memory; None if it is there."""
@@ -179,16 +192,12 @@ class AdapterPool:
             self._host.move_to_end(adapter_id)
             return None
         if (reading := self._reading.get(adapter_id)) is None:
-            spec = self._specs[adapter_id]
+            spec, marks = self._specs[adapter_id], self._marks[adapter_id]
 
             def read() -> HostAdapter:
                 try:
-                    if file_marks(spec.folder) != self._marks.get(adapter_id):
-                        raise ModelLoadError(
-                            f"the files of adapter {spec.name!r} are not those that were loaded; load it "
-                            "again"
-                        )
-                    adapter = self._read(spec)
+                    check_marks(spec, marks)
+                    adapter = self._read(spec, marks)
                     with self._lock:
                         self._keep(adapter_id, adapter)
                     return adapter
@@ -246,12 +255,25 @@ class AdapterPool:
             raise
         self._slots[adapter_id] = slot
         self._ranks[slot] = adapter.rank
+        self._on_written(slot, adapter)
         self._num_device_loads += 1
         if grew:
             self.on_growth()
 
+    def _on_written(self, slot: int, adapter: HostAdapter) -> None:
+        """An adapter is in a slot now."""
 
-def _host_adapter(weights: ModuleWeights, pins: bool) -> HostAdapter:
+
+def check_marks(spec: LoraSpec, marks: Marks) -> None:
+    """Refuse files that have changed since the adapter was loaded."""
+    if file_marks(spec.folder) != marks:
+        raise ModelLoadError(
+            f"the files of adapter {spec.name!r} are not those that were loaded; load it again",
+            param="lora_path",
+        )
+
+
+def host_adapter(weights: ModuleWeights, pins: bool) -> HostAdapter:
     """An adapter in one piece of memory, pinned for fast copies to a GPU."""
     tensors = [tensor for each in weights.values() for tensor in each if tensor is not None]
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]

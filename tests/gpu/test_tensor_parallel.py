@@ -27,6 +27,7 @@ from penstock.runner import load
 from penstock.runner.parallel import load as parallel_load
 from penstock.runner.parallel.runner import ParallelRunner
 from penstock.weights.stream import SafetensorsSource, Wanted
+from tests.parallel.adapter_folders import sites_of, write_adapter
 from tests.parallel.answers import TEXTS, cosines, scores, tokens, vectors
 from tests.parallel.checkpoints import EXPERTS, LLAMA, QWEN3, RERANKER, write_checkpoint
 
@@ -141,6 +142,60 @@ def test_experts_in_bfloat16_find_tokens_as_likely_as_on_one_device(
     difference = np.abs(likelihoods(folders["experts"], **ranks) - on_one_device["likelihoods"])
     assert np.median(difference) < 0.03
     assert np.mean(difference < 0.1) > 0.9
+
+
+ADAPTERS = {"max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 2, "enable_lora": True}
+
+
+def adapted_vectors(folder: Path, adapters: dict[str, str], **options: Any) -> NDArray[np.float32]:
+    """The texts with each adapter and with none, more adapters than have room at a time."""
+    with Engine(str(folder), **options, **ADAPTERS, lora_modules=adapters) as engine:
+        names = [*adapters, None, *reversed(adapters)]
+        return np.concatenate([engine.embed(TEXTS, adapter=name) for name in names])
+
+
+def adapted_tokens(folder: Path, adapters: dict[str, str], **options: Any) -> list[list[int]]:
+    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    with Engine(str(folder), **options, **ADAPTERS, lora_modules=adapters) as engine:
+        found = [engine.generate(TEXTS, sampling, adapter=name) for name in (*adapters, None, *adapters)]
+    return [list(each.token_ids) for every in found for each in every]
+
+
+def adapters_for(config: dict[str, Any], folder: Path) -> dict[str, str]:
+    """Low-rank adapters of all layers and tables, a generator's head included, and one with DoRA."""
+    sites, found = sites_of(config | WIDE), {}
+    for number, rank in enumerate((4, 8, 3)):
+        name = f"a{number}"
+        write_adapter(folder / name, sites, rank=rank, use_dora=number == 2, seed=number)
+        found[name] = str(folder / name)
+    return found
+
+
+def test_adapters_are_those_of_one_device(
+    folders: dict[str, Path], ranks: dict[str, Any], tmp_path: Path
+) -> None:
+    adapters = adapters_for(QWEN3, tmp_path)
+    found = adapted_vectors(folders["embedder"], adapters, **ranks)
+    exact = adapted_vectors(folders["embedder"], adapters, **ranks, **EXACT)
+    with mock.patch.object(load, "is_parallel", return_value=False):
+        on_one = OPTIONS | {"tensor_parallel_size": 1}
+        expected = adapted_vectors(folders["embedder"], adapters, **on_one)
+        np.testing.assert_allclose(
+            exact, adapted_vectors(folders["embedder"], adapters, **on_one, **EXACT), atol=1e-3
+        )
+    assert cosines(expected, found).min() > 0.999
+    first, plain = expected[: len(TEXTS)], expected[3 * len(TEXTS) : 4 * len(TEXTS)]
+    assert cosines(first, plain).min() < 0.999  # the adapters do something
+
+
+def test_greedy_tokens_with_adapters_are_those_of_one_device(
+    folders: dict[str, Path], ranks: dict[str, Any], tmp_path: Path
+) -> None:
+    adapters = adapters_for(LLAMA, tmp_path)
+    found = adapted_tokens(folders["llama"], adapters, **ranks, **EXACT)
+    with mock.patch.object(load, "is_parallel", return_value=False):
+        on_one = OPTIONS | EXACT | {"tensor_parallel_size": 1}
+        assert found == adapted_tokens(folders["llama"], adapters, **on_one)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 130, 1000])

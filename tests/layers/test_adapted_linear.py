@@ -9,7 +9,7 @@ import torch
 from penstock.layers.adapted_linear import AdaptedLinear
 from penstock.layers.adapter_lines import MANY_SLOTS, slots_per_tile
 from penstock.layers.adapter_state import AdapterSlots
-from penstock.layers.linear import Linear
+from penstock.layers.linear import Linear, make_linear
 from penstock.weights.adapters import PartWeights
 from tests.helpers import ints
 
@@ -55,3 +55,14 @@ def test_a_slot_has_zeros_beyond_its_rank() -> None:
     layer.clear(1)
     assert not low.down[1].any() and not low.up[1].any()
     assert np.array_equal(low.ranks.numpy(), np.zeros((2, 2)))
+
+
+@pytest.mark.parametrize("act", ["identity", "gelu"])
+def test_the_weight_of_a_layer_with_a_bias_is_read_exactly(act: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(24, 40, generator=draw), 100 * torch.randn(24, generator=draw)
+    plain = make_linear(weight.clone(), bias, act, None)
+    room, like = AdapterSlots(1, 4), (torch.float32, torch.device("cpu"))
+    layer = AdaptedLinear(plain, act, (16, 8), room, like, has_bias=True)
+    with torch.inference_mode():
+        assert torch.equal(torch.cat([layer.base_rows(0), layer.base_rows(1)]), weight)

@@ -148,10 +148,10 @@ def test_a_request_whose_adapter_is_read_from_disk_holds_up_no_other(
     pool: Any = small.local.engine.core.adapters
     read, may_read, reads = pool._read, threading.Event(), []
 
-    def slow(spec: Any) -> Any:
+    def slow(spec: Any, marks: Any) -> Any:
         reads.append(spec.name)
         assert may_read.wait(PATIENCE_S)
-        return read(spec)
+        return read(spec, marks)
 
     monkeypatch.setattr(pool, "_read", slow)
     with ThreadPoolExecutor(1) as threads:

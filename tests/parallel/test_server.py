@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import ENGINE, Server, serving
+from tests.e2e.server import Server, serving
 from tests.parallel.checkpoints import LLAMA, write_checkpoint
+from tests.parallel.rank_processes import own_ranks, ranks
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.parallel
-RANK = "penstock.runner.parallel.rank"
 
 
 @pytest.fixture(scope="module")
@@ -24,23 +22,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ("--model", str(folder), "--device", "cpu", "-tp", "2", "--kv-cache-gb", "0.05")
     with serving(*flags, "--admin-key", "secret") as started:
         yield started
-
-
-def ranks() -> dict[int, int]:
-    """Process ids of ranks, and of their parents."""
-    found = {}
-    for folder in Path("/proc").iterdir():
-        with suppress(OSError, IndexError, ValueError):
-            if RANK.encode() in (folder / "cmdline").read_bytes().split(b"\0"):
-                stat = (folder / "stat").read_text().rsplit(")", 1)[1].split()
-                if stat[0] != "Z":
-                    found[int(folder.name)] = int(stat[1])
-    return found
-
-
-def own_ranks(server: Server) -> list[int]:
-    engines = server.children(ENGINE)
-    return [pid for pid, parent in ranks().items() if parent in engines]
 
 
 def complete(server: Server) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from penstock.checkpoint.pooling import PoolingSpec
 from penstock.errors import BadValue, ModelLoadError, ModelNotFound, NotPossible
@@ -28,6 +26,7 @@ from penstock.types import Array, PoolingParams
 from penstock.weights.stream import DummySource
 from tests.adapters import random_adapters
 from tests.helpers import ints, make_request, make_spec
+from tests.runner.adapter_folders import write
 from tests.runner.small_models import CPU, SIZES
 
 NUM_SLOTS, ON_HOST = 2, 3
@@ -44,23 +43,6 @@ def make_runner(num_own: int = 0) -> tuple[ModelRunner, AdapterPool]:
     runner = ModelRunner(model, pooler, CPU, 1)
     runner.adapters = AdapterPool(build.adapters, ON_HOST, torch.float32, CPU)
     return runner, runner.adapters
-
-
-def write(
-    folder: Path, seed: int, rank: int = 2, module: str = "encoder.layer.0.attention.self.query"
-) -> str:
-    draw = torch.Generator().manual_seed(seed)
-    folder.mkdir()
-    size = SIZES["hidden_size"]
-    shapes = {"A": (rank, size), "B": (size, rank)}
-    tensors = {
-        f"base_model.model.{module}.lora_{name}.weight": torch.randn(shape, generator=draw)
-        for name, shape in shapes.items()
-    }
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "target_modules": ["query"]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return str(folder)
 
 
 def run(runner: ModelRunner, adapters: list[int]) -> Array:

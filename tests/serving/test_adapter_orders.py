@@ -316,7 +316,6 @@ def test_modules_of_the_command_line_are_checked_before_the_model_is_loaded(fold
         ({"max_loras": 0}, "max_loras is 0; use a number from 1"),
         ({"max_lora_rank": 100_000}, "max_lora_rank is 100000"),
         ({"max_cpu_loras": 2}, "max_cpu_loras is 2; use a number from max_loras, which is 8"),
-        ({"tensor_parallel_size": 2}, "not divided over GPUs"),
         ({"model_impl": "transformers"}, "need a native model"),
     ],
 )

@@ -15,6 +15,7 @@ from penstock.models.registry import CausalModel, Model
 from penstock.runner.load import (
     Loaded,
     Stopwatch,
+    adapter_sites,
     allocate_cache,
     build_weights,
     check_no_tower,
@@ -23,6 +24,8 @@ from penstock.runner.load import (
     warm_up_runner,
     warn_of_unmarked,
 )
+from penstock.runner.parallel.adapter_orders import OtherReaders
+from penstock.runner.parallel.adapters import ParallelAdapterPool
 from penstock.runner.parallel.group import RankGroup
 from penstock.runner.parallel.processes import Ranks
 from penstock.runner.parallel.runner import ParallelGenerator, ParallelRunner
@@ -62,10 +65,21 @@ def _load(spec: ModelSpec, settings: Resolved, ranks: Ranks, group: RankGroup) -
         if blocks:
             cache = allocate_cache(cast(CausalModel, model), settings, dtype, device, blocks)
     runner = ParallelRunner(model, pooler, settings.pipeline_depth, group, ranks, cache, generator)
+    adapters = runner.adapters = _adapter_pool(model, settings, ranks, device)
     warm_up_runner(runner, spec, settings, blocks, watch, precompiles=False)
     log.info("%d ranks %s", group.size, watch)
     warn_of_unmarked(spec)
-    return Loaded(runner, blocks, num_vectors(pooler), watch=ranks.watch)
+    return Loaded(runner, blocks, num_vectors(pooler), adapters=adapters, watch=ranks.watch)
+
+
+def _adapter_pool(
+    model: Model, settings: Resolved, ranks: Ranks, device: torch.device
+) -> ParallelAdapterPool | None:
+    """The adapters that requests may choose; None if the model takes none."""
+    if (sites := adapter_sites(model)) is None:
+        return None
+    others = OtherReaders(ranks.adapter_sockets)
+    return ParallelAdapterPool(sites, settings.max_cpu_loras, getattr(torch, settings.dtype), device, others)
 
 
 def rank_devices(settings: Resolved) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,12 +31,28 @@ _GROUP_NUMBERS = 7  # of a `LengthGroup`
 _NONE = np.zeros(0, dtype=np.int32)
 
 
+class SlotOrders(NamedTuple):
+    """What other ranks do with their copies of adapters before they run a step."""
+
+    writes: Ints  # [written · 2]: the number of a copy, and the slot that it is written to
+    drops: Ints  # copies that are needed no more once these are written
+
+
+class StepSlots(NamedTuple):
+    """The adapters of a step."""
+
+    rank: int  # a bucket that none exceeds
+    row_slots: Ints  # [rows]; -1: none
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RankStep:
     """What another rank needs to know of a step."""
 
     plan: StepPlan
     outputs: OutputPlan | None = None  # of a pooling step
+    slots: StepSlots | None = None  # None: no row has an adapter
+    orders: SlotOrders | None = None
 
 
 class Message:
@@ -96,9 +112,16 @@ class MessageReader:
         return read(self) if self.number() else None
 
 
-def encode_step(plan: StepPlan, outputs: OutputPlan | None = None) -> Message:
+def encode_step(
+    plan: StepPlan,
+    outputs: OutputPlan | None = None,
+    slots: StepSlots | None = None,
+    orders: SlotOrders | None = None,
+) -> Message:
     message = Message()
     message.number(isinstance(plan, PoolPlan))
+    message.optional(orders, _add_orders)
+    message.optional(slots, _add_slots)
     for array in (plan.token_ids, plan.positions, plan.cu_lengths, plan.lengths):
         message.array(array)
     message.array(_flat_groups(plan.groups))
@@ -110,13 +133,14 @@ def encode_step(plan: StepPlan, outputs: OutputPlan | None = None) -> Message:
     else:
         _add_kv(message, plan.kv)
         _add_paged(message, plan.paged)
-        _add_sample(message, plan.sample)
+        _add_sample(message, plan.sample, has_adapters=slots is not None)
     return message
 
 
 def decode_step(message: Ints) -> RankStep:
     reader = MessageReader(message)
     pools = bool(reader.number())
+    orders, slots = reader.optional(_read_orders), reader.optional(_read_slots)
     token_ids, positions, cu_lengths, lengths = (reader.array() for _ in range(4))
     groups = _groups(reader.array())
     if not pools:
@@ -130,7 +154,9 @@ def decode_step(message: Ints) -> RankStep:
                 kv=_read_kv(reader),
                 paged=_read_paged(reader),
                 sample=_read_sample(reader),
-            )
+            ),
+            slots=slots,
+            orders=orders,
         )
     plan = PoolPlan(
         token_ids=token_ids,
@@ -144,7 +170,25 @@ def decode_step(message: Ints) -> RankStep:
         kv=reader.optional(_read_kv),
         limits=reader.optional(_read_limits),
     )
-    return RankStep(plan, reader.optional(_read_outputs))
+    return RankStep(plan, reader.optional(_read_outputs), slots, orders)
+
+
+def _add_orders(message: Message, orders: SlotOrders) -> None:
+    for array in orders:
+        message.array(array)
+
+
+def _read_orders(reader: MessageReader) -> SlotOrders:
+    return SlotOrders(reader.array(), reader.array())
+
+
+def _add_slots(message: Message, slots: StepSlots) -> None:
+    message.number(slots.rank)
+    message.array(slots.row_slots)
+
+
+def _read_slots(reader: MessageReader) -> StepSlots:
+    return StepSlots(reader.number(), reader.array())
 
 
 def _flat_groups(groups: tuple[LengthGroup, ...]) -> Ints:
@@ -218,23 +262,37 @@ def _read_paged(reader: MessageReader) -> PagedPlan:
     return PagedPlan(num_rows, max_blocks, reader.array(), reader.array())
 
 
-def _add_sample(message: Message, sample: SamplePlan) -> None:
+def _add_sample(message: Message, sample: SamplePlan, *, has_adapters: bool) -> None:
+    """Which row a token is of matters to adapters of the head alone."""
+    prompts = sample.prompts
     for array in (sample.sampled_tokens, sample.sampled_slots, sample.fed_tokens, sample.fed_slots):
         message.array(array)
-    message.array(None if sample.prompts is None else sample.prompts.tokens)
+    message.array(sample.sampled_rows if has_adapters else _NONE)
+    message.array(None if prompts is None else prompts.tokens)
+    if prompts is not None:
+        message.array(prompts.rows if has_adapters else _NONE)
+        message.array(prompts.counts if has_adapters else _NONE)
 
 
 def _read_sample(reader: MessageReader) -> SamplePlan:
     sampled_tokens, sampled_slots, fed_tokens, fed_slots = (reader.array() for _ in range(4))
-    prompts = None
+    sampled_rows, prompts = reader.array(), None
     if (tokens := reader.maybe_array()) is not None:
-        prompts = PromptPlan(_NONE, _NONE, _NONE, tokens, _NONE, 0)
+        rows, counts = reader.array(), reader.array()
+        prompts = PromptPlan(
+            rows=rows,
+            begins=_NONE,
+            counts=counts,
+            tokens=tokens,
+            next_tokens=_NONE,
+            max_logprobs=0,
+        )
     return SamplePlan(
         slots=_NONE,
         epochs=_NONE,
         visits=_NONE,
         ends=_NONE,
-        sampled_rows=_NONE,
+        sampled_rows=sampled_rows,
         sampled_tokens=sampled_tokens,
         sampled_slots=sampled_slots,
         num_logprobs=_NONE,

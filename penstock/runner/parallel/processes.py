@@ -43,6 +43,7 @@ class RankLaunch(msgspec.Struct, frozen=True):
     settings: Resolved
     memory: int  # descriptor of the plans' memory
     connection: int  # descriptor of the socket to rank 0
+    adapter_connection: int | None  # of another one for adapters; None: the model takes none
     meeting: str  # the file by which ranks meet, of a descriptor that every rank has
     log_level: str
     log_format: str
@@ -96,6 +97,7 @@ class Ranks:
         self._meeting = os.memfd_create("penstock-ranks", os.MFD_CLOEXEC)
         self.meeting = f"/proc/self/fd/{self._meeting}"
         self._sockets: list[socket.socket] = []
+        self.adapter_sockets: list[socket.socket] = []  # empty: the model takes no adapters
         self._processes: list[subprocess.Popen[bytes]] = []
         self._wake, self._woken = socket.socketpair()
         self._watcher: Thread | None = None
@@ -114,6 +116,11 @@ class Ranks:
     def _spawn(self, rank: int, device: str, spec: ModelSpec, settings: Resolved, memory: int) -> None:
         ours, theirs = socket.socketpair()
         self._sockets.append(ours)
+        given = [theirs]
+        if settings.max_loras:
+            ours, for_adapters = socket.socketpair()
+            self.adapter_sockets.append(ours)
+            given.append(for_adapters)
         level, format = _logging()
         launch = RankLaunch(
             rank=rank,
@@ -123,17 +130,21 @@ class Ranks:
             settings=settings,
             memory=memory,
             connection=theirs.fileno(),
+            adapter_connection=given[1].fileno() if settings.max_loras else None,
             meeting=self.meeting,
             log_level=level,
             log_format=format,
         )
-        with theirs:
+        try:
             process = subprocess.Popen(
                 isolated_python("-m", RANK_MODULE),
                 stdin=subprocess.PIPE,
-                pass_fds=(memory, self._meeting, theirs.fileno()),
+                pass_fds=(memory, self._meeting, *(each.fileno() for each in given)),
                 env=isolated_environment(),
             )
+        finally:
+            for each in given:
+                each.close()
         self._processes.append(process)
         stdin = cast(IO[bytes], process.stdin)
         with contextlib.suppress(BrokenPipeError), stdin:  # its exit is seen at the socket
@@ -192,7 +203,7 @@ class Ranks:
             self._wake.send(b"!")
         if self._watcher is not None:
             self._watcher.join()
-        for each in (*self._sockets, self._wake, self._woken):
+        for each in (*self._sockets, *self.adapter_sockets, self._wake, self._woken):
             each.close()
         for process in self._processes:
             _end(process)

@@ -12,27 +12,37 @@ import signal
 import socket
 import sys
 import time
-from threading import Thread
+from threading import Lock, Thread
 from typing import cast
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.errors import ClientError
 from penstock.kvcache.store import KVCache
+from penstock.layers.adapter_state import StepAdapters, adapting
 from penstock.layers.cpu_shapes import pads_steps
 from penstock.layers.parallel import Shard
 from penstock.logs import configure
 from penstock.models.registry import CausalModel, Model
 from penstock.runner.cpu_memory import HeapTrimmer
 from penstock.runner.generator import TOKENS_AT_ONCE, SampleTensors, feed_tokens
-from penstock.runner.inputs import generation_arrays, generation_batch, pool_arrays, pool_batch
-from penstock.runner.load import allocate_cache, read_model
+from penstock.runner.inputs import (
+    AdapterInputs,
+    AdapterPlan,
+    generation_arrays,
+    generation_batch,
+    pool_arrays,
+    pool_batch,
+)
+from penstock.runner.load import adapter_sites, allocate_cache, read_model
 from penstock.runner.model_runner import run_model
+from penstock.runner.parallel.adapters import RankAdapters
 from penstock.runner.parallel.group import RankGroup
 from penstock.runner.parallel.load import own_blocks, prepare_device
-from penstock.runner.parallel.plans import RankStep, decode_step
+from penstock.runner.parallel.plans import RankStep, StepSlots, decode_step
 from penstock.runner.parallel.processes import (
     Built,
     Failed,
@@ -43,7 +53,7 @@ from penstock.runner.parallel.processes import (
 )
 from penstock.runner.parallel.ring import PlanReader
 from penstock.runner.staging import Staging
-from penstock.types import GeneratePlan, PoolPlan, Task
+from penstock.types import GeneratePlan, PoolPlan, PromptPlan, Task
 
 log = logging.getLogger("penstock.parallel")
 EXIT_FAILED = 1
@@ -54,9 +64,16 @@ class RankRunner:
     """Runs the model for the plans of rank 0."""
 
     def __init__(
-        self, model: Model, group: RankGroup, cache: KVCache | None, depth: int, num_slots: int
+        self,
+        model: Model,
+        group: RankGroup,
+        cache: KVCache | None,
+        depth: int,
+        num_slots: int,
+        adapters: RankAdapters | None = None,
     ) -> None:
         self.model = model
+        self.adapters = adapters
         self.group = group
         self.cache = cache
         self._staging = Staging(group.device, depth)
@@ -66,27 +83,54 @@ class RankRunner:
 
     @torch.inference_mode()
     def run(self, step: RankStep) -> None:
+        if step.orders is not None and self.adapters is not None:
+            self.adapters.apply(step.orders)
+        slots = self._adapter_plan(step.slots)
         if isinstance(step.plan, PoolPlan):
             plan, outputs = step.plan, step.outputs
-            sent = iter(self._staging.send(pool_arrays(plan, outputs)))
-            run_model(self.model, pool_batch(plan, outputs, self.cache, sent), pads=self._pads_steps)
+            inputs = None if slots is None else AdapterInputs(slots, plan, outputs)
+            sent = iter(self._staging.send(pool_arrays(plan, outputs, inputs)))
+            batch = pool_batch(plan, outputs, self.cache, sent, inputs)
+            with adapting(batch.adapters):
+                run_model(self.model, batch, pads=self._pads_steps)
         else:
-            self._generate(step.plan)
+            self._generate(step.plan, slots)
 
-    def _generate(self, plan: GeneratePlan) -> None:
+    def _adapter_plan(self, slots: StepSlots | None) -> AdapterPlan | None:
+        if slots is None or self.adapters is None:
+            return None
+        return AdapterPlan(self.adapters.sites.state, slots.rank, slots.row_slots)
+
+    def _generate(self, plan: GeneratePlan, slots: AdapterPlan | None) -> None:
         """Run the model and this rank's share of the logits, in the order of `Generator`."""
-        arrays = generation_arrays(plan) + SampleTensors.arrays(plan.sample)
+        sample = plan.sample
+        inputs = None if slots is None else AdapterInputs(slots, plan, rows=sample.sampled_rows)
+        arrays = generation_arrays(plan, inputs) + SampleTensors.arrays(sample)
         sent = iter(self._staging.send(arrays))
-        batch = generation_batch(plan, self.cache, sent)
-        tensors = SampleTensors.take(plan.sample, sent)
-        hidden = run_model(self.model, feed_tokens(batch, tensors, self._last), pads=self._pads_steps)
+        batch = generation_batch(plan, self.cache, sent, inputs)
+        tensors = SampleTensors.take(sample, sent)
+        with adapting(adapters := batch.adapters):
+            hidden = run_model(self.model, feed_tokens(batch, tensors, self._last), pads=self._pads_steps)
+            project = self.model.heads[Task.GENERATE].project
+            if len(sample.sampled_tokens):
+                if adapters is not None:
+                    adapters.use("rows")
+                project(hidden.index_select(0, tensors.sampled_tokens))
+                self._take_tokens(tensors.sampled_slots)
+            if tensors.prompts is not None and sample.prompts is not None:
+                self._project_prompts(hidden, sample.prompts, tensors.prompts.tokens, adapters)
+
+    def _project_prompts(
+        self, hidden: Tensor, prompts: PromptPlan, tokens: Tensor, adapters: StepAdapters | None
+    ) -> None:
         project = self.model.heads[Task.GENERATE].project
-        if len(plan.sample.sampled_tokens):
-            project(hidden.index_select(0, tensors.sampled_tokens))
-            self._take_tokens(tensors.sampled_slots)
-        if tensors.prompts is not None:
-            for states in hidden.index_select(0, tensors.prompts.tokens).split(TOKENS_AT_ONCE):
-                project(states)
+        row_slots = None if adapters is None else adapters.row_slots
+        slots = None if row_slots is None else np.repeat(row_slots[prompts.rows], prompts.counts)
+        for number, states in enumerate(hidden.index_select(0, tokens).split(TOKENS_AT_ONCE)):
+            if adapters is not None and slots is not None:
+                some = slots[number * TOKENS_AT_ONCE :][: len(states)]
+                adapters.use_runs(some, np.ones_like(some))
+            project(states)
 
     def _take_tokens(self, slots: Tensor) -> None:
         """Receive the tokens that rank 0 has chosen for these slots."""
@@ -110,12 +154,28 @@ def serve(launch: RankLaunch, connection: socket.socket) -> None:
         # Running sums are pooled on rank 0.
         own = msgspec.structs.replace(settings, chunked=False)
         cache = allocate_cache(cast(CausalModel, model), own, dtype, device, start.num_blocks)
-    runner = RankRunner(model, group, cache, settings.pipeline_depth, settings.max_num_seqs)
+    step_lock = Lock()
+    adapters = _follow_adapters(launch, model, dtype, device, step_lock)
+    runner = RankRunner(model, group, cache, settings.pipeline_depth, settings.max_num_seqs, adapters)
     plans, trimmer = PlanReader(launch.memory, launch.rank, connection), HeapTrimmer()
     while (message := plans.next()) is not None:
-        runner.run(decode_step(message))
+        with step_lock:
+            runner.run(decode_step(message))
         if device.type == "cpu":
             trimmer.after_step(time.perf_counter())
+
+
+def _follow_adapters(
+    launch: RankLaunch, model: Model, dtype: torch.dtype, device: torch.device, step_lock: Lock
+) -> RankAdapters | None:
+    """Read adapters on a thread of its own; None if the model takes none."""
+    sites = adapter_sites(model)
+    if sites is None or launch.adapter_connection is None:
+        return None
+    connection = socket.socket(fileno=launch.adapter_connection)
+    adapters = RankAdapters(sites, dtype, device, connection, step_lock)
+    Thread(target=adapters.follow, name="adapters", daemon=True).start()
+    return adapters
 
 
 def main() -> None:

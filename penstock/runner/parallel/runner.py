@@ -23,8 +23,9 @@ from penstock.pooling.build import Pooler
 from penstock.runner.generator import GeneratedTensors, Generator, SampleTensors
 from penstock.runner.inputs import AdapterPlan
 from penstock.runner.model_runner import ModelRunner
+from penstock.runner.parallel.adapters import ParallelAdapterPool
 from penstock.runner.parallel.group import RankGroup
-from penstock.runner.parallel.plans import encode_step
+from penstock.runner.parallel.plans import StepSlots, encode_step
 from penstock.runner.parallel.processes import Ranks
 from penstock.sampling.sampler import VerifyTensors
 from penstock.types import GeneratePlan, PoolPlan, SamplePlan
@@ -87,12 +88,13 @@ class ParallelRunner(ModelRunner):
         self._ranks = ranks
         self._is_together = False  # other ranks compute the step that runs here
         self.background = None  # all ranks compute steps in the same order
+        self.adapters: ParallelAdapterPool | None = None
 
     def forward(self, plan: PoolPlan, adapters: AdapterPlan | None = None) -> list[Tensor]:
-        """Adapters are refused when the engine is configured: ranks have none."""
         with self._whole_steps():
+            adapters = adapters or self._adapter_plan(plan)
             if self.runs_model(plan):
-                self._send(plan)
+                self._send(plan, adapters)
             return super().forward(plan, adapters)
 
     def _hidden(self, batch: Batch) -> Tensor:
@@ -103,7 +105,8 @@ class ParallelRunner(ModelRunner):
     def generate(self, plan: GeneratePlan, adapters: AdapterPlan | None = None) -> GeneratedTensors:
         plan = self._with_slots_updated(plan)
         with self._whole_steps():
-            self._send(plan)
+            adapters = adapters or self._adapter_plan(plan)
+            self._send(plan, adapters)
             generated = super().generate(plan, adapters)
             self._is_together = False
             return generated
@@ -116,9 +119,11 @@ class ParallelRunner(ModelRunner):
         self.generator.update_slots(sample)
         return replace(plan, sample=replace(sample, leaves=(), joins=(), masks=()))
 
-    def _send(self, plan: PoolPlan | GeneratePlan) -> None:
+    def _send(self, plan: PoolPlan | GeneratePlan, adapters: AdapterPlan | None) -> None:
         outputs = self._output_plan(plan) if isinstance(plan, PoolPlan) else None
-        message = encode_step(plan, outputs)
+        slots = None if adapters is None else StepSlots(adapters.rank, adapters.row_slots)
+        orders = None if self.adapters is None else self.adapters.take_orders()
+        message = encode_step(plan, outputs, slots, orders)
         self._is_together = True
         self._ranks.send(message)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.config import EngineConfig, ModelConfig, ServerConfig, from_mapping
+from penstock.config import EngineConfig, LoraModule, ModelConfig, ServerConfig, from_mapping
 from penstock.errors import ConfigError
 from penstock.serving.model_settings import model_config
 
@@ -101,6 +101,7 @@ class AppConfig(msgspec.Struct, frozen=True):
     server: ServerConfig
     models: tuple[DeployedModel, ...]
     ingress: IngressConfig
+    lora_modules: tuple[LoraModule, ...] = ()  # that were given for all models together
 
     def replica_launch(self, model: DeployedModel) -> ReplicaLaunch:
         server = self.server
@@ -152,7 +153,7 @@ REFUSED = {
         ),
         "files and batches are kept on the disk of one machine",
     ),
-    "lora_root": "engine replicas take no LoRA adapters",
+    "lora_root": "engine replicas take the adapters of lora_modules alone",
     "engine_hang_timeout_s": "Ray Serve checks the health of replicas",
     "shared_memory_mb": "Ray carries large results",
 }
@@ -179,9 +180,11 @@ def app_config(
     models: Sequence[Mapping[str, Any]],
     ray: Mapping[str, Any] | None,
     flags: Mapping[str, str] | None = None,
+    modules: Sequence[LoraModule] = (),
 ) -> AppConfig:
     """The application of these settings: fields of `ServerConfig`; for each model, those of `ModelConfig` and
-    `EngineConfig`, and its own `ray`; and the section `ray` for all models. `flags` are names of fields."""
+    `EngineConfig`, and its own `ray`; and the section `ray` for all models. `flags` are names of fields,
+    `modules` the adapters that are given for all models together."""
     for field, why in REFUSED.items():
         if field in server:
             name = (flags or {}).get(field, field)
@@ -203,17 +206,11 @@ def app_config(
             raise ConfigError(
                 f"sleep_after cannot be used with Ray: {REFUSED['sleep_after_s']}", param="sleep_after_s"
             )
-        if config.engine.enable_lora:
-            raise ConfigError(
-                "enable_lora cannot be used with Ray: nobody would tell every replica which adapters are "
-                "loaded; serve the model without --ray, or merge the adapter into it",
-                param="enable_lora",
-            )
         _refuse_parallel(config)
         replicas = from_mapping(ReplicaConfig, {**shared, **own})
         name = deployment_name(config.engine, [each.deployment for each in deployed])
         deployed.append(_checked(DeployedModel(config, replicas, name)))
-    return AppConfig(server_config, tuple(deployed), from_mapping(IngressConfig, ingress))
+    return AppConfig(server_config, tuple(deployed), from_mapping(IngressConfig, ingress), tuple(modules))
 
 
 def _refuse_parallel(config: ModelConfig) -> None:

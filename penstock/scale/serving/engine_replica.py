@@ -11,14 +11,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from penstock.checkpoint.adapter_files import adapter_digest
 from penstock.checkpoint.revision import loaded_revision, portable_revision
-from penstock.errors import EngineUnavailable, PenstockError
+from penstock.errors import EngineUnavailable, ModelLoadError, PenstockError
 from penstock.logs import configure
 from penstock.offline.local import LocalEngine
 from penstock.offline.open import DescribedModel
+from penstock.scale.serving.adapters import configured_adapters
 from penstock.scale.serving.config import ReplicaLaunch
 from penstock.scale.serving.fingerprint import fingerprint
 from penstock.scale.serving.transport import Frames, failure, pack_results, unpack_work
+from penstock.serving.launch import AdapterLaunch
 from penstock.types import GeneratedTokens, Outcome, Request
 
 
@@ -38,12 +41,18 @@ class EngineReplica:
             settings = msgspec.structs.replace(settings, kv_share=settings.kv_share * launch.gpu_share)
         published = msgspec.to_builtins(settings)
         loaded = loaded_revision(described.spec, published)
+        adapters = configured_adapters(engine, described.spec)
         self._engine = LocalEngine(described.spec, settings)
+        try:
+            load_adapters(self._engine, adapters)
+        except BaseException:
+            self._engine.close()
+            raise
         if launch.is_cached:  # replicas on several machines agree only on the content of files
             loaded = portable_revision(described.spec, published, loaded)
         self._step_timeout_s = launch.step_timeout_s
         self._tokens_in_flight = 0
-        self._fingerprint = fingerprint(described.spec)
+        self._fingerprint = fingerprint(described.spec, adapters)
         self._metadata = {"fingerprint": self._fingerprint, "revision": loaded, "settings": published}
 
     def record_replica_metadata(self) -> dict[str, Any]:
@@ -113,6 +122,14 @@ class EngineReplica:
     def __del__(self) -> None:
         if hasattr(self, "_engine"):
             self._engine.close()
+
+
+def load_adapters(engine: LocalEngine, adapters: Sequence[AdapterLaunch]) -> None:
+    """Load all of them, or raise: a replica without one would be asked for it."""
+    for adapter in adapters:
+        engine.load_adapter(adapter.id, adapter.folder, adapter.name).result()
+        if adapter_digest(adapter.folder) != adapter.digest:
+            raise ModelLoadError(f"the files of adapter {adapter.name!r} changed while they were read")
 
 
 class TokenQueue:

@@ -6,18 +6,20 @@ An update replaces them one after another, on machines that may hold different f
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import msgspec
 
 from penstock import __version__
 from penstock.checkpoint.spec import ModelSpec
+from penstock.serving.launch import AdapterLaunch
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer.model", "tokenizer_config.json")
 _PLACES = ("folder", "root")  # differ between machines
 
 
-def fingerprint(spec: ModelSpec) -> str:
-    """Equal for equal descriptions and tokenizers, wherever the files are."""
+def fingerprint(spec: ModelSpec, adapters: Sequence[AdapterLaunch] = ()) -> str:
+    """Equal for equal descriptions, tokenizers and adapters, wherever the files are."""
     described = {name: value for name, value in msgspec.to_builtins(spec).items() if name not in _PLACES}
     digest = hashlib.blake2b(digest_size=16)
     digest.update(msgspec.json.encode([__version__, described], order="deterministic"))
@@ -25,4 +27,6 @@ def fingerprint(spec: ModelSpec) -> str:
         file = spec.path / name
         if file.is_file():
             digest.update(hashlib.blake2b(file.read_bytes()).digest())
+    for each in adapters:
+        digest.update(msgspec.json.encode(["adapter", each.id, each.name, each.digest]))
     return digest.hexdigest()

@@ -11,6 +11,7 @@ import msgspec
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
+from penstock.api.adapters import ServedAdapter
 from penstock.api.admission import Admission
 from penstock.api.app import build_app
 from penstock.api.metrics import RETRIED
@@ -21,9 +22,11 @@ from penstock.checkpoint.spec import with_max_model_len
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError, NotServed
 from penstock.logs import configure
+from penstock.scale.serving.adapters import configured_adapters
 from penstock.scale.serving.config import AppConfig, DeployedModel
 from penstock.scale.serving.fingerprint import fingerprint
 from penstock.scale.serving.handle import RayEngineHandle
+from penstock.serving.adapters import check_base_names
 from penstock.serving.control import Action, OrderAnswer
 from penstock.serving.launch import EngineState, ModelLaunch
 from penstock.tasks.model import TextModel
@@ -40,7 +43,8 @@ class ReplicatedModel(ServedModel):
 
 
 class FixedModels:
-    """Refuses orders to load, unload, sleep and wake: Ray changes the replicas of an application."""
+    """Refuses orders to load, unload, sleep and wake models, and to load and unload adapters: Ray changes the
+    replicas of an application."""
 
     async def start(self) -> None:
         return
@@ -51,6 +55,11 @@ class FixedModels:
     async def order(
         self, action: Action, model: str, *, level: int | None = None, settings: dict[str, Any] | None = None
     ) -> OrderAnswer:
+        if action in ("load_adapter", "unload_adapter"):
+            raise NotServed(
+                "a server on Ray has the adapters of its configuration: replicas that Ray starts later would "
+                "not have others; deploy it with other lora_modules"
+            )
         raise NotServed(
             f"a server on Ray takes no order to {action} a model; deploy it with another configuration"
         )
@@ -76,6 +85,8 @@ class Ingress:
             for model, handle in zip(app.models, handles, strict=True)
         ]
         check_names(models)
+        described = [(each.config, model.spec) for each, model in zip(app.models, models, strict=True)]
+        check_base_names(app.lora_modules, described)
         self._state = ServerState(server, {}, follower=FixedModels())
         self._state.serve_models(models)
 
@@ -89,7 +100,8 @@ def served_model(
     config = model.config
     described = describe(config.engine)
     spec = with_max_model_len(described, config.engine.max_model_len or described.max_model_len)
-    engine = RayEngineHandle(handle, spec.name, fingerprint(spec), wait_for_replica_s)
+    adapters = configured_adapters(config.engine, spec, config.aliases)
+    engine = RayEngineHandle(handle, spec.name, fingerprint(spec, adapters), wait_for_replica_s)
     engine.uses_affinity = server.engine_affinity
     engine.on_retry = RETRIED.labels(spec.name).inc
     launch = ModelLaunch(0, config, spec, engines=())
@@ -101,6 +113,8 @@ def served_model(
         auto_truncate=config.auto_truncate,
         default_chunking=config.default_chunking,
         aliases=launch.names[1:],
+        takes_adapters=config.engine.enable_lora,
+        adapters={each.name: ServedAdapter(each) for each in adapters},
     )
 
 
