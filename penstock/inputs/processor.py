@@ -219,8 +219,10 @@ class InputProcessor:
 
     def _text_end(self, options: InputOptions) -> str:
         """What follows each text before it is tokenised."""
-        if self.late is not None and is_query(options.input_type or options.prompt_name):
-            return self.late.late.query_end
+        if is_query(options.input_type or options.prompt_name):
+            if self.late is not None:
+                return self.late.late.query_end
+            return self.spec.query_end or self.spec.text_end
         return self.spec.text_end
 
     def row_limit(self, params: PoolingParams, options: InputOptions) -> RowLimit:
