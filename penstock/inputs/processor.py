@@ -92,6 +92,8 @@ class InputProcessor:
             )
         if spec.lower_case:
             tokenizer.lower_case()
+        if spec.dual is not None and spec.dual.strips_punctuation:
+            tokenizer.strip_punctuation()
         if spec.begin_token is not None:
             tokenizer.begin_with(spec.begin_token)
         self.static = None if spec.static is None else StaticInputs(spec.static, tokenizer)

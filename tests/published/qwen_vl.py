@@ -97,13 +97,18 @@ _QWEN2 = _text(1536, 28, 12, 2, 8960) | _TOKENS | {"model_type": "qwen2_vl", "vi
 _QWEN2_5 = (
     _text(2048, 36, 16, 2, 11008) | _TOKENS | {"model_type": "qwen2_5_vl", "vision_config": _VISION_2_5}
 )
+_JINA_V4_TEXT = {**_text(2048, 36, 16, 2, 11008), "max_position_embeddings": 128000}
+_JINA_V4_TEXT |= {"model_type": "qwen2_5_vl_text", "rope_scaling": _MROPE | {"rope_type": "default"}}
 _JINA_V4: Json = {
+    **_TOKENS,
+    "model_type": "qwen2_5_vl",
+    "text_config": _JINA_V4_TEXT,
+    "vision_config": _VISION_2_5,
     "task_names": ["retrieval", "text-matching", "code"],
     "multi_vector_projector_dim": 128,
     "single_vector_pool_strategy": "mean",
     "matryoshka_dims": [128, 256, 512, 1024, 2048],
     "truncate_dim": None,
-    "max_position_embeddings": 128000,
 }
 _QWEN3_TEXT: dict[str, Any] = _text(2048, 28, 16, 8, 6144) | {
     "head_dim": 128,
@@ -232,10 +237,12 @@ QWEN_VL = (
         _QWEN2,
         "GmeQwen2VL",
         _last(1536, 32768, score="bi"),
+        source="gme_inference.py and modeling_gme_qwen2vl.py of its repository; mteb gme_v_models.py, with 4 "
+        "instead of 256 tokens",
     ),
     _model(
         "jinaai/jina-embeddings-v4",
-        _QWEN2_5 | _JINA_V4,
+        _JINA_V4,
         "JinaEmbeddingsV4Model",
         Reads(
             task="embed",
@@ -256,7 +263,8 @@ QWEN_VL = (
                 "exclude_modules": ".*visual.*",
             }
         },
-        unverified="which of its sizes stand in text_config and which beside it",
+        source="modeling_jina_embeddings_v4.py and custom_lora_module.py of its repository, which read "
+        "text_config; configuration_jina_embeddings_v4.py (cf456d3)",
     ),
     _model(
         "Qwen/Qwen3-VL-Embedding-2B",
@@ -321,6 +329,7 @@ QWEN_VL = (
         "ColQwen3",
         Reads(task="token_embed", score="late", dimension=320, max_tokens=262144, causal=True),
         patch_size=16,
+        source="processing_colqwen3.py of its repository; vllm-project/vllm colqwen3.py",
         unverified="sizes and the names of keys",
     ),
 )
