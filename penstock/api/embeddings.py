@@ -80,7 +80,8 @@ def is_chunked_by_default(inputs: str | list[Any], model: ServedModel) -> bool:
 def _may_be_chunked(inputs: str | list[Any], model: ServedModel) -> bool:
     if has_images(inputs):
         return False
-    return not model.spec.text_end and _max_tokens(inputs) > model.spec.max_model_len
+    needs_end = model.spec.text_end or model.spec.query_end
+    return not needs_end and _max_tokens(inputs) > model.spec.max_model_len
 
 
 def _max_tokens(inputs: str | list[Any]) -> int:

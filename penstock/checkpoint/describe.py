@@ -40,7 +40,7 @@ from penstock.checkpoint.late import COLBERT_DIM
 from penstock.checkpoint.layout import FolderLayout, read_files, read_layout
 from penstock.checkpoint.limits import any_max_positions, max_model_len, max_positions
 from penstock.checkpoint.merged import check_merged, holds_adapter_alone, with_base_model
-from penstock.checkpoint.pages import page_prompts
+from penstock.checkpoint.pages import is_page_retriever, page_prompts, page_query_end
 from penstock.checkpoint.parts import Checkpoint, Parts, check_combinations, read_parts, read_tasks
 from penstock.checkpoint.pooling import check_widths, static_pooling
 from penstock.checkpoint.quantization import stored_format, with_quantization
@@ -204,7 +204,7 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
         vocab_size=files.integer("vocab_size"),
         num_segments=_num_segments(config, family),
         pooling=parts.pooling,
-        prompts=_prompts(files) or _family_prompts(files, family),
+        prompts=_prompts(files) or _family_prompts(files, family, identity),
         default_prompt_name=_text(files, "default_prompt_name") or next(iter(family.prompts), None),
         similarity=_text(files, "similarity_fn_name") or "cosine",
         lower_case=_lower_cases(files, family),
@@ -227,6 +227,7 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
         instruction_template=family.instruction_template,
         frame=frame,
         text_end=eos_text(files.folder) if family.appends_eos else frame.end,
+        query_end=_query_end(checkpoint, parts, identity),
         begin_token=bos_text(files.folder) if family.begins_with_bos else None,
         is_causal=checkpoint.is_causal,
         eos_token_ids=eos_token_ids(files),
@@ -340,9 +341,18 @@ def _token_dim(checkpoint: Checkpoint, width: int) -> int:
     return width if key is None else checkpoint.files.integer(key)
 
 
-def _family_prompts(files: CheckpointFiles, family: Family) -> dict[str, str]:
+def _family_prompts(files: CheckpointFiles, family: Family, identity: Identity) -> dict[str, str]:
     """The prompts of the model's published code, where its files have none."""
-    return page_prompts(files, family.name) if family.page_dim is not None else dict(family.prompts)
+    if is_page_retriever(family.name):
+        return page_prompts(files, family.name, identity)
+    return dict(family.prompts)
+
+
+def _query_end(checkpoint: Checkpoint, parts: Parts, identity: Identity) -> str:
+    """What follows a query of a model with one vector for each page."""
+    if parts.late is not None or not is_page_retriever(checkpoint.family.name):
+        return ""
+    return page_query_end(checkpoint.files, checkpoint.family.name, identity)
 
 
 def _prompts(files: CheckpointFiles) -> dict[str, str]:

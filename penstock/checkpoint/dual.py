@@ -16,6 +16,7 @@ from penstock.checkpoint.tensors import read_scalar
 from penstock.errors import ModelLoadError
 
 _LEGACY_EOS = 2  # of CLIP's first files; transformers then takes the highest token id for the end
+_CANONICAL = "SiglipTokenizer"  # removes punctuation in code, as big_vision did in training
 _LEFT_PADDED = ("Gemma", "Siglip2")  # tokenizers that pad on the left where no file says otherwise
 
 
@@ -29,6 +30,7 @@ class DualSpec(msgspec.Struct, frozen=True, kw_only=True):
     padded_length: int | None = None  # texts are padded to this length, and attend to the padding
     pad_token: int = 0
     pads_left: bool = False
+    strips_punctuation: bool = False  # before texts are tokenised
     class_tokens: int = 0  # that the vision tower puts before the patches
 
 
@@ -52,6 +54,7 @@ def read_dual(folder: Path, architecture: Architecture, config: Mapping[str, Any
         padded_length=int(config["max_position_embeddings"]),
         pad_token=_pad_token(folder, settings),
         pads_left=side == "left",
+        strips_punctuation=str(settings.get("tokenizer_class")).startswith(_CANONICAL),
     )
 
 

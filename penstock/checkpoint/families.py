@@ -566,6 +566,9 @@ class Architecture:
         return self.name == COLBERT_CLASS
 
 
+_PROJECTED_QWEN3 = "VoyageQwen3BidirectionalEmbedModel"  # vLLM's name, which its users set
+
+
 def read_architecture(file: Path, config: Mapping[str, Any], *, native: bool = True) -> Architecture:
     """The architecture that `config`, from `file`, names. It is refused here unless a record covers it or
     transformers is to run it (`native` False)."""
@@ -661,7 +664,16 @@ def _named(file: Path, config: Mapping[str, Any]) -> str:
             """--hf-overrides '{"architectures": ["BertModel"]}'""",
             param="model",
         )
-    return name
+    return _PROJECTED_QWEN3 if _projects_both_ways(name, config) else name
+
+
+def _projects_both_ways(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether config.json has voyage-4-nano's own class. The class it names for transformers may be Qwen3's,
+    without the projection."""
+    code = config.get("auto_map")
+    places = code.values() if isinstance(code, dict) else ()
+    named = [name, *(str(place).rpartition(".")[2] for place in places)]
+    return config.get("model_type") == "qwen3" and "Qwen3BidirectionalModel" in named
 
 
 def _unsupported(what: str, name: str, config: Mapping[str, Any]) -> ModelLoadError:

@@ -149,16 +149,18 @@ class _PublishedCode(msgspec.Struct, frozen=True):
     """How the published code of a model treats images. It overrides the processor's file."""
 
     names: str = ""  # a pattern that the model's published names match, lower case
-    min_pixels: int = 0
+    min_pixels: int | None = None  # None: that of the processor's file
     max_pixels: int = 0
+    uses_qwen_vl_utils: bool = True  # to resize images; otherwise the processor of transformers does
     first_range: tuple[int, int] | None = None  # of pixels: an image is resized to it before
     has_plain_positions: bool = False
 
 
 _UNKNOWN = _PublishedCode()
 _PUBLISHED = (
-    # gme_inference.py: its fetch_image resizes with the limits of qwen-vl-utils, and the processor then with
-    # 256 to 1280 tokens. It gives the decoder vectors without positions, so these are 0, 1, 2 … on all axes.
+    # gme_inference.py and modeling_gme_qwen2vl.py: fetch_image resizes with the limits of qwen-vl-utils, and
+    # the processor then with 256 to 1280 tokens. The decoder gets vectors without positions, so these are
+    # 0, 1, 2 … on all axes.
     _PublishedCode(
         r"gme-?qwen2-?vl",
         256 * 28 * 28,
@@ -166,8 +168,14 @@ _PUBLISHED = (
         first_range=(4 * 28 * 28, 16_384 * 28 * 28),
         has_plain_positions=True,
     ),
-    # qwen3_vl_embedding.py and qwen3_vl_reranker.py: 4 to 1800 tokens, resized by qwen-vl-utils alone.
-    _PublishedCode(r"qwen3-vl-(embedding|reranker)", 4 * 32 * 32, 1800 * 32 * 32),
+    # qwen3_vl_embedding.py of its repositories and of QwenLM/Qwen3-VL-Embedding: 4 to 1800 tokens, resized by
+    # qwen-vl-utils alone, whatever preprocessor_config.json says (1280).
+    _PublishedCode(r"qwen3-vl-embedding", 4 * 32 * 32, 1800 * 32 * 32),
+    # scripts/qwen3_vl_reranker.py and preprocessor_config.json of its repositories: 4 to 1280 tokens. The
+    # version in QwenLM/Qwen3-VL-Embedding allows 1800 since 8ce3aab.
+    _PublishedCode(r"qwen3-vl-reranker", 4 * 32 * 32, 1280 * 32 * 32),
+    # processing_colqwen3.py of TomoroAI's repositories: at most 1280 tokens unless a caller says otherwise.
+    _PublishedCode(r"tomoro-(ai-)?colqwen3-embed", max_pixels=1280 * 32 * 32, uses_qwen_vl_utils=False),
 )
 
 
@@ -183,9 +191,9 @@ def with_published_pixels(spec: ImageProcessorSpec, identity: Identity) -> Image
         return spec
     geometry = msgspec.structs.replace(
         spec.geometry,
-        min_pixels=known.min_pixels,
+        min_pixels=spec.geometry.min_pixels if known.min_pixels is None else known.min_pixels,
         max_pixels=known.max_pixels,
         first_range=known.first_range,
-        sides_have_a_token=True,
+        sides_have_a_token=known.uses_qwen_vl_utils,
     )
     return msgspec.structs.replace(spec, geometry=geometry)

@@ -24,6 +24,7 @@ from penstock.checkpoint.files import (
     optional_json,
     positive_integer,
 )
+from penstock.checkpoint.identity import Identity
 from penstock.checkpoint.pages import page_dim, page_query_end
 from penstock.checkpoint.tokenizer_settings import special_tokens, token_text
 from penstock.errors import ModelLoadError
@@ -71,7 +72,9 @@ class LateSpec(msgspec.Struct, frozen=True, kw_only=True):
     query_end: str = ""  # follows every query before it is tokenised
 
 
-def read_late(files: CheckpointFiles, architecture: Architecture, hidden_size: int) -> LateSpec | None:
+def read_late(
+    files: CheckpointFiles, architecture: Architecture, identity: Identity, hidden_size: int
+) -> LateSpec | None:
     """None where the files describe another kind of model. Overrides are named by the files' own keys."""
     late: LateSpec | None = None
     if _is_multi_vector(files):
@@ -89,7 +92,7 @@ def read_late(files: CheckpointFiles, architecture: Architecture, hidden_size: i
             query_length=None,
             document_length=None,
             expand_to=None,
-            query_end=page_query_end(files, architecture.family.name),
+            query_end=page_query_end(files, architecture.family.name, identity),
             strip=False,
         )
     if late is not None:

@@ -6,17 +6,20 @@ width stands in the files of weights, and in most configurations. Free of torch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from penstock.checkpoint.files import CheckpointFiles, optional_integer, optional_json, weight_files
+from penstock.checkpoint.identity import Identity
 from penstock.checkpoint.tensors import stored_tensors
 from penstock.checkpoint.tokenizer_settings import special_tokens
 from penstock.errors import ModelLoadError
 
+log = logging.getLogger("penstock.load")
+
 PROJECTIONS = ("custom_text_proj", "embedding_proj_layer")
 _DIM_KEYS = ("embedding_dim", "embed_dim", "dim")  # of config.json
-_NUM_AUGMENTATIONS = 10
 
 
 class _QueryForm(NamedTuple):
@@ -26,25 +29,52 @@ class _QueryForm(NamedTuple):
     token: str
     is_padding: bool = False  # the tokenizer's padding token, if it names one, takes the place of `token`
     prompt: str = ""
+    num_tokens: int = 10
     end: str = ""  # follows the repeated tokens
 
 
 class _Forms(NamedTuple):
     native: _QueryForm  # of transformers' own class
     engine: _QueryForm  # of colpali-engine
+    had_prompt: bool = False  # colpali-engine put "Query: " before queries once
 
 
-_FORMS = {  # by the beginning of the family's name
+_ENGINE_QWEN = _QueryForm("<|endoftext|>")
+_FORMS = {  # by the family's name, or its beginning
+    "BiQwen3": _Forms(_ENGINE_QWEN, _ENGINE_QWEN),
+    "BiQwen": _Forms(_ENGINE_QWEN, _ENGINE_QWEN, had_prompt=True),
     "ColModernVBert": _Forms(_QueryForm("<end_of_utterance>"), _QueryForm("<end_of_utterance>")),
     "ColPali": _Forms(
         _QueryForm("<pad>", is_padding=True, prompt="Question: ", end="\n"),
         _QueryForm("<pad>", is_padding=True),
+        had_prompt=True,
     ),
+    "ColQwen3": _Forms(_ENGINE_QWEN, _ENGINE_QWEN),
     "ColQwen": _Forms(
         _QueryForm("<|endoftext|>", is_padding=True, prompt="Query: ", end="\n"),
-        _QueryForm("<|endoftext|>"),
+        _ENGINE_QWEN,
+        had_prompt=True,
     ),
 }
+
+
+class _Published(NamedTuple):
+    """Checkpoints of colpali-engine by the names they were published under, lower case."""
+
+    names: str
+    prompt: str
+    num_tokens: int = 10
+    end: str = ""
+
+
+# What colpali-engine wrote around queries when it trained them (illuin-tech/colpali, nomic-ai/colpali): until
+# 0.3.3 "Question: " for ColPali, until 0.3.12 "Query: ", and nothing since. mteb restores "Query: " for them.
+_PUBLISHED = (
+    _Published(r"vidore/colpali$|colpali-v1\.[0-2]", "Question: ", end="\n"),
+    _Published(r"colpali-v1\.3|colpali2-3b", "Query: ", end="\n"),
+    _Published(r"colqwen2(\.5)?-v\d|colnomic-embed-multimodal", "Query: "),
+    _Published(r"(?<!col)nomic-embed-multimodal", "Query: ", num_tokens=1),
+)
 
 
 def page_dim(files: CheckpointFiles, default: int) -> int:
@@ -65,22 +95,31 @@ def page_dim(files: CheckpointFiles, default: int) -> int:
     return given or default
 
 
-def page_prompts(files: CheckpointFiles, family: str) -> dict[str, str]:
-    """The prompt of queries. transformers' own classes take it from their processor's file; colpali-engine's
-    have none."""
-    if not is_native(files.config):
-        return {}
-    given = optional_json(files.folder / "processor_config.json").get("query_prefix")
-    prompt = str(given or _query_form(files, family).prompt)
+def is_page_retriever(family: str) -> bool:
+    """Whether queries of this family are read as retrievers of pages read them."""
+    return family.startswith(tuple(_FORMS))
+
+
+def page_prompts(files: CheckpointFiles, family: str, identity: Identity) -> dict[str, str]:
+    """The prompt of queries: that of the processor's file, else that which the model was trained with."""
+    given = _given_prefix(files)
+    prompt = _query_form(files, family, identity).prompt if given is None else given
+    if given is None and _may_lack_prompt(files, family, identity):
+        log.warning(
+            'nothing says whether %s was trained with "Query: " before queries: until 0.3.12 colpali-engine '
+            "wrote it, and not later. Queries have no prompt here; write the right one as query_prefix into "
+            "processor_config.json, empty if there is none",
+            identity.names[0],
+        )
     return {"query": prompt} if prompt else {}
 
 
-def page_query_end(files: CheckpointFiles, family: str) -> str:
+def page_query_end(files: CheckpointFiles, family: str, identity: Identity) -> str:
     """What follows a query."""
-    form = _query_form(files, family)
+    form = _query_form(files, family, identity)
     known = special_tokens(optional_json(files.folder / "tokenizer_config.json"))
     token = (known.get("pad_token") if form.is_padding else None) or form.token
-    return token * _NUM_AUGMENTATIONS + form.end
+    return token * form.num_tokens + form.end
 
 
 def is_native(config: Mapping[str, Any]) -> bool:
@@ -88,6 +127,31 @@ def is_native(config: Mapping[str, Any]) -> bool:
     return config.get("vlm_model_type") is not None or "vlm_config" in config
 
 
-def _query_form(files: CheckpointFiles, family: str) -> _QueryForm:
-    forms = next(forms for name, forms in _FORMS.items() if family.startswith(name))
-    return forms.native if is_native(files.config) else forms.engine
+def _given_prefix(files: CheckpointFiles) -> str | None:
+    """The prompt that the processor's file names. transformers' classes take an empty one for none given."""
+    given = optional_json(files.folder / "processor_config.json").get("query_prefix")
+    return None if given is None or (given == "" and is_native(files.config)) else str(given)
+
+
+def _query_form(files: CheckpointFiles, family: str, identity: Identity) -> _QueryForm:
+    forms = _forms(family)
+    if is_native(files.config):
+        return forms.native
+    known = _published(identity) if forms.had_prompt else None
+    if known is None:
+        return forms.engine
+    return forms.engine._replace(prompt=known.prompt, num_tokens=known.num_tokens, end=known.end)
+
+
+def _may_lack_prompt(files: CheckpointFiles, family: str, identity: Identity) -> bool:
+    return _forms(family).had_prompt and not is_native(files.config) and _published(identity) is None
+
+
+def _published(identity: Identity) -> _Published | None:
+    """A model that was trained from a published one is another model, so its origin does not count."""
+    named = (each for each in _PUBLISHED if identity.is_named(each.names, with_origin=False))
+    return next(named, None)
+
+
+def _forms(family: str) -> _Forms:
+    return next(forms for name, forms in _FORMS.items() if family.startswith(name))

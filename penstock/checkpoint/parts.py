@@ -55,10 +55,10 @@ def read_parts(checkpoint: Checkpoint, name: str, pooler: PoolerConfig, score_te
     keys = checkpoint.family.keys
     hidden_size = files.integer(*keys.hidden_size)
     width = files.integer(*keys.output_size, *keys.hidden_size)
-    late = read_late(files, architecture, width)
+    identity = read_identity(checkpoint.files.root, name, files.config)
+    late = read_late(files, architecture, identity, width)
     pooling = read_pooling(files, architecture, pooler, is_late=late is not None)
     sparse = read_sparse(files, architecture, pooler)
-    identity = read_identity(checkpoint.files.root, name, files.config)
     score = read_score(
         files, architecture, identity, template=score_template, score_labels=pooler.score_labels
     )

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from penstock.checkpoint.convert import tokenizer_file
 from penstock.checkpoint.families import Architecture
-from penstock.checkpoint.files import CheckpointFiles, Module, optional_json, shown
+from penstock.checkpoint.files import CheckpointFiles, Module, optional_json, read_json, shown
 from penstock.checkpoint.identity import Identity
 from penstock.checkpoint.labels import label_count
 from penstock.checkpoint.rerankers import PROMPTS, Activation, Prompt
@@ -187,7 +187,8 @@ def _tokens(files: CheckpointFiles, vocabulary: _Vocabulary) -> tuple[int, ...]:
 
 
 def _module_tokens(files: CheckpointFiles, module: Module) -> tuple[int, ...]:
-    values, file = files.module_config(module), files.root / module.path / "config.json"
+    file = _module_file(files, module)
+    values = read_json(file)
     if (name := values.get("module_input_name", "causal_logits")) != "causal_logits":
         raise ModelLoadError(f"{file} has module_input_name = {shown(name)}; only causal_logits is supported")
     size, tokens = files.integer("vocab_size"), []
@@ -199,6 +200,13 @@ def _module_tokens(files: CheckpointFiles, module: Module) -> tuple[int, ...]:
             raise ModelLoadError(f"{file} has {key} = {shown(number)}; it has to be a token id below {size}")
         tokens.append(number)
     return tuple(tokens)
+
+
+def _module_file(files: CheckpointFiles, module: Module) -> Path:
+    """The module's config.json. modules.json of Qwen3-VL-Reranker-8B names a folder that is not there."""
+    file = files.root / module.path / "config.json"
+    others = list(files.root.glob("*_LogitScore/config.json"))
+    return others[0] if not file.is_file() and len(others) == 1 else file
 
 
 class _OwnPrompt(NamedTuple):

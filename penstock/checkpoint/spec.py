@@ -57,6 +57,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     instruction_template: str | None = None  # with {instruction}; precedes a text
     frame: TextFrame = TextFrame()  # what stands around texts and images of a chat model that embeds
     text_end: str = ""  # follows every text before it is tokenised
+    query_end: str = ""  # follows every query instead; late interaction has its own in `late`
     begin_token: str | None = (
         None  # frames a text alone, whatever the tokenizer adds; None: the tokenizer decides
     )

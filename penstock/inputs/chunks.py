@@ -64,7 +64,7 @@ class Chunker:
                 "chunking 'mean' embeds the whole text; leave truncate_prompt_tokens out",
                 param="truncate_prompt_tokens",
             )
-        if self.spec.text_end:
+        if self.spec.text_end or self.spec.query_end:
             raise NotPossible(
                 f"chunking is not possible for {self.spec.name}: a token has to end each of its texts",
                 param="chunking",

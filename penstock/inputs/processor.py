@@ -92,6 +92,8 @@ class InputProcessor:
             )
         if spec.lower_case:
             tokenizer.lower_case()
+        if spec.dual is not None and spec.dual.strips_punctuation:
+            tokenizer.strip_punctuation()
         if spec.begin_token is not None:
             tokenizer.begin_with(spec.begin_token)
         self.static = None if spec.static is None else StaticInputs(spec.static, tokenizer)
@@ -219,8 +221,10 @@ class InputProcessor:
 
     def _text_end(self, options: InputOptions) -> str:
         """What follows each text before it is tokenised."""
-        if self.late is not None and is_query(options.input_type or options.prompt_name):
-            return self.late.late.query_end
+        if is_query(options.input_type or options.prompt_name):
+            if self.late is not None:
+                return self.late.late.query_end
+            return self.spec.query_end or self.spec.text_end
         return self.spec.text_end
 
     def row_limit(self, params: PoolingParams, options: InputOptions) -> RowLimit:

@@ -115,7 +115,8 @@ def has_prompt_for(spec: ModelSpec, input_type: str) -> bool:
     an empty one for documents, and the other way round."""
     kinds = ("query", "document") if input_type in ("query", "document") else (input_type,)
     names = {name for kind in kinds for name in _INPUT_TYPES.get(kind, ())}
-    return not names.isdisjoint(spec.prompts) or (spec.late is not None and len(kinds) > 1)
+    tells_queries = spec.late is not None or spec.query_end != ""
+    return not names.isdisjoint(spec.prompts) or (tells_queries and len(kinds) > 1)
 
 
 def choose_adapter(

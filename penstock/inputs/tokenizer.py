@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import string
 from collections.abc import Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
+from tokenizers import Regex, decoders, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
 from penstock.checkpoint.convert import tokenizer_file
 from penstock.checkpoint.files import optional_json
@@ -142,6 +143,17 @@ class Tokenizer:
         """Lower-case texts before any other normalisation. Special tokens in a text are not changed."""
         first, rest = normalizers.Lowercase(), self._rust.normalizer
         self._rust.normalizer = first if rest is None else normalizers.Sequence([first, rest])
+        self.__dict__.pop("words", None)
+
+    def strip_punctuation(self) -> None:
+        """Remove ASCII punctuation, and white space but single spaces, before any other normalisation."""
+        steps = [
+            normalizers.Replace(Regex(rf"[{re.escape(string.punctuation)}]"), ""),
+            normalizers.Replace(Regex(r"\s+"), " "),
+            normalizers.Strip(),
+        ]
+        rest = self._rust.normalizer
+        self._rust.normalizer = normalizers.Sequence(steps if rest is None else [*steps, rest])
         self.__dict__.pop("words", None)
 
     def without_special_tokens(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,7 @@ VISION = {
     "num_attention_heads": 4,
     "patch_size": 8,
 }
-TEXTS = ["w1 w2 w3", "w4", "w5 " * 30, "w90 w91 w92 w93 w94"]
+TEXTS = ["w1 w2 w3", "w4", "w5 " * 30, "w90 w91 w92 w93 w94", " W1, w2. \n (w3)! "]
 IMAGES = [noise(90, 70), noise(64, 64, seed=1), noise(33, 140, seed=2), noise(300, 40, seed=3)]
 SIGLIP_LENGTH = 24
 
@@ -90,7 +91,7 @@ class DualReference:
 
     @torch.no_grad()
     def texts(self, texts: Sequence[str]) -> Vectors:
-        rows = [self.tokenizer.encode(text.lower() if self.case.pads else text).ids for text in texts]
+        rows = [self.tokenizer.encode(self._canonical(text)).ids for text in texts]
         if self.case.pads is None:
             vectors = [
                 self.model.get_text_features(
@@ -101,6 +102,14 @@ class DualReference:
             return unit(torch.cat([each.pooler_output for each in vectors]))
         padded = [self._padded(row) for row in rows]
         return unit(self.model.get_text_features(input_ids=torch.tensor(padded)).pooler_output)
+
+    def _canonical(self, text: str) -> str:
+        """The text as the tokenizer's class in transformers changes it before it is tokenised.
+        SiglipTokenizer, which needs sentencepiece, removes punctuation and joins words by single spaces."""
+        if self.case.tokenizer.get("tokenizer_class") == "SiglipTokenizer":
+            words = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+            return " ".join(words.split())
+        return text.lower() if self.case.pads else text
 
     def _padded(self, row: list[int]) -> list[int]:
         row = row if len(row) <= SIGLIP_LENGTH else [*row[: SIGLIP_LENGTH - 1], row[-1]]
@@ -150,7 +159,7 @@ CASES = [
         text={"max_position_embeddings": SIGLIP_LENGTH, "projection_size": 48},
         vision={"image_size": 40},
         processor={"size": {"height": 40, "width": 40}},
-        tokenizer={"padding_side": "right"},
+        tokenizer={"padding_side": "right", "tokenizer_class": "SiglipTokenizer"},
         pads="right",
     ),
     DualCase(

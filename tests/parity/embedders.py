@@ -55,6 +55,15 @@ class Voyage(Reference):
         return projected
 
 
+def write_published_voyage(folder: Path) -> Reference:
+    """config.json has Qwen3's class, and the published one in auto_map."""
+    reference = write_voyage(folder)
+    code = {"AutoModel": "modeling_qwen3_bidirectional.Qwen3BidirectionalModel"}
+    names = {"architectures": ["Qwen3ForCausalLM"], "use_bidirectional_attention": True, "auto_map": code}
+    change_config(folder, lambda config: config | names)
+    return reference
+
+
 def write_voyage(folder: Path) -> Reference:
     body = transformers.Qwen3Model(transformers.Qwen3Config(**SIZES | HEADS)).eval()
     reference = Voyage(body)
@@ -222,6 +231,7 @@ class Embedder:
 MERGED = {"lora_task": "text-matching"}
 EMBEDDERS: dict[str, Embedder] = {
     "voyage": Embedder(write_voyage),
+    "voyage-published": Embedder(write_published_voyage),
     "nv-embed": Embedder(write_nv_embed),
     "jina-v5-small": Embedder(partial(write_jina_v5, base="Qwen3"), reads_last=True, overrides=MERGED),
     "jina-v5-nano": Embedder(partial(write_jina_v5, base="EuroBert"), reads_last=True, overrides=MERGED),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,16 @@ from penstock.errors import ModelLoadError
 from penstock.inputs.processor import InputOptions
 from penstock.types import PoolingParams, Task, split_rows
 from tests.parity.page_retrievers import DIM, LAYOUTS
-from tests.parity.qwen_vl import make_row, qwen_tokenizer, request_of
+from tests.parity.qwen_vl import (
+    Row,
+    make_model,
+    make_row,
+    qwen_tokenizer,
+    reference_states,
+    request_of,
+    write_model,
+)
+from tests.parity.reference import Vectors
 
 QUERIES = [make_row(7, seed=1), make_row(3, seed=2)]
 PAGES = [make_row(4, (6, 8), 5, seed=3), make_row(2, (4, 4), 3, seed=4), make_row(9, seed=5)]
@@ -52,6 +63,72 @@ def test_queries_end_with_the_tokens_that_their_library_adds(tmp_path: Path) -> 
             request = processor.prepare("a", ["the page"], PoolingParams(Task.TOKEN_EMBED), options)
             text = prefix + "the page" + "<|endoftext|>" * 10 + end
             assert request.token_ids.tolist() == tokenizer.encode(text).ids
+
+
+def test_published_checkpoints_get_the_prompt_that_their_library_wrote_when_it_trained_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """colpali-engine dropped "Query: " in 0.3.13; mteb restores it for earlier checkpoints (mteb#5207)."""
+    tokenizer = qwen_tokenizer()
+    for name, layout, prefix in (
+        ("colqwen2-v1.0-merged", "ColQwen2", "Query: "),
+        ("colqwen2.5-v0.2", "ColQwen2_5", "Query: "),
+        ("colnomic-embed-multimodal-3b", "ColQwen2_5", "Query: "),
+        ("my-retriever", "ColQwen2_5", ""),
+        ("tomoro-colqwen3-embed-4b", "ColQwen3", ""),
+    ):
+        folder = tmp_path / name
+        LAYOUTS[layout](folder)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "penstock.load"):
+            spec = read_spec(folder, name)
+        assert ("nothing says whether my-retriever was trained" in caplog.text) == (name == "my-retriever")
+        assert spec.prompts == ({"query": prefix} if prefix else {})
+        with Engine(str(folder), dtype="float32", device="cpu") as engine:
+            processor, options = engine.local.text.processor, InputOptions(input_type="query")
+            request = processor.prepare("a", ["the page"], PoolingParams(Task.TOKEN_EMBED), options)
+            text = prefix + "the page" + "<|endoftext|>" * 10
+            assert request.token_ids.tolist() == tokenizer.encode(text).ids
+
+
+def test_the_processors_file_names_the_prompt_of_queries(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "my-retriever"
+    LAYOUTS["ColQwen2_5"](folder)
+    for given, prompts in (("Query: ", {"query": "Query: "}), ("", {})):
+        (folder / "processor_config.json").write_text(json.dumps({"query_prefix": given}))
+        assert read_spec(folder, "my-retriever").prompts == prompts
+    assert "nothing says" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "layout", "prefix", "num_ends"),
+    [
+        ("nomic-embed-multimodal-3b", "qwen2_5_vl", "BiQwen2_5", "Query: ", 1),
+        ("my-retriever", "qwen2_vl", "BiQwen2", "", 10),
+        ("another", "qwen3_vl", "BiQwen3", "", 10),
+    ],
+)
+def test_queries_of_retrievers_with_one_vector_end_with_the_token_that_is_pooled(
+    name: str, kind: str, layout: str, prefix: str, num_ends: int, tmp_path: Path
+) -> None:
+    """nomic-ai/colpali writes "Query: " and one token; colpali-engine of today ten tokens and no prompt."""
+    folder, model = tmp_path / name, make_model(kind, "Model")
+    write_model(folder, model)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [layout]}))
+
+    def vector(text: str) -> Vectors:
+        last = reference_states(model, Row(qwen_tokenizer().encode(text).ids))[-1]
+        found: Vectors = last / np.linalg.norm(last)
+        return found
+
+    with Engine(str(folder), dtype="float32", device="cpu") as engine:
+        (query,) = engine.embed(["the page"], input_type="query")
+        (document,) = engine.embed(["the page"])
+    assert np.abs(query - vector(prefix + "the page" + "<|endoftext|>" * num_ends)).max() < 1e-5
+    assert np.abs(document - vector("the page")).max() < 1e-5
 
 
 def test_a_width_that_the_weights_contradict_is_refused(tmp_path: Path) -> None:

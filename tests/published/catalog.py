@@ -47,6 +47,7 @@ class Published:
     tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)  # that its reading depends on
     reads: Reads | None = None
     refused: str = ""  # a part of the message; for a model that is not served
+    source: str = ""  # where its facts were read, where that is not its repository
     unverified: str = ""  # what of the record could not be checked against the published files
 
 

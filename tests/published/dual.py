@@ -70,7 +70,26 @@ _SO400M: dict[str, Json] = {
 }
 
 
-def _siglip(id: str, kind: str, text: Json, vision: Json, processor: Json, width: int) -> Published:
+_SIGLIP_TOKENIZER: dict[str, Json] = {
+    "do_lower_case": True,
+    "eos_token": "</s>",
+    "model_max_length": 64,
+    "pad_token": "</s>",
+    "processor_class": "SiglipProcessor",
+    "tokenizer_class": "SiglipTokenizer",
+    "unk_token": "<unk>",
+}
+_SIGLIP2_TOKENIZER: dict[str, Json] = {
+    "model_max_length": 64,
+    "pad_token": "<pad>",
+    "padding_side": "right",
+    "tokenizer_class": "GemmaTokenizer",
+}
+
+
+def _siglip(
+    id: str, kind: str, text: Json, vision: Json, processor: Json, width: int, unverified: str = ""
+) -> Published:
     return Published(
         id=id,
         config={
@@ -83,13 +102,15 @@ def _siglip(id: str, kind: str, text: Json, vision: Json, processor: Json, width
         },
         files={
             "preprocessor_config.json": processor,
-            "tokenizer_config.json": {"model_max_length": 64, "pad_token": "<pad>", "padding_side": "right"},
+            "tokenizer_config.json": _SIGLIP2_TOKENIZER if "siglip2" in id else _SIGLIP_TOKENIZER,
         },
-        tokens=("<pad>", "<eos>"),
+        tokens=("<pad>", "<eos>", "</s>"),
         reads=Reads(
             task="embed", score="bi", dimension=width, pooling=("last",), normalize=True, max_tokens=64
         ),
-        unverified="its tokenizer and its processor's keys",
+        source="tokenizer_config.json of google/siglip-base-patch16-224 (7c23f8b); discussions/22 of "
+        "google/siglip2-base-patch16-224; transformers#43101",
+        unverified=unverified,
     )
 
 
@@ -161,6 +182,7 @@ DUAL = (
         {"model_type": "siglip_vision_model"},
         _fixed(224),
         768,
+        "padding_side of its tokenizer",
     ),
     _siglip(
         "google/siglip2-base-patch16-naflex",
@@ -169,5 +191,6 @@ DUAL = (
         {"model_type": "siglip2_vision_model", "num_patches": 256},
         _NAFLEX,
         768,
+        "padding_side of its tokenizer, and its processor's keys",
     ),
 )

@@ -125,6 +125,10 @@ def refused(id: str, config: dict[str, Json], reason: str, **files: Json) -> Pub
     return Published(id=id, config=config, files=files, refused=reason)
 
 
+_VOYAGE_PROMPTS = {
+    "query": "Represent the query for retrieving supporting documents: ",
+    "document": "Represent the document for retrieval: ",
+}
 MORE_DECODERS = (
     embedder(
         "Qwen/Qwen3-Embedding-8B",
@@ -236,20 +240,29 @@ MORE_DECODERS = (
         id="voyageai/voyage-4-nano",
         config=qwen3(
             1024,
-            28,
-            kind="VoyageQwen3BidirectionalEmbedModel",
+            12,
+            kind="Qwen3ForCausalLM",
             num_labels=2048,
             max_position_embeddings=32768,
-            auto_map={"AutoModel": "modeling_qwen3_bidirectional_embed.VoyageQwen3BidirectionalEmbedModel"},
+            use_bidirectional_attention=True,
+            auto_map={"AutoModel": "modeling_qwen3_bidirectional.Qwen3BidirectionalModel"},
         ),
         files={
             "modules.json": modules("Transformer", "Pooling", "Normalize"),
             "1_Pooling/config.json": pooling("mean_tokens", 2048),
+            "config_sentence_transformers.json": {"prompts": _VOYAGE_PROMPTS},
         },
         reads=Reads(
-            task="embed", score="bi", dimension=2048, pooling=("mean",), normalize=True, max_tokens=32768
+            task="embed",
+            score="bi",
+            dimension=2048,
+            pooling=("mean",),
+            normalize=True,
+            max_tokens=32768,
+            prompts=_VOYAGE_PROMPTS,
         ),
-        unverified="num_labels, and its prompts",
+        unverified="architectures, and that num_labels is there",
+        source="voyage-4-nano-mlx on PyPI (config.py, ref_dump.py); vLLM's test of this model",
     ),
     Published(
         id="jinaai/jina-embeddings-v5-text-small",

@@ -291,7 +291,7 @@ MORE_ENCODERS = (
         "cls_token",
         768,
         8192,
-        unverified="pooling and normalisation",
+        unverified="normalisation",
     ),
     Published(
         id="jhu-clsp/mmBERT-base",

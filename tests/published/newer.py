@@ -141,6 +141,18 @@ _GEMMA3_TOWER = {
     "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
     "sliding_window": 1024,
 }
+_GEMMA2_TASKS = {
+    "search result": "BitextMining Reranking Retrieval Retrieval-query SearchQuery query",
+    "classification": "Classification MultilabelClassification",
+    "clustering": "Clustering",
+    "code retrieval": "CodeRetrieval InstructionRetrieval",
+    "fact checking": "FactChecking",
+    "sentence similarity": "PairClassification STS SentenceSimilarity Summarization",
+    "question answering": "QuestionAnswering",
+}
+_GEMMA2_PROMPTS = {
+    name: f"task: {task} | query: " for task, names in _GEMMA2_TASKS.items() for name in names.split()
+} | dict.fromkeys(("Document", "Retrieval-document", "document"), "title: none | text: ")
 NEWER = (
     colbert(
         "LiquidAI/LFM2-ColBERT-350M",
@@ -199,11 +211,12 @@ NEWER = (
                 "num_key_value_heads": 12,
                 "patch_size": 16,
                 "pooling_kernel_size": 3,
+                "default_output_length": 280,
                 "position_embedding_size": 10240,
                 "rms_norm_eps": 1e-06,
-                "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
+                "rope_parameters": {"rope_theta": 100.0, "rope_type": "axial"},
                 "standardize": False,
-                "use_clipped_linears": True,
+                "use_clipped_linears": False,
             },
         },
         tokens=("<|image|>", "<|image>", "<image|>"),
@@ -234,12 +247,29 @@ NEWER = (
                 "eoi_token": "<image|>",
             },
             "modules.json": modules("Transformer", "Pooling", "Normalize"),
-            "1_Pooling/config.json": pooling("mean_tokens", 768),
+            "1_Pooling/config.json": {
+                "embedding_dimension": 768,
+                "include_prompt": True,
+                "pooling_mode": "mean",
+            },
+            "config_sentence_transformers.json": {
+                "default_prompt_name": None,
+                "model_type": "SentenceTransformer",
+                "prompts": _GEMMA2_PROMPTS,
+            },
         },
         reads=Reads(
-            task="embed", score="bi", dimension=768, pooling=("mean",), normalize=True, max_tokens=262144
+            task="embed",
+            score="bi",
+            dimension=768,
+            pooling=("mean",),
+            normalize=True,
+            max_tokens=262144,
+            prompts=_GEMMA2_PROMPTS,
         ),
-        unverified="its prompts, its limit, and the sizes of its vision tower",
+        source="its files in ollama's library (embeddinggemma-2:740m); its config.json in the tests of "
+        "ml-explore/mlx-swift-lm",
+        unverified="max_seq_length; others cut texts at 2048 or 8192 tokens",
     ),
     generator(
         "openai/gpt-oss-20b",

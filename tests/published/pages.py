@@ -1,5 +1,5 @@
 """Published retrievers of pages on SigLIP towers. Their files are recorded from their model cards and from
-code that reads them."""
+code that reads them, which `source` names."""
 
 from __future__ import annotations
 
@@ -193,7 +193,8 @@ PAGES = (
         config=_PALIGEMMA | {"architectures": ["ColPali"]},
         files=_PALIGEMMA_FILES,
         tokens=_PALIGEMMA_TOKENS,
-        reads=_page(8192),
+        reads=_page(8192, query="Query: "),
+        source="illuin-tech/colpali v0.3.4 to v0.3.10, processing_colpali.py; mteb colpali_models.py",
         unverified="which keys its config.json repeats",
     ),
 )

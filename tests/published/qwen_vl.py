@@ -1,11 +1,11 @@
 """Published models on Qwen2-VL, Qwen2.5-VL and Qwen3-VL. Their files are recorded from their model cards and
-the code that comes with them."""
+the code that comes with them. `source` names public copies of files and code."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tests.published.catalog import Json, Published, Reads
+from tests.published.catalog import Json, Published, Reads, modules
 
 _TOKENS = {"image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652}
 _TOKENS |= {"vision_end_token_id": 151653}
@@ -67,6 +67,9 @@ _VISION_3: Json = {
 def _processor(patch_size: int) -> dict[str, Json]:
     values = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": patch_size, "merge_size": 2}
     values |= {"temporal_patch_size": 2, "min_pixels": 3136, "max_pixels": 12845056}
+    if patch_size == 16:  # of Qwen3-VL-Embedding and Qwen3-VL-Reranker
+        edges = {"longest_edge": 1310720, "shortest_edge": 4096}
+        values |= {"min_pixels": 4096, "max_pixels": 1310720, "size": edges}
     return {"preprocessor_config.json": values}
 
 
@@ -94,13 +97,18 @@ _QWEN2 = _text(1536, 28, 12, 2, 8960) | _TOKENS | {"model_type": "qwen2_vl", "vi
 _QWEN2_5 = (
     _text(2048, 36, 16, 2, 11008) | _TOKENS | {"model_type": "qwen2_5_vl", "vision_config": _VISION_2_5}
 )
+_JINA_V4_TEXT = {**_text(2048, 36, 16, 2, 11008), "max_position_embeddings": 128000}
+_JINA_V4_TEXT |= {"model_type": "qwen2_5_vl_text", "rope_scaling": _MROPE | {"rope_type": "default"}}
 _JINA_V4: Json = {
+    **_TOKENS,
+    "model_type": "qwen2_5_vl",
+    "text_config": _JINA_V4_TEXT,
+    "vision_config": _VISION_2_5,
     "task_names": ["retrieval", "text-matching", "code"],
     "multi_vector_projector_dim": 128,
     "single_vector_pool_strategy": "mean",
     "matryoshka_dims": [128, 256, 512, 1024, 2048],
     "truncate_dim": None,
-    "max_position_embeddings": 128000,
 }
 _QWEN3_TEXT: dict[str, Any] = _text(2048, 28, 16, 8, 6144) | {
     "head_dim": 128,
@@ -112,6 +120,83 @@ _QWEN3_TEXT: dict[str, Any] = _text(2048, 28, 16, 8, 6144) | {
 }
 _QWEN3: dict[str, Any] = {"model_type": "qwen3_vl", "text_config": _QWEN3_TEXT, "vision_config": _VISION_3}
 _QWEN3 |= {"tie_word_embeddings": True} | _TOKENS
+# A template like those of Qwen3-VL's repositories: messages, and for a reranker its own.
+_CHAT = """{%- macro parts(content) -%}
+{%- if content is string -%}{{ content }}
+{%- else -%}{%- for part in content -%}{{ part.text }}{%- endfor -%}{%- endif -%}
+{%- endmacro -%}
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ parts(message.content) }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+RERANK = """{%- macro parts(content) -%}
+{%- if content is string -%}{{ content }}
+{%- else -%}{%- for part in content -%}{{ part.text }}{%- endfor -%}{%- endif -%}
+{%- endmacro -%}
+{%- set task = namespace(text="Given a search query, retrieve relevant candidates that answer the query.") -%}
+{%- for message in messages if message.role == "system" -%}
+{%- set task.text = parts(message.content) -%}{%- endfor -%}
+<|im_start|>system
+Judge whether the Document meets the requirements based on the Query and the Instruct provided. \
+Note that the answer can only be "yes" or "no".<|im_end|>
+<|im_start|>user
+<Instruct>: {{ task.text }}<Query>:
+{%- for message in messages if message.role == "query" -%}{{ parts(message.content) }}{%- endfor -%}
+{{ "\\n<Document>:" }}
+{%- for message in messages if message.role == "document" -%}{{ parts(message.content) }}{%- endfor -%}
+<|im_end|>
+{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def _by_modality(output: str) -> dict[str, Json]:
+    """`modality_config` of a model that reads texts, images and videos as messages."""
+    way = {"method": "forward", "method_output_name": output}
+    return {**dict.fromkeys(("text", "image", "video"), way), "message": way | {"format": "structured"}}
+
+
+EMBEDDING_FILES: dict[str, Json] = {
+    "modules.json": modules("Transformer", "Pooling", "Normalize"),
+    "1_Pooling/config.json": {
+        "pooling_mode": "lasttoken",
+        "embedding_dimension": 2048,
+        "include_prompt": True,
+    },
+    "config_sentence_transformers.json": {
+        "model_type": "SentenceTransformer",
+        "prompts": {"default": "Represent the user's input."},
+        "default_prompt_name": "default",
+        "similarity_fn_name": "cosine",
+    },
+    "sentence_bert_config.json": {
+        "transformer_task": "feature-extraction",
+        "modality_config": _by_modality("last_hidden_state"),
+        "module_output_name": "token_embeddings",
+        "processing_kwargs": {"chat_template": {"add_generation_prompt": True}},
+    },
+    "tokenizer_config.json": {"chat_template": _CHAT, "model_max_length": 262144},
+}
+RERANKER_FILES: dict[str, Json] = {
+    "modules.json": modules("Transformer", "LogitScore", LogitScore="1_LogitScore"),
+    "1_LogitScore/config.json": {"true_token_id": 9693, "false_token_id": 2152},
+    "config_sentence_transformers.json": {
+        "activation_fn": "torch.nn.modules.linear.Identity",
+        "default_prompt_name": "query",
+        "model_type": "CrossEncoder",
+        "prompts": {"query": "Retrieve text relevant to the user's query."},
+    },
+    "sentence_bert_config.json": {
+        "transformer_task": "any-to-any",
+        "modality_config": _by_modality("logits"),
+        "module_output_name": "causal_logits",
+        "unpad_inputs": False,
+        "processing_kwargs": {"chat_template": {"chat_template": "reranker", "add_generation_prompt": True}},
+    },
+    "additional_chat_templates/reranker.jinja": RERANK.replace("\\\n", "").encode(),
+    "tokenizer_config.json": {"chat_template": _CHAT, "model_max_length": 262144},
+}
 
 
 def _model(
@@ -152,10 +237,12 @@ QWEN_VL = (
         _QWEN2,
         "GmeQwen2VL",
         _last(1536, 32768, score="bi"),
+        source="gme_inference.py and modeling_gme_qwen2vl.py of its repository; mteb gme_v_models.py, with 4 "
+        "instead of 256 tokens",
     ),
     _model(
         "jinaai/jina-embeddings-v4",
-        _QWEN2_5 | _JINA_V4,
+        _JINA_V4,
         "JinaEmbeddingsV4Model",
         Reads(
             task="embed",
@@ -176,21 +263,52 @@ QWEN_VL = (
                 "exclude_modules": ".*visual.*",
             }
         },
-        unverified="which of its sizes stand in text_config and which beside it",
+        source="modeling_jina_embeddings_v4.py and custom_lora_module.py of its repository, which read "
+        "text_config; configuration_jina_embeddings_v4.py (cf456d3)",
     ),
     _model(
         "Qwen/Qwen3-VL-Embedding-2B",
         _QWEN3,
         "Qwen3VLForConditionalGeneration",
+        _last(2048, 262144, score="bi", prompts={"default": "Represent the user's input."}),
+        patch_size=16,
+        files=EMBEDDING_FILES,
+        source="QwenLM/Qwen3-VL-Embedding src/models; discussions/23 of its repository; mteb "
+        "qwen3_vl_embedding_models.py",
+    ),
+    _model(  # its files until sentence-transformers read it
+        "Qwen/Qwen3-VL-Embedding-8B",
+        _QWEN3,
+        "Qwen3VLForConditionalGeneration",
         _last(2048, 262144, score="bi"),
         patch_size=16,
+        source="QwenLM/Qwen3-VL-Embedding src/models",
     ),
     _model(
         "Qwen/Qwen3-VL-Reranker-2B",
         _QWEN3,
         "Qwen3VLForConditionalGeneration",
+        Reads(
+            task="score",
+            score="cross",
+            max_tokens=262144,
+            causal=True,
+            answers=(9693, 2152),
+            prompts={"query": "Retrieve text relevant to the user's query."},
+        ),
+        patch_size=16,
+        files=RERANKER_FILES,
+        source="QwenLM/Qwen3-VL-Embedding src/models; lablup/mlxcel (1_LogitScore, reranker.jinja); mteb "
+        "qwen3_vl_reranker.py",
+        unverified="the wording of its default prompt",
+    ),
+    _model(  # its files until sentence-transformers read it
+        "Qwen/Qwen3-VL-Reranker-8B",
+        _QWEN3,
+        "Qwen3VLForConditionalGeneration",
         Reads(task="score", score="cross", max_tokens=262144, causal=True, answers=("yes", "no")),
         patch_size=16,
+        source="QwenLM/Qwen3-VL-Embedding src/models",
     ),
     _model(
         "vidore/colqwen2-v1.0-hf",
@@ -211,6 +329,7 @@ QWEN_VL = (
         "ColQwen3",
         Reads(task="token_embed", score="late", dimension=320, max_tokens=262144, causal=True),
         patch_size=16,
+        source="processing_colqwen3.py of its repository; vllm-project/vllm colqwen3.py",
         unverified="sizes and the names of keys",
     ),
 )

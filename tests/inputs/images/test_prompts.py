@@ -221,14 +221,14 @@ def test_models_known_by_name_have_the_pixels_of_their_published_code(tmp_path: 
     for name, pixels in {
         "alibaba-nlp/gme-qwen2-vl-2b-instruct": (200_704, 1_003_520),
         "qwen/qwen3-vl-embedding-2b": (4096, 1_843_200),
-        "qwen/qwen3-vl-reranker-8b": (4096, 1_843_200),
+        "qwen/qwen3-vl-reranker-8b": (4096, 1_310_720),
+        "tomoroai/tomoro-colqwen3-embed-4b": (3136, 1_310_720),
         "qwen/qwen2-vl-2b-instruct": (3136, 40_000),
     }.items():
         geometry = with_published_pixels(spec, Identity((name,))).geometry
         assert isinstance(geometry, PixelRange)
         assert (geometry.min_pixels, geometry.max_pixels) == pixels
-        is_known = "gme" in name or "qwen3" in name
-        assert geometry.sides_have_a_token is is_known
+        assert geometry.sides_have_a_token is ("gme" in name or "qwen3-vl" in name)
         assert geometry.first_range == ((3136, 12_845_056) if "gme" in name else None)
 
 
