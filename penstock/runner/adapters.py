@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.checkpoint.adapter_files import file_marks
 from penstock.checkpoint.adapters import LoraSpec, read_lora
-from penstock.errors import BadValue, EngineError, ModelLoadError, NotPossible
+from penstock.errors import BadValue, EngineError, NotPossible
 from penstock.kernels.lora import rank_bucket
 from penstock.layers.lora import AdapterSites
 from penstock.models.adapter_files import read_adapter
@@ -184,7 +184,7 @@ class AdapterPool:
             def read() -> HostAdapter:
                 try:
                     if file_marks(spec.folder) != self._marks.get(adapter_id):
-                        raise ModelLoadError(
+                        raise EngineError(
                             f"the files of adapter {spec.name!r} are not those that were loaded; load it "
                             "again"
                         )
@@ -193,7 +193,8 @@ class AdapterPool:
                         self._keep(adapter_id, adapter)
                     return adapter
                 finally:
-                    self._reading.pop(adapter_id, None)
+                    with self._lock:  # it is entered below before it leaves, however fast this is
+                        self._reading.pop(adapter_id, None)
 
             reading = self._reading[adapter_id] = self._reader.submit(read)
         return reading
