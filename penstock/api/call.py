@@ -140,7 +140,8 @@ class Call:
             elif model.adapter is None:
                 model = model.with_adapter(self._find_adapter(model, asked))
         if not self.may_use(model):
-            raise self._not_allowed(model.full_name)
+            # In the client's own words: nothing tells whether another tenant has an adapter of this name.
+            raise self._not_allowed(model.full_name if asked is not None else body.model)
         if found.prompt is not None:
             choose_prompt_by_name(body, model, found.prompt)
         if model.adapter is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from penstock.checkpoint import hub
 from penstock.checkpoint.find import is_hub_id
-from penstock.errors import AdapterNotFound, BadValue, ModelLoadError
+from penstock.errors import AdapterNotFound, BadValue, ModelLoadError, shown
 
 CONFIG = "adapter_config.json"
 _FILES = (CONFIG, "adapter_model.safetensors", "adapter_model.bin")
@@ -18,6 +18,15 @@ Marks = tuple[tuple[str, int, int, int], ...]
 def find_adapter(path: str, root: str | None = None, download_dir: str | None = None) -> Path:
     """The folder of an adapter: `path`, or the files of this hub id. With `root`, only folders below it are
     allowed; a relative path starts there."""
+    try:
+        return _find(path, root, download_dir)
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, no home folder
+        raise BadValue(
+            f"the adapter's path {shown(path)} cannot be used: {error}", param="lora_path"
+        ) from None
+
+
+def _find(path: str, root: str | None, download_dir: str | None) -> Path:
     given = Path(path).expanduser()
     if root is not None:
         top = Path(root).resolve()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from penstock.checkpoint.expressions import first_endless
 from penstock.checkpoint.files import positive_integer, read_json, shown
 from penstock.checkpoint.tensors import StoredTensor, stored_tensors
 from penstock.errors import ModelLoadError
@@ -72,6 +73,7 @@ _HARMLESS |= {
     "runtime_config",
     "ensure_weight_tying",
 }
+_FLOATS = ("F", "BF")  # types of tensors begin so: F64, F32, F16, BF16, F8_E4M3 …
 _PARTS = (  # of the names of tensors, after that of their module
     ".lora_A.weight",
     ".lora_B.weight",
@@ -146,8 +148,14 @@ def read_lora(folder: Path, name: str, tasks: Sequence[str] = ()) -> LoraSpec:
     if tasks:
         _check_tasks(tensors, tasks, weights)
         tensors = of_task(tensors, name)
+    for tensor, stored in tensors.items():
+        if not stored.dtype.startswith(_FLOATS):
+            raise _refused(
+                f"{weights} has a tensor {tensor!r} of type {stored.dtype}; it has to be of floats"
+            )
     config = _Config.read(values, file)
     found = _by_module(tensors, weights)
+    config.check_expressions((*found.targets, *found.tokens))
     targets = {module: _target(module, parts, config, weights) for module, parts in found.targets.items()}
     for module in (*targets, *found.tokens):
         if module in targets and not config.names(module):
@@ -312,6 +320,14 @@ class _Config(NamedTuple):
             file=file,
         )
 
+    def check_expressions(self, modules: Sequence[str]) -> None:
+        """Refuse expressions that take too long to match the names of these modules."""
+        whole = [each for each in (self.target_modules, self.exclude_modules) if isinstance(each, str)]
+        keys = [_key_expression(key) for key in (*self.rank_pattern, *self.alpha_pattern)]
+        layers = [_layer_expression(each) for each in self.layers_pattern]
+        if (endless := first_endless([*whole, *keys, *layers], modules)) is not None:
+            raise _refused(f"{self.file} has the expression {shown(endless)}, which takes too long to match")
+
     def rank_of(self, module: str) -> int:
         ranks = {key: value for key, value in self.rank_pattern.items() if _fits(key, module, self.file)}
         values = {"r": next(iter(ranks.values()), self.rank)}
@@ -339,7 +355,7 @@ class _Config(NamedTuple):
     def _transforms_layer(self, module: str) -> bool:
         if self.layers is None:
             return True
-        patterns = [rf"(?:^|.*?\.){each}\.(?P<number>\d+)\." for each in self.layers_pattern]
+        patterns = [_layer_expression(each) for each in self.layers_pattern]
         for pattern in patterns or [r".*?\.[^.]*\.(?P<number>\d+)\."]:
             if (found := _compiled(pattern, self.file).match(module)) is not None:
                 return int(found["number"]) in self.layers
@@ -398,7 +414,15 @@ def _target(module: str, parts: Mapping[str, StoredTensor], config: _Config, fil
 
 def _fits(pattern: str, module: str, file: Path) -> bool:
     """Whether a key of rank_pattern or alpha_pattern is meant for a module."""
-    return _compiled(rf"(.*\.)?({pattern})$", file).match(module) is not None
+    return _compiled(_key_expression(pattern), file).match(module) is not None
+
+
+def _key_expression(key: str) -> str:
+    return rf"(.*\.)?({key})$"
+
+
+def _layer_expression(pattern: str) -> str:
+    return rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\."
 
 
 def _matches(pattern: str, module: str, file: Path) -> bool:

@@ -218,6 +218,8 @@ class ServeCommand(Command):
         several = {"--served-model-name", "--lora-modules"}
         if not several.isdisjoint(args) and (names_model or not args[0].startswith("-")):
             args = repeat_flags(args, several)
+        else:  # a further value may be the model, but JSON cannot
+            args = repeat_flags(args, {"--lora-modules"}, only=_is_json)
         rest = super().parse_args(ctx, args)
         if file is not None and not names_model and ctx.params["models"]:
             ctx.params["engineconfig_model"] = None  # the argument comes before the file
@@ -233,8 +235,14 @@ def _names_model(args: list[str]) -> bool:
     return any(arg in names or arg.startswith(("--model=", "--model-id=")) for arg in args)
 
 
-def repeat_flags(args: list[str], repeatable: set[str]) -> list[str]:
-    """Repeat a repeatable flag before each of its further values."""
+def _is_json(value: str) -> bool:
+    return value.lstrip().startswith(("{", "["))
+
+
+def repeat_flags(
+    args: list[str], repeatable: set[str], only: Callable[[str], bool] = lambda value: True
+) -> list[str]:
+    """Repeat a repeatable flag before each of its further values, of those that `only` accepts."""
     out: list[str] = []
     flag, values = "", 0
     for arg in args:
@@ -242,7 +250,7 @@ def repeat_flags(args: list[str], repeatable: set[str]) -> list[str]:
             flag, values = (arg if arg in repeatable else ""), 0
         elif flag:
             values += 1
-            if values > 1:
+            if values > 1 and only(arg):
                 out.append(flag)
         out.append(arg)
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 
 import torch
@@ -67,7 +68,17 @@ class _Reader:
                 assert isinstance(before, TableWeights)
                 new = self.tensors[f"{module}.token_adapter.trainable_tokens_delta"]
                 found[place] = self._with_rows(before, place, module, torch.tensor(indices), new)
+        self._check_finite(found)
         return found
+
+    def _check_finite(self, found: ModuleWeights) -> None:
+        """Refuse what would fail every request: values that are not finite, or not any more in this type."""
+        for place, weights in found.items():
+            if not all(math.isfinite(each.sum(dtype=torch.float32)) for each in weights if each is not None):
+                raise _refused(
+                    f"the adapter {self.spec.name!r} has values for {place} that are not finite in "
+                    f"{str(self.dtype).removeprefix('torch.')}"
+                )
 
     def _places(self) -> dict[str, str]:
         """The model's module that each of the adapter's means, but for those that the model leaves out."""
@@ -89,6 +100,11 @@ class _Reader:
             raise _refused(
                 f"the adapter {spec.name!r} changes modules that this model does not have, or that cannot be "
                 f"adapted: {first_names(refused)}{base}"
+            )
+        if not places:
+            raise _refused(
+                f"the adapter {spec.name!r} would change nothing: the model does not use "
+                f"{first_names(left_out)}"
             )
         if len(set(places.values())) < len(places):
             raise _refused(f"the adapter {spec.name!r} names a module of the model twice")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.checkpoint.adapter_files import Marks, file_marks
 from penstock.checkpoint.adapters import LoraSpec, read_lora
-from penstock.errors import BadValue, EngineError, ModelLoadError, NotPossible
+from penstock.errors import BadValue, EngineError, NotPossible
 from penstock.kernels.lora import rank_bucket
 from penstock.layers.adapted_linear import SumOverRanks
 from penstock.layers.lora import AdapterSites
@@ -202,7 +202,8 @@ class AdapterPool:
                         self._keep(adapter_id, adapter)
                     return adapter
                 finally:
-                    self._reading.pop(adapter_id, None)
+                    with self._lock:  # it is entered below before it leaves, however fast this is
+                        self._reading.pop(adapter_id, None)
 
             reading = self._reading[adapter_id] = self._reader.submit(read)
         return reading
@@ -267,10 +268,7 @@ class AdapterPool:
 def check_marks(spec: LoraSpec, marks: Marks) -> None:
     """Refuse files that have changed since the adapter was loaded."""
     if file_marks(spec.folder) != marks:
-        raise ModelLoadError(
-            f"the files of adapter {spec.name!r} are not those that were loaded; load it again",
-            param="lora_path",
-        )
+        raise EngineError(f"the files of adapter {spec.name!r} are not those that were loaded; load it again")
 
 
 def host_adapter(weights: ModuleWeights, pins: bool) -> HostAdapter:

@@ -282,6 +282,13 @@ def test_a_key_for_an_adapter_allows_it_alone(embedder: tuple[TestClient, Record
             call.model(body(model="model", adapter="other"))
         assert call.names == ["tenant"]
         call.release_adapters()
+    refusals = []
+    call.key = ApiKey("k", models=frozenset({"other"}))
+    for name in ("tenant", "nobody"):  # one that exists and one that does not
+        with pytest.raises(ModelNotAllowed) as raised:
+            call.model(body(model=name))
+        refusals.append(raised.value.message.replace(name, "NAME"))
+    assert refusals[0] == refusals[1]
     call.key = ApiKey("k", models=frozenset({"model"}))
     assert call.model(body(model="tenant")).name == "tenant"
     call.release_adapters()

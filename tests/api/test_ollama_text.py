@@ -160,11 +160,15 @@ def test_the_format_constrains_the_answer(http: TestClient, engine: ScriptedEngi
     ("path", "body", "words"),
     [
         ("/api/chat", {"tools": [{"type": "function"}]}, "does not generate tool calls"),
-        ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["x"]}]}, "read text"),
+        (
+            "/api/chat",
+            {"messages": [{"role": "user", "content": "a", "images": ["x"]}]},
+            "parts of type image_url",
+        ),
         ("/api/chat", {"messages": [{"role": "tool", "content": "a"}]}, "does not generate tool calls"),
         ("/api/chat", {"think": True}, "does not separate reasoning"),
         ("/api/chat", {"logprobs": True}, "log probabilities"),
-        ("/api/generate", {"images": ["x"]}, "read text"),
+        ("/api/generate", {"images": ["x"]}, "parts of type image_url"),
         ("/api/generate", {"suffix": "end"}, "at their end"),
         ("/api/generate", {"context": [1]}, "/api/chat"),
         ("/api/generate", {"template": "{{ .Prompt }}"}, "--chat-template"),

@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import typer
 
 from penstock import Engine
 from penstock.cli.adapter_flag import AdapterFlag
 from penstock.cli.command import repeat_flags
 from penstock.cli.flags import EngineFields, lora_modules
+from penstock.cli.main import app
 from penstock.config import LoraModule
 from penstock.errors import BadValue, ConfigError
 from penstock.jobs.stamp import Stamp
@@ -39,6 +41,17 @@ def test_one_flag_takes_several_modules() -> None:
     args = ["model", "--lora-modules", "a=x", "b=y", "--port", "1"]
     repeated = ["model", "--lora-modules", "a=x", "--lora-modules", "b=y", "--port", "1"]
     assert repeat_flags(args, {"--lora-modules"}) == repeated
+
+
+def test_json_adapters_follow_one_flag_where_a_file_names_the_models(tmp_path: Path) -> None:
+    """A further value is an adapter if it is JSON, and a model otherwise."""
+    (tmp_path / "models.yaml").write_text("models: [{model: x}]")
+    given = ['{"name": "a", "path": "/a"}', '{"name": "b", "path": "/b"}']
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    args = ["--config", str(tmp_path / "models.yaml"), "--lora-modules", *given, "model"]
+    context = command.make_context("serve", args)
+    assert context.params["engineconfig_lora_modules"] == given
+    assert context.params["models"] == ["model"]
 
 
 def test_an_adapter_with_its_folder_is_loaded_with_the_model() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from penstock import Engine, SamplingParams
-from penstock.errors import AdapterNotFound, BadValue, ConfigError, ModelLoadError, NotPossible
+from penstock.errors import AdapterNotFound, BadValue, ConfigError, EngineError, NotPossible
 from tests.lora_models import TEXTS, Adapted, adapted_embedder, adapted_llama, adapted_reranker
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -176,6 +176,6 @@ def test_an_adapter_whose_files_changed_is_not_read_again(
     small.embed(TEXTS, adapter="b")  # it leaves the device and host memory
     shutil.rmtree(folder)
     shutil.copytree(bert.adapters["b"], folder)
-    with pytest.raises(ModelLoadError, match="are not those that were loaded"):
+    with pytest.raises(EngineError, match="are not those that were loaded"):
         small.embed(TEXTS, adapter="changing")
     small.embed(TEXTS, adapter="b")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from penstock.config import PoolerConfig
 from penstock.errors import ModelLoadError
@@ -204,6 +206,31 @@ def test_what_is_not_understood_is_refused_by_name(name: str, tmp_path: Path) ->
     base = ENCODERS["bert"].write(tmp_path / "base")
     write_adapter(base, tmp_path / "0", 0, **options)
     with pytest.raises(ModelLoadError, match=message), opened_with(tmp_path / "base", [tmp_path / "0"]):
+        pass
+
+
+def test_an_adapter_that_would_change_nothing_is_refused(tmp_path: Path) -> None:
+    """An embedder does not use BERT's pooler: its answers would be those of the base model."""
+    base = ENCODERS["bert"].write(tmp_path / "base")
+    write_adapter(base, tmp_path / "0", 0, target_modules=["pooler.dense"])
+    with (
+        pytest.raises(ModelLoadError, match=r"would change nothing: the model does not use pooler\.dense"),
+        opened_with(tmp_path / "base", [tmp_path / "0"]),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_refused_when_they_are_loaded(value: float, tmp_path: Path) -> None:
+    base = ENCODERS["bert"].write(tmp_path / "base")
+    write_adapter(base, tmp_path / "0", 0, target_modules=["query"])
+    tensors = load_file(file := tmp_path / "0/adapter_model.safetensors")
+    next(iter(tensors.values()))[0, 0] = value
+    save_file(tensors, file)
+    with (
+        pytest.raises(ModelLoadError, match=r"query that are not finite in float32"),
+        opened_with(tmp_path / "base", [tmp_path / "0"]),
+    ):
         pass
 
 

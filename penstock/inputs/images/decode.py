@@ -19,6 +19,11 @@ from penstock.errors import BadValue
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 ACCEPTED = "PNG, JPEG, WebP, GIF, BMP and TIFF"
 MAX_IMAGE_PIXELS = 178_956_970  # Pillow opens no larger image
+# The largest side, as of JPEG. To resize a PNG of 49,000,000 × 1 takes a gigabyte for its filter alone.
+MAX_SIDE = 65_535
+# Pixels of a JPEG times its scans. A progressive file may repeat a scan of a few bytes as often as it likes,
+# and each pass decodes the whole image again.
+MAX_SCANNED_PIXELS = 4_000_000_000
 _MEGA = 1_000_000
 # What a decoder raises about a broken file.
 _BROKEN = (OSError, ValueError, SyntaxError, IndexError, EOFError, KeyError, TypeError, OverflowError)
@@ -47,6 +52,10 @@ class ImageLimits:
                 f"an image has {width:,} × {height:,} pixels; the server accepts {self.max_pixels:,} "
                 "(--max-image-pixels)"
             )
+        if max(width, height) > MAX_SIDE:
+            raise BadValue(
+                f"an image has {width:,} × {height:,} pixels; a side may have at most {MAX_SIDE:,}"
+            )
 
 
 def decode(data: bytes, limits: ImageLimits) -> Image.Image:
@@ -73,6 +82,8 @@ def open_image(data: bytes, limits: ImageLimits) -> Image.Image:
         raise BadValue(f"an image cannot be read; its header is broken: {error}") from None
     limits.check_size(opened.width, opened.height)
     _refuse_animation(opened)
+    if opened.format in ("JPEG", "MPO"):
+        _check_scans(data, opened.width * opened.height)
     return opened
 
 
@@ -150,6 +161,17 @@ def _refuse_animation(image: Image.Image) -> None:
     if is_animated:
         noun = "page" if image.format == "TIFF" else "frame"
         raise BadValue(f"an image of type {image.format} has more than one {noun}; send one {noun}, as PNG")
+
+
+def _check_scans(data: bytes, num_pixels: int) -> None:
+    """Refuse a JPEG that takes minutes to decode. The mark of a scan may occur in other data by chance, about
+    once in 65,536 bytes, which the limit leaves room for."""
+    scans = data.count(b"\xff\xda")
+    if scans * num_pixels > MAX_SCANNED_PIXELS:
+        raise BadValue(
+            f"an image of type JPEG has about {scans:,} scans, too many for {num_pixels:,} pixels; save it "
+            "again, not progressive"
+        )
 
 
 def _upright(image: Image.Image) -> Image.Image:

@@ -90,8 +90,11 @@ class ImageLoader:
         try:
             return list(await asyncio.gather(*tasks))
         finally:
-            for task in tasks:
-                task.cancel()  # of the others, where one fails or nobody waits any more
+            while tasks:
+                # The others, where one fails or nobody waits any more. The list must end up empty: an error
+                # holds this frame, so a task that holds the error would keep the request's images in memory
+                # until the garbage collector finds the cycle.
+                tasks.pop().cancel()
 
     def prepare_now(
         self, images: Sequence[ImageInput], spec: ImageProcessorSpec, uploaded: FileReader | None = None

@@ -21,7 +21,7 @@ FileReader = Callable[[str], Path]  # the path of an uploaded file's content, by
 _ACCEPTED = "a data URI, base64, the id of an uploaded file, or a URL that the server allows"
 _FILE_ID = re.compile(r"file-[0-9A-Za-z_-]{1,64}")
 _SPACES = re.compile(rb"[ \t\r\n]+")
-_DATA_URI = re.compile(r"data:([\w.+/-]*)((?:;[\w.+=\"-]*)*?)(;base64)?,", re.ASCII)
+_DATA_URI = re.compile(r"data:([\w.+/-]*)((?:;[\w.+=\"-]*)*?)(;base64)?,", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ImageSources:
 
     def read(self, source: str, uploaded: FileReader | None = None) -> bytes:
         """The bytes of an image file. `uploaded` finds the files of the client that asks."""
-        if source.startswith("data:"):
+        if source[:5].lower() == "data:":
             return self._data_uri(source)
         scheme = source[:8].partition(":")[0].lower()
         if scheme in ("http", "https"):

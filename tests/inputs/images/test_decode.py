@@ -90,6 +90,13 @@ def _animated(kind: str) -> bytes:
     return encoded(noise(30, 20), kind, save_all=True, append_images=[noise(30, 20, seed=1)])
 
 
+def _many_scans(side: int, count: int) -> bytes:
+    """A progressive JPEG whose last scan is repeated: each pass over the image costs a few bytes."""
+    whole = encoded(Image.new("L", (side, side), 128), "JPEG", progressive=True)
+    scan = whole[whole.rindex(b"\xff\xda") : -2]
+    return whole[:-2] + scan * count + b"\xff\xd9"
+
+
 JPEG = encoded(noise(300, 200), "JPEG")
 REFUSED = {
     "no bytes": (b"", "0 bytes"),
@@ -100,6 +107,8 @@ REFUSED = {
     "a larger png bomb": (png_header(400_000, 400_000), "max-image-pixels"),
     "a png within Pillow's limit": (png_header(10_000, 10_000), "10,000 × 10,000 pixels"),
     "a webp bomb": (webp_header(16_383, 16_383), "16,383 × 16,383 pixels"),
+    "a png of one long row": (png_header(1_000_000, 1), "a side may have at most 65,535"),
+    "a jpeg of many scans": (_many_scans(2000, 2000), "about 2,00. scans.*not progressive"),
     "an svg": (b"<?xml version='1.0'?><svg xmlns='http://www.w3.org/2000/svg'/>", "SVG.*accepted are PNG"),
     "a pdf": (b"%PDF-1.7 ...", "PDF document"),
     "html": (b"<!DOCTYPE html><p>not found", "HTML page"),
@@ -119,6 +128,12 @@ def test_what_is_no_usable_image_is_refused_with_a_reason(name: str) -> None:
     data, message = REFUSED[name]
     with pytest.raises(BadValue, match=message):
         decode(data, LIMITS)
+
+
+def test_a_progressive_jpeg_is_decoded() -> None:
+    image = decode(encoded(noise(300, 200), "JPEG", progressive=True), LIMITS)
+    assert image.size == (300, 200)
+    assert decode(_many_scans(100, 50), LIMITS).size == (100, 100)
 
 
 def test_any_damage_gives_an_image_or_a_refusal() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +61,36 @@ def test_an_error_names_the_image_and_the_field() -> None:
     assert raised.value.param == "images"
     with pytest.raises(BadValue, match="of type int; use a path, bytes"):
         ImageLoader().prepare_now([7], SPEC)  # type: ignore[list-item]
+
+
+class Alive:
+    """Gone when the upload that holds it is."""
+
+
+class Upload(bytes):
+    alive: Alive
+
+
+def test_an_image_that_is_refused_is_not_kept_in_memory() -> None:
+    """Not even until the next collection of cycles, which counts objects and not their bytes."""
+    given = [Upload(b"nothing")]
+    given[0].alive = Alive()
+    alive = weakref.ref(given[0].alive)
+
+    async def ask() -> None:
+        with suppress(BadValue):
+            await loader.prepare(given, SPEC)
+            pytest.fail("the image was accepted")
+
+    loader = ImageLoader()
+    gc.disable()
+    try:
+        asyncio.run(ask())
+        loader._decoders.shutdown()  # a thread may hold its last image for a moment
+        given.clear()
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_the_event_loop_runs_while_images_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ MAX_MESSAGES = 4096
 _FITS = (-1, -2)  # num_predict: as many tokens as fit
 _WHOLE = (None, -1)  # repeat_last_n: everything that was read and generated
 _NO_TOOLS = "the server does not generate tool calls"
-_NO_IMAGES = "the models read text"
+_NO_IMAGES = "this route reads texts; send images to /v1/chat/completions, as parts of type image_url"
 Unused = Annotated[Any, NoEffect("how a model is loaded is chosen when the server starts")]
 
 

@@ -1,0 +1,76 @@
+"""What is refused of the files of an adapter before its weights are read, and where its files may be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from penstock.checkpoint import expressions
+from penstock.checkpoint.adapter_files import find_adapter
+from penstock.checkpoint.adapters import read_lora
+from penstock.errors import AdapterNotFound, BadValue, ModelLoadError
+
+MODULE = "base_model.model.encoder.layer.0.attention.self.query"
+ENDLESS = r"((\w+\.?)+)+!"
+
+
+def write(folder: Path, dtype: Any = np.float32, **config: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    shapes = {"A": (2, 8), "B": (8, 2)}
+    save_file(
+        {f"{MODULE}.lora_{part}.weight": np.ones(shape, dtype) for part, shape in shapes.items()},
+        folder / "adapter_model.safetensors",
+    )
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["query"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings | config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ENDLESS},
+        {"exclude_modules": ENDLESS},
+        {"rank_pattern": {ENDLESS: 2}},
+        {"alpha_pattern": {ENDLESS: 2}},
+        {"layers_pattern": [ENDLESS], "layers_to_transform": [0]},
+    ],
+    ids=lambda config: next(iter(config)),
+)
+def test_an_expression_that_never_ends_is_refused(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expressions, "TIME_LIMIT_S", 0.5)
+    with pytest.raises(ModelLoadError, match="takes too long to match"):
+        read_lora(write(tmp_path, **config), "a")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        r".*layer\.\d+\.(attention|output)\..*(query|key)",
+        r"(?:.*?(?:layer|language).*?(?:self|attention|mlp).*?(?:query|key|value|dense).*?)",
+        r"(\w+\.)*query",
+        r"^(?!.*visual).*query$",
+    ],
+)
+def test_expressions_as_trainers_write_them_are_read(expression: str, tmp_path: Path) -> None:
+    assert read_lora(write(tmp_path, target_modules=expression), "a").kinds == ("query",)
+
+
+def test_weights_that_are_no_floats_are_refused(tmp_path: Path) -> None:
+    assert read_lora(write(tmp_path / "half", np.float16), "a").rank == 2
+    with pytest.raises(ModelLoadError, match="of type I32; it has to be of floats"):
+        read_lora(write(tmp_path / "whole", np.int32), "a")
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/x", "a\0b", "x" * 5000])
+def test_a_path_that_no_file_can_have_is_refused(path: str, tmp_path: Path) -> None:
+    for root in (None, str(tmp_path)):
+        with pytest.raises((BadValue, AdapterNotFound)):
+            find_adapter(path, root)
