@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
+
+from penstock.isolation import isolated_python
 
 TIME_LIMIT_S = 10.0
 _MAX_REPEATS = 3  # in an expression that is not tried; a few of them take polynomial time in short names
@@ -41,7 +42,7 @@ def _is_risky(expression: str) -> bool:
 
 
 def _ends(expression: str, names: Sequence[str]) -> bool:
-    command = [sys.executable, "-I", "-S", "-c", _TRY]
+    command = isolated_python("-I", "-S", "-c", _TRY)
     given = json.dumps([expression, list(names)]).encode()
     try:
         subprocess.run(command, input=given, capture_output=True, timeout=TIME_LIMIT_S, check=False)

@@ -369,6 +369,7 @@ def _ask_quantized(name: str, folder: Path) -> Question:
 
 _EMBEDDERS = {
     "voyage": "VoyageQwen3BidirectionalEmbed",
+    "voyage-published": "VoyageQwen3BidirectionalEmbed",
     "nv-embed": "nvembed",
     "jina-v5-small": "jina_embeddings_v5",
     "jina-v5-nano": "jina_embeddings_v5",
