@@ -3,8 +3,9 @@
     python benchmarks/gpu_lora_products.py [--rank 16] [--tokens 2048 16384] [--length 32]
 
 Each product runs in a CUDA graph of several copies with different inputs. The table has microseconds: the
-product alone, with separate launches for the adapters, and with the adapters inside, in tiles of 128 and of
-256 columns; then the largest differences to the reference in fp32, relative to the largest value.
+product alone, with separate launches for the adapters in tiles of 16 and of 64 lines, and with the adapters
+inside, in tiles of 128 and of 256 columns; then what a step of this size uses, and the largest differences to
+the reference in fp32, relative to the largest value.
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.lora import LineTiles, LowRank, expand_, expand_gated, rank_bucket, shrink
+from penstock.kernels.lora import (
+    LARGE_TILE,
+    SMALL_TILE,
+    LineTiles,
+    LowRank,
+    expand_,
+    expand_gated,
+    rank_bucket,
+    shrink,
+    tile_lines_for,
+)
 from penstock.kernels.lora_linear import LoraLinear, lora_linear_reference
 from penstock.layers.adapter_lines import plan_lines
 from penstock.layers.linear import Linear
@@ -74,15 +85,23 @@ def row(layer: tuple, tokens: int, length: int, rank: int) -> str:
     low.down.view(SLOTS, len(sizes), bucket, inner)[:, :, rank:] = 0
     low.up[:, :, rank:] = 0
     runs = tokens // length
-    plan = plan_lines((np.arange(runs) % SLOTS).astype(np.int32), np.full(runs, length, dtype=np.int32))
-    slots, order = (torch.from_numpy(each).cuda() for each in (plan.slots, plan.order))
-    tiled = LineTiles(order, torch.from_numpy(plan.tiles).view(-1, 3).cuda(), plan.tile_lines)
+    run_slots, lengths = (np.arange(runs) % SLOTS).astype(np.int32), np.full(runs, length, dtype=np.int32)
+    plans = [plan_lines(run_slots, lengths, size) for size in (SMALL_TILE, LARGE_TILE)]
+    slots = torch.from_numpy(plans[0].slots).cuda()
+    tilings = [
+        LineTiles(
+            torch.from_numpy(plan.order).cuda(),
+            torch.from_numpy(plan.tiles).view(-1, 3).cuda(),
+            plan.tile_lines,
+        )
+        for plan in plans
+    ]
     plain = Linear(weight, bias)
     base = plain if gate_first is not None or act is None else Linear(weight, bias, act)
     fused = LoraLinear.of(weight, bias, low.ends, act, gate_first)
     assert fused is not None
 
-    def separate(x: Tensor) -> Tensor:
+    def separate(x: Tensor, tiled: LineTiles) -> Tensor:
         y = plain(x)
         small = shrink(x, low, tiled, bucket)
         if gate_first is not None and act is not None:
@@ -94,13 +113,17 @@ def row(layer: tuple, tokens: int, length: int, rank: int) -> str:
     reference = lora_linear_reference(
         x.float(), weight.float(), None if bias is None else bias.float(), far, slots, act, gate_first
     )
-    forms = [separate] + [
-        lambda x, cols=cols: fused(x, low, slots, bucket, cols=cols) for cols in fused.column_choices(bucket)
+    forms = [
+        *[lambda x, tiled=tiled: separate(x, tiled) for tiled in tilings],
+        *[
+            lambda x, cols=cols: fused(x, low, slots, bucket, cols=cols)
+            for cols in fused.column_choices(bucket)
+        ],
     ]
     errors = [((form(x).float() - reference).abs().max() / reference.abs().max()).item() for form in forms]
     inputs = [random(tokens, inner) for _ in range(COPIES)]
     times = [microseconds(form, inputs) for form in (base, *forms)]
-    chosen = fused.columns(tokens, bucket)
+    chosen = f"{tile_lines_for(tokens)} lines, {fused.columns(tokens, bucket)} columns"
     cells = " | ".join(f"{time:.1f}" for time in times)
     return f"| {name} | {tokens} × {length} | {cells} | {chosen} | {' '.join(f'{e:.4f}' for e in errors)} |"
 
@@ -111,8 +134,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 16384])
     parser.add_argument("--length", type=int, nargs="+", default=[32, 256])
     options = parser.parse_args()
-    print("| layer | step | product | separate | inside, 128 | inside, 256 | chosen | errors |")
-    print("|---|---|---|---|---|---|---|---|")
+    titles = ("layer", "step", "product", "separate, 16", "separate, 64", "inside, 128", "inside, 256")
+    print(f"| {' | '.join(titles)} | chosen | errors |")
+    print("|---|---|---|---|---|---|---|---|---|")
     with torch.inference_mode():
         for tokens, length in zip(options.tokens, options.length, strict=True):
             for layer in LAYERS:
