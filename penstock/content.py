@@ -61,8 +61,8 @@ def select_rows(request: Request, rows: Ints, request_id: str) -> Request:
     if request.rope_positions is not None:
         selected["rope_positions"] = request.rope_positions.reshape(-1, 3)[tokens].reshape(-1)
     if request.images is not None:
-        images, places = request.images.of_rows(rows)
-        selected["images"] = request.images.select(images, places) if len(images) else None
+        images, row_indices = request.images.of_rows(rows)
+        selected["images"] = request.images.select(images, row_indices) if len(images) else None
     return replace(request, id=request_id, token_ids=request.token_ids[tokens], lengths=lengths, **selected)
 
 
@@ -158,8 +158,8 @@ def _image_keys(request: Request) -> list[bytes]:
     for a part of an image."""
     keys, counts = [b""] * request.num_rows, [0] * request.num_rows
     if (images := request.images) is not None:
-        places = zip(images.rows.tolist(), images.starts.tolist(), images.num_tokens.tolist(), strict=True)
-        for (row, start, size), digest in zip(places, images.digests, strict=True):
+        spans = zip(images.rows.tolist(), images.starts.tolist(), images.num_tokens.tolist(), strict=True)
+        for (row, start, size), digest in zip(spans, images.digests, strict=True):
             keys[row] += digest.tobytes() + start.to_bytes(4, "little") + size.to_bytes(4, "little")
             counts[row] += 1
     return [key + count.to_bytes(4, "little") for key, count in zip(keys, counts, strict=True)]

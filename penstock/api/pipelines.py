@@ -316,13 +316,13 @@ async def predict(
     scores: list[Any] = [None] * len(rows)
     results = []
     for size in sorted({len(row) for row in rows}):
-        places = [place for place, row in enumerate(rows) if len(row) == size]
-        chosen = [rows[place][0] if size == 1 else rows[place] for place in places]
+        indices = [index for index, row in enumerate(rows) if len(row) == size]
+        chosen = [rows[index][0] if size == 1 else rows[index] for index in indices]
         task = classifier_task(chosen, params, own)
         result = await run(call, body, model, task, rows_name="inputs")
         results.append(result)
-        for place, values in zip(places, result.value, strict=True):
-            scores[place] = values
+        for index, values in zip(indices, result.value, strict=True):
+            scores[index] = values
     return Predicted(scores, results, is_one, sum(map(num_chars, rows)))
 
 

@@ -144,8 +144,8 @@ class DraftProposer:
         table, known = self._slots, self._slots.num_known[slots]
         base, width = self._num_run[slots], self.num_tokens
         ahead = np.arange(width, dtype=np.int32)
-        places = np.minimum(base[:, None] + ahead, table.token_ids.shape[1] - 1)
-        is_right = table.token_ids[slots[:, None], places] == self._ahead[slots]
+        positions = np.minimum(base[:, None] + ahead, table.token_ids.shape[1] - 1)
+        is_right = table.token_ids[slots[:, None], positions] == self._ahead[slots]
         is_right &= ahead < np.minimum(self._num_ahead[slots], known - base)[:, None]
         num_right = np.logical_and.accumulate(is_right, axis=1).sum(axis=1, dtype=np.int32)
         is_current = self._visit[slots] == table.visit[slots]

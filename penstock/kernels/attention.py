@@ -103,15 +103,15 @@ def attention_reference(
         q, k, v = (x.float().transpose(0, 1) for x in (query[mine], key[seen], value[seen]))
         k, v = (x.repeat_interleave(group, dim=0) for x in (k, v))
         count, length = k.shape[1], q.shape[1]
-        places = torch.arange(count, device=query.device)
-        ahead = places[None, :] - places[count - length :, None]
+        positions = torch.arange(count, device=query.device)
+        ahead = positions[None, :] - positions[count - length :, None]
         visible = torch.ones_like(ahead, dtype=torch.bool)
         if causal:
             visible &= ahead <= 0
         if window is not None:
             visible &= ahead.abs() <= window
         if limits is not None:
-            visible &= places[None, :] < int(limits[row])
+            visible &= positions[None, :] < int(limits[row])
         scores = q @ k.transpose(1, 2) * scale
         if bias is not None and not bias.reach:
             scores -= bias.values[:, None, None] * ahead.abs()

@@ -134,7 +134,7 @@ def _gate_up(
 ) -> None:
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, INNER], x.layout)
     weights = gl.allocate_shared_memory(x.dtype, [STAGES, 2 * COLS, INNER], weight.layout)
-    places = gl.allocate_shared_memory(x.dtype, [2, ROWS // 2, COLS], out.layout)
+    staging = gl.allocate_shared_memory(x.dtype, [2, ROWS // 2, COLS], out.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -143,7 +143,7 @@ def _gate_up(
     fence_async_shared()
     shared = (xs, weights, full, free)
     grid = (gl.cdiv(tokens, ROWS), gl.cdiv(width, COLS), group)
-    upper, lower = places.index(0), places.index(1)
+    upper, lower = staging.index(0), staging.index(1)
     gl.warp_specialize(
         [
             (_multiply, (out, upper, shared, grid, inner, ROWS, COLS, INNER, STAGES, KIND, GATE_FIRST, 0)),

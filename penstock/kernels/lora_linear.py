@@ -363,7 +363,7 @@ def _lora_linear(
     weights = gl.allocate_shared_memory(x.dtype, [STAGES, COLS, INNER], weight.layout)
     downs = gl.allocate_shared_memory(x.dtype, [STAGES, LOW, INNER], down.layout)
     chunks = gl.allocate_shared_memory(x.dtype, [CHUNKS, COLS, RANK], up.layout)
-    places = gl.allocate_shared_memory(x.dtype, [2, ROWS // 2, STEP if STEP < 128 else 128], out.layout)
+    staging = gl.allocate_shared_memory(x.dtype, [2, ROWS // 2, STEP if STEP < 128 else 128], out.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     chunk_full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], mbarrier.MBarrierLayout())
@@ -378,7 +378,7 @@ def _lora_linear(
     shared = (xs, weights, downs, full, free, chunks, chunk_full, chunk_free)
     grid = (down_tiles, across, group)
     sizes = (tokens, inner, second, outputs, end0, end1, max_rank, num_slots)
-    upper, lower = places.index(0), places.index(1)
+    upper, lower = staging.index(0), staging.index(1)
     product = (out, bias, slots, shared, grid, sizes)
     copying = ((x, weight, down, up, slots), shared, grid, sizes)
     gl.warp_specialize(

@@ -23,8 +23,8 @@ def to_binary_reference(vectors: Tensor, signed: bool) -> Tensor:
     """Pack the signs of the components, eight per byte, the first in the highest bit. Signed: minus 128."""
     rows, width = vectors.shape
     bits = F.pad((vectors > 0).to(torch.uint8), (0, -width % 8)).view(rows, -1, 8)
-    places = torch.arange(7, -1, -1, dtype=torch.uint8, device=vectors.device)
-    packed = (bits << places).sum(dim=-1, dtype=torch.uint8)
+    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=vectors.device)
+    packed = (bits << shifts).sum(dim=-1, dtype=torch.uint8)
     return (packed.to(torch.int16) - 128).to(torch.int8) if signed else packed
 
 

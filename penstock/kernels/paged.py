@@ -40,12 +40,12 @@ def paged_attention_reference(
     """Attention of each row, [rows, heads · dim]. Rows are padded to the longest and masked beyond their
     end."""
     rows, heads, dim = query.shape
-    places = torch.arange(tables.shape[1] * block_size, device=query.device)
-    slots = tables.repeat_interleave(block_size, dim=1) * block_size + places % block_size
-    seen = places[None, :] < counts[:, None]
+    positions = torch.arange(tables.shape[1] * block_size, device=query.device)
+    slots = tables.repeat_interleave(block_size, dim=1) * block_size + positions % block_size
+    seen = positions[None, :] < counts[:, None]
     if window is not None:
-        seen &= places[None, :] >= counts[:, None] - 1 - window
-    k, v = (x.transpose(1, 2) for x in _read(cache, slots, query.dtype))  # [rows, kv heads, places, dim]
+        seen &= positions[None, :] >= counts[:, None] - 1 - window
+    k, v = (x.transpose(1, 2) for x in _read(cache, slots, query.dtype))  # [rows, kv heads, positions, dim]
     if softcap is None and sinks is None:
         q, mask = query[:, :, None], seen[:, None, None]
         out = F.scaled_dot_product_attention(
@@ -72,7 +72,7 @@ def paged_attention_runs(
     tables: Tensor,
     counts: Tensor,
     rows: Tensor,  # int64 [runs, width], rows that read the same blocks; shorter runs repeat a row
-    places: Tensor,  # int64 [rows], flat index of each row in `rows`
+    flat_indices: Tensor,  # int64 [rows], flat index of each row in `rows`
     *,
     block_size: int,
     scale: float,
@@ -92,7 +92,7 @@ def paged_attention_runs(
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=seen[:, None], scale=scale, enable_gqa=heads != k.shape[1]
     )
-    return out.transpose(1, 2).reshape(len(rows) * width, heads * dim)[places]
+    return out.transpose(1, 2).reshape(len(rows) * width, heads * dim)[flat_indices]
 
 
 @jit(unspecialized=("tables", "counts", "width"), overlaps=True)

@@ -211,9 +211,14 @@ def _normalize_rows(
 @lru_cache(maxsize=256)
 def _bound_normalize_rows(width: int, chosen: bool) -> Callable[..., Any]:
     block = next_power_of_2(width)
-    places = (0, 1, 2 if chosen else 1)
+    argument_indices = (0, 1, 2 if chosen else 1)
     return bind(
-        _normalize_rows, places, WIDTH=width, BLOCK=block, CHOSEN=chosen, num_warps=num_warps_for(block)
+        _normalize_rows,
+        argument_indices,
+        WIDTH=width,
+        BLOCK=block,
+        CHOSEN=chosen,
+        num_warps=num_warps_for(block),
     )
 
 

@@ -187,9 +187,11 @@ def _attend_paged(
     scale = query.shape[-1] ** -0.5 if kind.scale is None else kind.scale
     size, window, cap = paged.block_size, kind.window, kind.softcap
     if paged.runs is not None and cap is None and sinks is None and not use_kernel(query):
-        rows, places = paged.runs
+        rows, flat_indices = paged.runs
         out.copy_(
-            paged_attention_runs(query, *cache, rows, places, block_size=size, scale=scale, window=window)
+            paged_attention_runs(
+                query, *cache, rows, flat_indices, block_size=size, scale=scale, window=window
+            )
         )
     elif use_kernel(query) and query.dtype in _HALF_DTYPES:
         paged_attention(

@@ -33,7 +33,7 @@ class PagedRuns(NamedTuple):
     """Runs of consecutive rows that read the same blocks, such as the rows of one sequence."""
 
     rows: Tensor  # int64 [runs, longest run]; shorter runs repeat their last row
-    places: Tensor  # int64 [rows], flat index of each row in `rows`
+    flat_indices: Tensor  # int64 [rows], flat index of each row in `rows`
 
 
 @dataclass(frozen=True, slots=True, eq=False)

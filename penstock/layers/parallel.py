@@ -111,8 +111,8 @@ class ModuleShare:
         if self.own_outputs == ((0, self.outputs),):
             return ShareRows(slice(None), slice(begin, end))
         own = torch.cat([torch.arange(*each) for each in self.own_outputs])
-        places = torch.nonzero((own >= begin) & (own < end)).flatten()
-        return ShareRows(own[places] - begin, places)
+        own_indices = torch.nonzero((own >= begin) & (own < end)).flatten()
+        return ShareRows(own[own_indices] - begin, own_indices)
 
 
 class ShareRows(NamedTuple):

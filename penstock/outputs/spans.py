@@ -92,11 +92,11 @@ def choose(candidates: Sequence[Candidate], options: SpanOptions) -> list[Candid
 
 def to_entities(text: str, chosen: Sequence[Candidate], chars: Ints, labels: Sequence[str]) -> list[Entity]:
     """`chars` [words, 2] are the characters of the text's words."""
-    places = chars.tolist()
+    char_spans = chars.tolist()
     return [
         Entity(labels[each.label], each.score, begin, end, text[begin:end])
         for each in chosen
-        for begin, end in ((places[each.start][0], places[each.end][1]),)
+        for begin, end in ((char_spans[each.start][0], char_spans[each.end][1]),)
     ]
 
 

@@ -309,8 +309,8 @@ def _paged_runs(offsets: Ints) -> PagedRuns:
     counts = np.diff(firsts, append=len(offsets))
     width = int(counts.max(initial=1))
     rows = firsts[:, None] + np.minimum(np.arange(width), counts[:, None] - 1)
-    places = np.repeat(np.arange(len(firsts)) * width, counts) + offsets
-    return PagedRuns(torch.from_numpy(rows), torch.from_numpy(places))
+    flat_indices = np.repeat(np.arange(len(firsts)) * width, counts) + offsets
+    return PagedRuns(torch.from_numpy(rows), torch.from_numpy(flat_indices))
 
 
 def _key_limits(limits: KeyLimits, sent: Sent) -> KeyLimitTensors:

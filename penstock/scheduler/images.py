@@ -45,14 +45,16 @@ def image_plan(
         images = part.request.images
         if images is None:
             continue
-        indices, places = images.of_rows(part.rows)
+        indices, row_indices = images.of_rows(part.rows)
         starts, counts = images.starts[indices], images.num_tokens[indices]
-        begins, ends = part.begins[places], part.ends[places]
+        begins, ends = part.begins[row_indices], part.ends[row_indices]
         first, stop = np.maximum(starts, begins), np.minimum(starts + counts, ends)
         runs_now = np.flatnonzero(first < stop)
         if not len(runs_now):
             continue
-        tokens.append(runs((part.step_tokens[places] + first - begins)[runs_now], (stop - first)[runs_now]))
+        tokens.append(
+            runs((part.step_tokens[row_indices] + first - begins)[runs_now], (stop - first)[runs_now])
+        )
         for at in runs_now.tolist():
             image, start = int(indices[at]), int(starts[at])
             key = image_key(images, image, part.request.cache_salt)

@@ -210,8 +210,8 @@ class Speculation:
         known, at, count = table.num_known[slots], self._pending_at[slots], self._pending_count[slots]
         compared = np.minimum(count, known - at)
         ahead = np.arange(width, dtype=np.int32)
-        places = np.minimum(at[:, None] + ahead, table.token_ids.shape[1] - 1)
-        equal = (table.token_ids[slots[:, None], places] == self._pending[slots]) & (
+        positions = np.minimum(at[:, None] + ahead, table.token_ids.shape[1] - 1)
+        equal = (table.token_ids[slots[:, None], positions] == self._pending[slots]) & (
             ahead < compared[:, None]
         )
         num_equal = np.logical_and.accumulate(equal, axis=1).sum(axis=1)

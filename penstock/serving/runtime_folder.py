@@ -41,8 +41,8 @@ class RuntimeFolder:
 def default_candidates() -> list[Path]:
     """Places for the folder, the preferred one first."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    places = [tempfile.gettempdir(), *([runtime] if runtime else []), "/tmp", "/var/tmp", "/dev/shm"]
-    return [Path(place) for place in places]
+    candidates = [tempfile.gettempdir(), *([runtime] if runtime else []), "/tmp", "/var/tmp", "/dev/shm"]
+    return [Path(candidate) for candidate in candidates]
 
 
 def choose_parent(candidates: Iterable[Path]) -> Path:

@@ -81,8 +81,8 @@ def padded_attention(qkv: Tensor, heads: int, batch: Batch) -> Tensor:
     block[rows, batch.positions] = qkv
     split = block.view(batch.num_rows, batch.max_length, 3, heads, width // (3 * heads))
     query, key, value = split.permute(2, 0, 3, 1, 4)
-    places = torch.arange(batch.max_length, device=qkv.device)
-    mask = (places < batch.lengths[:, None])[:, None, None]
+    positions = torch.arange(batch.max_length, device=qkv.device)
+    mask = (positions < batch.lengths[:, None])[:, None, None]
     context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     return context.transpose(1, 2).flatten(2)[rows, batch.positions]
 

@@ -124,9 +124,9 @@ def join(blocks: Iterable[Block]) -> Samples:
     messages: dict[str, int] = {}
     for block in blocks:
         values = {name: np.frombuffer(block.columns[name], dtype=code) for name, code in COLUMNS.items()}
-        places = np.array([messages.setdefault(text, len(messages)) for text in block.messages], np.int32)
+        merged = np.array([messages.setdefault(text, len(messages)) for text in block.messages], np.int32)
         codes = values["error"].copy()
-        codes[codes >= 0] = places[codes[codes >= 0]]
+        codes[codes >= 0] = merged[codes[codes >= 0]]
         values["error"] = codes
         for name, value in values.items():
             parts[name].append(value)

@@ -29,9 +29,9 @@ class Bm25:
         scores = np.zeros(len(self.ids))
         for word in set(words(query)):
             if found := self._where.get(word):
-                places, times = (np.array(column) for column in zip(*found, strict=True))
+                documents, times = (np.array(column) for column in zip(*found, strict=True))
                 rarity = math.log(1 + (len(self.ids) - len(found) + 0.5) / (len(found) + 0.5))
-                scores[places] += rarity * times * (_K1 + 1) / (times + self._norm[places])
+                scores[documents] += rarity * times * (_K1 + 1) / (times + self._norm[documents])
         order = np.argsort(-scores, kind="stable")[:count]
         return [self.ids[i] for i in order if scores[i] > 0]
 

@@ -22,9 +22,9 @@ def spearman(left: Values, right: Values) -> float:
 
 
 def _ranks(values: Values) -> Values:
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
-    return np.asarray((last - (counts - 1) / 2)[places], np.float64)
+    return np.asarray((last - (counts - 1) / 2)[inverse], np.float64)
 
 
 def ndcg(ranking: Ranking, judged: Judgements, k: int = 10) -> float:

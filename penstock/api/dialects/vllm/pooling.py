@@ -294,9 +294,9 @@ def _tokenize_reply(model: ServedModel, rows: list[Ints], with_strings: bool, *,
             "token_strs": None,
         }
         if with_strings:
-            ids, places = np.unique(row, return_inverse=True)
+            ids, inverse = np.unique(row, return_inverse=True)
             strings = model.text.tokenizer.token_strings(ids.tolist())
-            answer["token_strs"] = [strings[place] for place in places.tolist()]
+            answer["token_strs"] = [strings[index] for index in inverse.tolist()]
         answers.append(answer)
     content = answers[0] if one else {"data": answers, "count": sum(len(row) for row in rows)}
     return Reply(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY))
