@@ -439,6 +439,26 @@ def http_stages(rounds: int) -> Figures:
     return out
 
 
+def first_requests() -> Figures:
+    """CPU time of a request in an API process that has just started, by the number of requests before it. The
+    same texts in the same order: what gets cheaper is what the process has learned or loaded."""
+    import uvloop
+
+    ends = (20, 100, 500, 1000, 2000, 4000, 8000)
+    requests = natural_requests(ends[-1])["natural text, float"]
+
+    async def measure() -> dict[str, float]:
+        make, begin, spent = http_maker(NullClient(64, WIDTH)), 0, {}
+        gc.collect()
+        gc.freeze()  # as an API process does before it serves
+        for end in ends:
+            spent[f"to {end}"] = await http_load(make, requests[begin:end], 8)
+            begin = end
+        return spent
+
+    return {"natural text, float": uvloop.run(measure())}
+
+
 def client_stages(turns: int) -> Figures:
     """The API's side of the wire: packs requests and unpacks results."""
     rng = np.random.default_rng(0)
@@ -582,6 +602,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="measure the parts whose title contains this")
     options = parser.parse_args()
     parts: dict[str, Callable[[], Figures]] = {
+        "The first requests of an API process with HTTP, CPU µs a request": first_requests,
         "Engine process, µs a request, by requests in a turn": lambda: engine_parts(options.turns),
         "Engine process with its socket, for a request, by requests in a step": lambda: engine_process(
             options.turns

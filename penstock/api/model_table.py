@@ -67,8 +67,10 @@ def build_model(launch: ModelLaunch, server: ServerConfig) -> ServedModel:
         group.on_retry = RETRIED.labels(spec.name).inc
         status = _group_status(group, clients)
         num_engines = lambda: max(1, group.num_ready)  # noqa: E731
+    text = TextModel(spec, chat_template=config.chat_template or server.chat_template)
+    text.warm_up()
     return ServedModel(
-        text=TextModel(spec, chat_template=config.chat_template or server.chat_template),
+        text=text,
         engine=engine,
         created_s=int(time.time()),
         admission=Admission(status, lambda: engine.engine_settings, num_engines=num_engines),

@@ -46,5 +46,9 @@ class TextModel:
         other.processor.spec = other.spec
         return other
 
+    def warm_up(self) -> None:
+        """Build and load now what the first text would wait for."""
+        self.tokenizer.encode([""])
+
     def close(self) -> None:
         self.batcher.close()

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from penstock.inputs import words as module
 from penstock.inputs.words import WordTokenizer
@@ -116,29 +116,113 @@ def test_added_tokens_with_accents_are_found() -> None:
     assert "thé" in words._cache
 
 
-def test_words_are_tokenised_once_and_long_words_are_not_cached() -> None:
-    rust = wordpiece_tokenizer()
-    words = words_of(rust)
-    assert words is not None
+def note_parts(words: WordTokenizer) -> list[list[str]]:
+    """The parts of words that are not looked up in the vocabulary, one list for each call."""
     asked: list[list[str]] = []
     encode_new = words._encode_new
 
     def note(new: Iterable[str]) -> dict[str, bytes]:
-        asked.append(list(new))
-        return encode_new(asked[-1])
+        if listed := list(new):
+            asked.append(listed)
+        return encode_new(listed)
 
     words._encode_new = note  # type: ignore[method-assign]
+    return asked
+
+
+def test_words_of_the_vocabulary_are_looked_up_and_other_parts_are_tokenised_once() -> None:
+    rust = wordpiece_tokenizer()
+    words = words_of(rust)
+    assert words is not None
+    asked = note_parts(words)
+    check(words, rust, ["the water, The (WATER); the-water", "water's?"])
+    assert not asked
+    check(words, rust, ["waterish, the Zebra"])
+    assert asked == [["waterish", "zebra"]]
+    check(words, rust, ["zebra! (waterish) ZEBRA-waterish"])
+    assert len(asked) == 1
+    assert {"The", "(WATER);", "the-water", "Zebra", "zebra!"} <= words._cache.keys()
+
+
+def test_long_words_are_not_cached() -> None:
+    rust = wordpiece_tokenizer()
+    words = words_of(rust)
+    assert words is not None
+    asked = note_parts(words)
     long = "y" * (module._MAX_WORD_CHARS + 1)
-    check(words, rust, [f"the water, {long} the", "water the"])
-    assert asked == [["the", "water,", long, "water"]]
-    check(words, rust, [f"the {long}", "water, the"])
-    assert asked[1:] == [[long]]
-    check(words, rust, ["the water, water", ""])
-    assert len(asked) == 2
-    many = [f"water{number}" for number in range(module._MANY_NEW_WORDS + 1)]
+    check(words, rust, [f"the water, {long} the", f"the {long}"])
+    check(words, rust, [f"the {long}"])
+    assert asked == [[long], [long]]
+    assert long not in words._cache and long not in words._parts
+
+
+def test_texts_with_many_unknown_parts_are_tokenised_whole() -> None:
+    rust = wordpiece_tokenizer()
+    words = words_of(rust)
+    assert words is not None
+    asked = note_parts(words)
+    many = [f"water{number}" for number in range(module._MANY_NEW_PARTS + 1)]
     check(words, rust, [" ".join(many)])  # whole
     check(words, rust, [" ".join(many)])
-    assert asked[2:] == [many[:-1], many[-1:]]
+    assert asked == [many[:-1], many[-1:]]
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_parts_of_any_length_are_those_of_the_tokenizer(lowercase: bool) -> None:
+    """Also tokens longer than the longest word that the model splits, which it never uses."""
+    rust = wordpiece_tokenizer(lowercase)
+    assert isinstance(rust.model, models.WordPiece)
+    vocabulary = rust.get_vocab(with_added_tokens=False)
+    for token in ("a" * 70, "##" + "a" * 63, "ab" * 30, "##ba", "Water", "wa", "##ter1", "12", "##34", "a-b"):
+        vocabulary[token] = len(vocabulary)
+    rust.model = models.WordPiece(vocabulary, unk_token="[UNK]")
+    draw = random.Random(0)
+    parts = [
+        "a",
+        "ab",
+        "water",
+        "Water",
+        "WATER",
+        "1",
+        "12",
+        "34",
+        "a" * 63,
+        "a" * 64,
+        "-",
+        "'s",
+        "#",
+        "##",
+        "é",
+    ]
+    texts = [
+        " ".join("".join(draw.choices(parts, k=draw.randrange(1, 5))) for _ in range(6)) for _ in range(300)
+    ]
+    for max_chars in (100, 64, 10, 3):
+        rust.model.max_input_chars_per_word = max_chars
+        words = words_of(rust)
+        assert words is not None
+        check(words, rust, texts)
+        check(words, rust, texts)
+
+
+def test_a_vocabulary_without_a_letter_gives_the_unknown_token() -> None:
+    rust = wordpiece_tokenizer()
+    vocabulary = {token: at for at, token in enumerate(["[UNK]", "[CLS]", "[SEP]", "water", "##s", "."])}
+    rust.model = models.WordPiece(vocabulary, unk_token="[UNK]")
+    words = words_of(rust)
+    assert words is not None
+    check(words, rust, ["water waters. waterz, z ; swater", "waterz waterz."])
+
+
+def test_learned_parts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_LEARNED_PARTS", 30)
+    rust = wordpiece_tokenizer()
+    words = words_of(rust)
+    assert words is not None
+    size = len(words._parts)
+    for at in range(40):
+        check(words, rust, [f"the{at} water{at}, the"])
+    assert size < len(words._parts) <= size + 30
 
 
 def test_the_word_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
