@@ -132,7 +132,7 @@ class Endpoint:
         """Send piece by piece, no faster than the client reads. The server holds the answer meanwhile."""
         size, pieces = await sized(reply.body)
         buffered = self.state.buffered
-        if buffered.held + size > buffered.limit:
+        if not buffered.has_room(size, is_for_operators=self.route.is_for_operators):
             CONNECTION_LIMITS.labels("buffered_bytes").inc()
             await self._send(call, self._error(buffered.full(), call), send, head_only=head_only)
             return

@@ -140,6 +140,12 @@ class BufferedBytes:
     limit: int
     held: int = 0
 
+    def has_room(self, size: int, *, is_for_operators: bool) -> bool:
+        """Whether an answer of `size` bytes may be held. Those for operators, such as metrics, may exceed the
+        limit by an eighth: they are needed most when clients hold all the rest."""
+        spare = self.limit // 8 if is_for_operators else 0
+        return self.held + size <= self.limit + spare
+
     def full(self) -> ServerFull:
         return ServerFull(
             f"the server holds {self.held} bytes of requests and answers; --max-buffered-mb limits them to "

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from penstock.api.body import PIECE_BYTES
 from penstock.api.connections import MAX_PIPELINED
 from penstock.api.state import ServerState
 from tests.api.scripted_app import listening, make_state, server_thread
@@ -269,10 +270,10 @@ class TestBytes:
             status, headers, body = refused.answer()
             assert status == 503 and int(headers["retry-after"]) >= 1
             assert json.loads(body)["error"]["reason"] == "server_full"
-            wait_until(lambda: limits_met(url, "buffered_bytes"))
             assert ask(url) == 200
             holder.close()
             wait_until(lambda: state.buffered.held == 0)
+            wait_until(lambda: limits_met(url, "buffered_bytes"))
 
     def test_a_body_in_many_pieces_arrives_whole_and_one_too_large_gets_413(
         self, folder: Path, engine: ScriptedEngine, connect: Connect
@@ -301,6 +302,24 @@ class TestBytes:
         with serving(folder, engine, max_buffered_bytes=1_000_000) as (url, _):
             assert httpx.get(f"{url}/docs").status_code == 503
             assert httpx.head(f"{url}/health").status_code == 200
+
+    def test_large_metrics_are_shown_while_clients_hold_all_bytes(
+        self, folder: Path, engine: ScriptedEngine, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import penstock.api.dialects.operation as operation
+
+        size = 2 * PIECE_BYTES
+        monkeypatch.setattr(operation, "render", lambda *_: bytes(size))
+        with serving(folder, engine, max_buffered_bytes=8 * size) as (url, state):
+            holder, second = connect(url), connect(url)
+            holder.head(content_length=20 * size)
+            holder.send(bytes(8 * size - 100))
+            wait_until(lambda: state.buffered.held == 8 * size - 100)
+            assert len(httpx.get(f"{url}/metrics").content) == size
+            second.head(content_length=1000)
+            second.send(bytes(900))  # so few bytes are always read
+            wait_until(lambda: state.buffered.held == 8 * size + 800)
+            assert httpx.get(f"{url}/metrics").status_code == 503
 
     def test_a_large_answer_arrives_whole(
         self, folder: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
