@@ -1,9 +1,9 @@
 """Tokenises texts word by word, with a cache of the tokens of words.
 
 A BERT tokenizer splits a text at spaces first, so the tokens of a text are those of its words. A cached word
-costs one look-up. A new word is split at punctuation, as the tokenizer would; its parts are looked up in the
-vocabulary, and only parts that are not there go to the tokenizer. This takes a tenth of the tokenizer's time.
-The tokens are always the tokenizer's own: texts with control characters, unusual letters or special tokens are
+costs one look-up. A new word is split at punctuation, as the tokenizer would, and its parts are looked up in
+the vocabulary. This takes a tenth of the tokenizer's time. The tokens are always the tokenizer's own: words
+with letters beyond ASCII go to it, and texts with control characters, unusual letters or special tokens are
 tokenised whole.
 """
 
@@ -199,7 +199,7 @@ class WordTokenizer:
 
     def _pieces(self, part: str) -> bytes | None:
         """What WordPiece makes of a part in ASCII: the longest token that begins it, then the longest that
-        continues it. For a few parts this is faster than a call of the tokenizer. None: unknown, or too long."""
+        continues it. For a few parts this is faster than a call of the tokenizer. None: it has no tokens."""
         if len(part) > self._max_part_chars:
             return None
         row, begin, tokens = b"", 0, self._first_pieces
@@ -222,8 +222,8 @@ class WordTokenizer:
         return {part: array("i", row).tobytes() for part, row in zip(parts, rows, strict=True)}
 
     def _add(self, words: dict[str, bytes], parts: dict[str, bytes]) -> None:
-        """Cache the tokens of words and parts. A full cache of words starts again. A full cache of parts keeps
-        those that it has: the vocabulary, and what came first, which is what repeats most."""
+        """Cache the tokens of words and parts. A full cache of words starts again. A full cache of parts
+        keeps what it has: the vocabulary, and the parts that came first, which repeat most."""
         if len(self._cache) + len(words) > _MAX_CACHED_WORDS:
             self._clear_cache()
         self._cache.update({word: row for word, row in words.items() if len(word) <= _MAX_WORD_CHARS})

@@ -45,6 +45,7 @@ from penstock.wire.status import StatusReader
 
 log = logging.getLogger("penstock.client")
 RECONNECT_MS = 20  # between two attempts to reach an engine that starts; at most twice as long
+MAX_CONNECTING_S = 2.0  # that requests wait for the first connection to an engine that already serves
 LOST = "the engine process stopped while this request was in flight; it is being restarted, try again"
 
 
@@ -80,6 +81,8 @@ class EngineClient(EngineHandle):
         self._memory: MappedMemory | None = None  # the engine's shared memory, if it could be mapped
         self._released: deque[tuple[str, int]] = deque()  # memory and block, appended on any thread
         self._engine: Ready | None = None  # None: not connected
+        self._awaits_first_engine = True  # it has not been connected yet
+        self._connecting_timer: asyncio.TimerHandle | None = None  # while requests wait for that
 
     @property
     def ready(self) -> bool:
@@ -124,8 +127,9 @@ class EngineClient(EngineHandle):
         self._check_liveness()
 
     def close(self) -> None:
-        if self._liveness_timer is not None:
-            self._liveness_timer.cancel()
+        for timer in (self._liveness_timer, self._connecting_timer):
+            if timer is not None:
+                timer.cancel()
         for socket in (self._socket, self._monitor):
             with contextlib.suppress(zmq.ZMQError):
                 self._loop.remove_reader(int(socket.getsockopt(zmq.FD)))
@@ -140,6 +144,8 @@ class EngineClient(EngineHandle):
             frames = pack_comparison(comparison)
         except Exception as error:
             raise _unsendable(error) from None
+        if not self.ready:
+            raise EngineUnavailable(self.unavailable_reason)
         return await self._await_output(comparison.id, lambda: self._send(frames))
 
     async def _await_output(self, request_id: str, send: Callable[[], None]) -> PooledOutput:
@@ -169,9 +175,30 @@ class EngineClient(EngineHandle):
 
     def _check(self, request_id: str) -> None:
         if not self.ready:
-            raise EngineUnavailable(self.unavailable_reason)
+            self._hold_until_connected()
         if request_id in self._subscribers:
             raise BadValue(f"request_id {request_id!r} is already in use", param="request_id")
+
+    def _hold_until_connected(self) -> None:
+        """Let requests wait if the engine serves already and this process is about to reach it: another
+        process may have reported that the server is ready. Otherwise refuse them."""
+        if not self._awaits_first_engine or self.status is None or not self.status.has_served:
+            raise EngineUnavailable(self.unavailable_reason)
+        if self._connecting_timer is None:
+            self._connecting_timer = self._loop.call_later(MAX_CONNECTING_S, self._stop_holding)
+
+    def _stop_holding(self) -> None:
+        self._end_first_connection()
+        self._outgoing.clear()
+        self._cancelled.clear()
+        self._fail_all(self.unavailable_reason)
+
+    def _end_first_connection(self) -> None:
+        """From now on, requests are refused whenever there is no connection."""
+        self._awaits_first_engine = False
+        if self._connecting_timer is not None:
+            self._connecting_timer.cancel()
+            self._connecting_timer = None
 
     def _enqueue(self, request: Request) -> None:
         self._schedule_flush()
@@ -187,6 +214,8 @@ class EngineClient(EngineHandle):
 
     def _flush(self) -> None:
         """Send new requests, then cancellations, which may be of requests that were just submitted."""
+        if self._connecting_timer is not None:
+            return  # `_welcome` sends them
         requests, self._outgoing = self._outgoing, []
         cancelled, self._cancelled = self._cancelled, []
         if requests:
@@ -244,6 +273,8 @@ class EngineClient(EngineHandle):
         self._last_rows = ()
         self._map_memory(engine.shared)
         log.info("engine ready (process %d)", engine.pid)
+        self._end_first_connection()
+        self._flush()
         self.on_ready(engine.pid)
 
     def _map_memory(self, info: SharedMemoryInfo | None) -> None:

@@ -113,6 +113,11 @@ class StatusReader(StatusPage):
         return EngineStatus(*values)
 
     @property
+    def has_served(self) -> bool:
+        """Whether an engine has begun to serve."""
+        return bool(self._doubles[0])
+
+    @property
     def has_backlog(self) -> bool:
         """Whether anything waits; much cheaper than `read`."""
         values = self._doubles

@@ -21,6 +21,7 @@ import zmq
 from penstock.errors import BadValue, EngineError, EngineUnavailable
 from penstock.inputs.vectors import make_comparison
 from penstock.types import Array, Comparison, Failure, Outcome, PooledOutput, Request, SamplerParams, Timings
+from penstock.wire import client as module
 from penstock.wire.client import EngineClient
 from penstock.wire.messages import (
     Cancel,
@@ -37,6 +38,7 @@ from penstock.wire.messages import (
     unpack_outcomes,
 )
 from penstock.wire.server import EngineServer
+from penstock.wire.status import EngineStatus, StatusReader, StatusWriter, create_status_page
 from tests.engine.fakes import ManualRunner, expected_values, make_core
 from tests.helpers import make_request
 from tests.waiting import PATIENCE_S, wait_until
@@ -413,6 +415,64 @@ class TestClient:
                 await task
 
         run(served, scene)
+
+
+class TestFirstConnection:
+    """Another API process may have reported that the server is ready before this one is connected."""
+
+    @pytest.fixture
+    def page(self, tmp_path: Path) -> Path:
+        create_status_page(tmp_path / "status")
+        return tmp_path / "status"
+
+    def test_requests_wait_for_an_engine_that_serves_already(self, tmp_path: Path, page: Path) -> None:
+        async def main() -> None:
+            client = EngineClient(f"ipc://{tmp_path}/engine", status=StatusReader(page))
+            client.start()
+            with pytest.raises(EngineUnavailable, match="starting"):
+                await client.run(make_request("early", [4]))
+            StatusWriter(page).publish(EngineStatus(pid=1))
+            requests = [make_request(name, [4]) for name in ("a", "given-up", "b")]
+            tasks = [asyncio.create_task(client.run(each)) for each in requests]
+            await asyncio.sleep(0)
+            tasks[1].cancel()
+            with pytest.raises(EngineUnavailable):
+                await client.compare(comparison("c"))
+            served = await asyncio.to_thread(Served, tmp_path)
+            await until(
+                lambda: "a" in served.core.pending and "b" in served.core.pending and served.runner.flights
+            )
+            served.runner.finish()
+            served.server.wake()
+            for index in (0, 2):
+                assert (await tasks[index]).values.tolist() == expected_values(requests[index])
+            client.close()
+            await asyncio.to_thread(served.close)
+
+        asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+    def test_requests_fail_if_the_engine_is_not_reached_and_later_ones_at_once(
+        self, tmp_path: Path, page: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "MAX_CONNECTING_S", 0.05)
+        StatusWriter(page).publish(EngineStatus(pid=1))
+
+        async def main() -> None:
+            client = EngineClient(f"ipc://{tmp_path}/engine", lambda: "it is gone", StatusReader(page))
+            client.start()
+            tasks = [asyncio.create_task(client.run(make_request(name, [4]))) for name in "ab"]
+            for task in tasks:
+                with pytest.raises(EngineUnavailable, match="it is gone"):
+                    await task
+            with pytest.raises(EngineUnavailable, match="it is gone"):
+                client._check("c")
+            served = await asyncio.to_thread(Served, tmp_path)
+            await until(lambda: client.ready)
+            assert not served.core.pending
+            client.close()
+            await asyncio.to_thread(served.close)
+
+        asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
 def test_requests_of_two_processes_of_a_server_never_have_the_same_id() -> None:
