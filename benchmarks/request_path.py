@@ -383,7 +383,9 @@ def http_maker(client: NullClient) -> Callable[[], Any]:
     from uvicorn.server import ServerState as UvicornState
 
     spec = describe(EngineConfig(device="null"))
-    model = ServedModel(TextModel(spec), client, created_s=0)  # type: ignore[arg-type]
+    text = TextModel(spec)
+    text.tokenizer.encode([""])  # as an API process does before it serves
+    model = ServedModel(text, client, created_s=0)  # type: ignore[arg-type]
     config = http_config(ServerState(ServerConfig(), {spec.name: model}))
     config.load()
     state = UvicornState()
