@@ -252,15 +252,15 @@ def _lowercases(normalizer: normalizers.Normalizer | None) -> bool:
 
 
 def _read_pieces(rust: RustTokenizer, max_chars: int) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """The tokens of the vocabulary that can begin and continue a part of a word in ASCII, which has at most
-    `max_chars` letters and digits or is a punctuation mark."""
+    """The tokens of the vocabulary that can begin and continue a part of a word in ASCII: letters and digits,
+    or a punctuation mark, of at most `max_chars` characters."""
     first, following = dict[str, bytes](), dict[str, bytes]()
     prefix = rust.model.continuing_subword_prefix
     for token, number in rust.get_vocab(with_added_tokens=False).items():
         if not token.isascii():
             continue
         row, rest = number.to_bytes(4, sys.byteorder), token.removeprefix(prefix)
-        if (token.isalnum() and len(token) <= max_chars) or token in _MARKS:
+        if (token.isalnum() or token in _MARKS) and len(token) <= max_chars:
             first[token] = row
         if token.startswith(prefix) and rest.isalnum():
             following[rest] = row

@@ -197,7 +197,7 @@ def test_parts_of_any_length_are_those_of_the_tokenizer(lowercase: bool) -> None
     texts = [
         " ".join("".join(draw.choices(parts, k=draw.randrange(1, 5))) for _ in range(6)) for _ in range(300)
     ]
-    for max_chars in (100, 64, 10, 3):
+    for max_chars in (100, 64, 10, 3, 0):
         rust.model.max_input_chars_per_word = max_chars
         words = words_of(rust)
         assert words is not None
