@@ -344,15 +344,17 @@ def main() -> None:
         "| model | what | ms | images/s | share of the product's rate | device busy |",
         "|---|---|---|---|---|---|",
     ]
+    print("\n".join(lines), flush=True)
     for subject in SUBJECTS:
         if options.only.lower() not in subject.name.lower():
             continue
         num_images = options.images if "Qwen" not in subject.name else options.images // 4
         try:
-            lines += measured(subject, rate, num_images, options.pages)
+            found = measured(subject, rate, num_images, options.pages)
         except Exception as error:  # the other subjects are measured all the same
-            lines.append(f"| {subject.name} | failed: {type(error).__name__}: {str(error)[:200]} | | | | |")
-    print("\n".join(lines))
+            found = [f"| {subject.name} | failed: {type(error).__name__}: {str(error)[:200]} | | | | |"]
+        print("\n".join(found), flush=True)
+        lines += found
     if options.save:
         name = torch.cuda.get_device_name()
         versions = f"Python {platform.python_version()} · torch {torch.__version__}"

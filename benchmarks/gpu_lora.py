@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 
@@ -80,9 +80,8 @@ def tokens_per_s(core: EngineCore, plan: PoolPlan) -> float:
     return STEPS * plan.num_tokens / (time.perf_counter() - began)
 
 
-def measure(
-    folder: str, rank: int, targets: str, shapes: tuple[tuple[int, int], ...], lines: list[str]
-) -> None:
+def measure(folder: str, rank: int, targets: str, shapes: tuple[tuple[int, int], ...]) -> Iterator[str]:
+    """The lines of a table, as they are measured."""
     options = {"device": "cuda", "load_format": "dummy", "enable_generation": False}
     lora = {"enable_lora": True, "max_loras": max(COUNTS), "max_lora_rank": rank}
     with tempfile.TemporaryDirectory() as temporary, Engine(folder, **options) as plain:  # noqa: SIM117
@@ -109,10 +108,8 @@ def measure(
                 medians = [statistics.median(own) for own in rates]
                 shares = " | ".join(f"{median / medians[0]:.3f}" for median in medians[1:])
                 name = Path(folder).name
-                lines.append(f"| {name} | {rows} × {length} | {medians[0] / 1000:,.0f} | {shares} |")
-            lines.append(
-                f"| {Path(folder).name} | an adapter written and loaded in {loaded_s:.2f} s | | | | | |"
-            )
+                yield f"| {name} | {rows} × {length} | {medians[0] / 1000:,.0f} | {shares} |"
+            yield f"| {Path(folder).name} | an adapter written and loaded in {loaded_s:.2f} s | | | | | |"
 
 
 def main() -> None:
@@ -130,9 +127,11 @@ def main() -> None:
         "| model | step | no adapters, thousand tokens/s | none in the batch | 1 adapter | 8 | 64 |",
         "|---|---|---|---|---|---|---|",
     ]
+    print("\n".join(lines), flush=True)
     for folder in options.folders:
-        measure(folder, options.rank, options.targets, shapes, lines)
-    print("\n".join(lines))
+        for line in measure(folder, options.rank, options.targets, shapes):
+            print(line, flush=True)  # at once: the time on a lent machine may end
+            lines.append(line)
     if options.save:
         name = torch.cuda.get_device_name()
         versions = f"Python {platform.python_version()} · torch {torch.__version__}"

@@ -11,6 +11,7 @@ in turns with this one. `--list` shows the commands of all parts.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import signal
@@ -30,7 +31,7 @@ STOP_S = 20.0  # for a part to print what it has measured, once it is asked to s
 class Part:
     name: str
     minutes: float  # that it usually takes
-    commands: tuple[str, ...]  # {models}, {out} and {before} are replaced
+    commands: tuple[str, ...]  # {models} and {out} are replaced
     needs_before: bool = False
 
 
@@ -94,20 +95,25 @@ class Session:
         return f"done in {time.monotonic() - began:.0f} s"
 
     def commands(self, part: Part) -> list[str]:
-        names = {"models": self._options.models, "out": self._options.out, "before": self._options.before}
-        return [command.format(**names) for command in part.commands]
+        return [
+            command.format(models=self._options.models, out=self._options.out) for command in part.commands
+        ]
 
     def _run(self, command: str, tree: Path, log: Path) -> int | None:
-        """The exit status; None: it ran into the limit, and was given time to print what it has."""
+        """The exit status; None: it ran into the limit, and was given time to print what it has. `tree` is
+        the working directory too: `python -m` imports from there before it looks at PYTHONPATH."""
         environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONUNBUFFERED": "1"}
+        words = [
+            str(TREE / word) if word.startswith("benchmarks/") else word for word in shlex.split(command)
+        ]
         with log.open("a") as file:
             file.write(f"$ python {command}\n")
             file.flush()
             process = subprocess.Popen(
-                [sys.executable, *shlex.split(command)],
+                [sys.executable, *words],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                cwd=TREE,
+                cwd=tree,
                 env=environment,
                 start_new_session=True,
             )
@@ -115,10 +121,11 @@ class Session:
                 return process.wait(max(self.left_s - STOP_S, 1.0))
             except subprocess.TimeoutExpired:
                 process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(STOP_S)
+            finally:  # its own processes too: the next part needs the device for itself
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         return None
 
@@ -145,20 +152,28 @@ def main() -> None:
     parser.add_argument("--before", default="", metavar="DIR", help="a checkout to compare with")
     parser.add_argument("--list", action="store_true", help="show the commands of all parts and exit")
     options = parser.parse_args()
-    session = Session(options)
     if options.list:
+        session = Session(options)
         for part in PARTS:
             print(f"{part.name} (about {part.minutes:g} min)")
             print("".join(f"  python {command}\n" for command in session.commands(part)), end="")
         return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no part outlives this process
+    parts = chosen_parts(options)
+    for name in ("models", "out", "before"):  # a part may run in another directory
+        if given := getattr(options, name):
+            setattr(options, name, str(Path(given).resolve()))
+    if options.before and not (Path(options.before) / "penstock").is_dir():
+        raise SystemExit(f"--before: {options.before} is not a checkout")
     Path(options.out).mkdir(parents=True, exist_ok=True)
+    session = Session(options)
     outcomes: dict[str, str] = {}
-    for part in chosen_parts(options):
+    for part in parts:
         if outcomes and session.left_s < 60 * part.minutes:
             outcomes[part.name] = "not begun"
             continue
         outcomes[part.name] = session.run(part)
-        lines = (Path(options.out) / f"{part.name}.log").read_text().splitlines()
+        lines = (Path(options.out) / f"{part.name}.log").read_text(errors="replace").splitlines()
         print(
             "\n".join([f"== {part.name}: {outcomes[part.name]}", *lines[-NUM_SHOWN_LINES:], ""]), flush=True
         )

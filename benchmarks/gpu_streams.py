@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -171,30 +172,38 @@ def main() -> None:
     if given.target is not None:
         print(json.dumps(measure(given)), flush=True)
         return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that results so far are printed
     found: list[dict[str, float]] = []
-    with tempfile.TemporaryDirectory() as work:
-        folder = given.folder
-        if not given.as_is:
-            folder = str(derive(Path(folder), Path(work) / "qwen3-8b", QWEN3_8B))
-        for target in given.targets:
-            command = [
-                sys.executable,
-                __file__,
-                folder,
-                "--target",
-                str(target),
-                "--rounds",
-                str(given.rounds),
-            ]
-            command += ["--input", str(given.input), "--output", str(given.output)]
-            command += ["--streams", *map(str, given.streams), *(["--trace"] if given.trace else [])]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            *lines, last = done.stdout.strip().splitlines()
-            print("\n".join([f"target {target:g} ms", *lines]), flush=True)
-            found += json.loads(last)
-    print("| " + " | ".join(found[0]) + " |\n" + "|---" * len(found[0]) + "|")
+    try:
+        with tempfile.TemporaryDirectory() as work:
+            folder = given.folder
+            if not given.as_is:
+                folder = str(derive(Path(folder), Path(work) / "qwen3-8b", QWEN3_8B))
+            for target in given.targets:
+                found += run_policy(folder, target, given)
+    finally:
+        if found:
+            print(table(found), flush=True)
+
+
+def run_policy(folder: str, target: float, given: argparse.Namespace) -> list[dict[str, float]]:
+    """One policy, in a process of its own."""
+    command = [sys.executable, __file__, folder, "--target", str(target), "--rounds", str(given.rounds)]
+    command += ["--input", str(given.input), "--output", str(given.output)]
+    command += ["--streams", *map(str, given.streams), *(["--trace"] if given.trace else [])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    *lines, last = done.stdout.strip().splitlines()
+    print("\n".join([f"target {target:g} ms", *lines]), flush=True)
+    found: list[dict[str, float]] = json.loads(last)
+    return found
+
+
+def table(found: list[dict[str, float]]) -> str:
+    lines = ["| " + " | ".join(found[0]) + " |", "|---" * len(found[0]) + "|"]
     for row in sorted(found, key=lambda each: (each["streams"], each["target"])):
-        print("| " + " | ".join(f"{value:,.{0 if value >= 1000 else 1}f}" for value in row.values()) + " |")
+        cells = (f"{value:,.{0 if value >= 1000 else 1}f}" for value in row.values())
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
