@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from gpu_kernels import BERT, GRIT, Rounded, allow_loaded_bounds, captured, plan_of, replays_ms
+from gpu_kernels import BERT, GRIT, Rounded, allow_loaded_bounds, captured, plan_of, replays_ms, step_of
 from texts import natural_texts
 from torch import Tensor
 
@@ -182,10 +182,10 @@ def step_ms(bench: Bench, runner: ModelRunner, plan: PoolPlan) -> tuple[float, f
         runner.launch(plan).result()
     eager = statistics.median(runner.launch(plan).result().device_s * 1000 for _ in range(5))
     if bench.smoke:
+        step_of(runner, plan)()
         return eager, eager
     with torch.inference_mode():
-        batch, index, pairs = runner._prepare(plan)
-        graph = captured(lambda: runner.pooler(runner.model(batch), batch, plan.variants, index, pairs), 1)
+        graph = captured(step_of(runner, plan), 1)
         return eager, statistics.median(replays_ms(graph, repeats=5))
 
 
