@@ -76,6 +76,7 @@ class EngineClient(EngineHandle):
         self._subscribers = Subscribers()
         self._last_rows: SequenceIds = ()  # of the last `DecodedTokens`; the engine does not repeat them
         self._outgoing: list[Request] = []
+        self._held_comparisons: list[list[Any]] = []  # frames that wait for the first connection
         self._cancelled: list[str] = []
         self._name = secrets.token_hex(8)
         self._memory: MappedMemory | None = None  # the engine's shared memory, if it could be mapped
@@ -87,6 +88,11 @@ class EngineClient(EngineHandle):
     @property
     def ready(self) -> bool:
         return self._engine is not None and not self._hang
+
+    @property
+    def holds_requests(self) -> bool:
+        """Whether requests wait here: the engine serves already, and this process is about to reach it."""
+        return self._awaits_first_engine and self.status is not None and self.status.has_served
 
     @property
     def unavailable_reason(self) -> str:
@@ -144,9 +150,7 @@ class EngineClient(EngineHandle):
             frames = pack_comparison(comparison)
         except Exception as error:
             raise _unsendable(error) from None
-        if not self.ready:
-            raise EngineUnavailable(self.unavailable_reason)
-        return await self._await_output(comparison.id, lambda: self._send(frames))
+        return await self._await_output(comparison.id, lambda: self._send_comparison(frames))
 
     async def _await_output(self, request_id: str, send: Callable[[], None]) -> PooledOutput:
         self._check(request_id)
@@ -180,9 +184,9 @@ class EngineClient(EngineHandle):
             raise BadValue(f"request_id {request_id!r} is already in use", param="request_id")
 
     def _hold_until_connected(self) -> None:
-        """Let requests wait if the engine serves already and this process is about to reach it: another
-        process may have reported that the server is ready. Otherwise refuse them."""
-        if not self._awaits_first_engine or self.status is None or not self.status.has_served:
+        """Let a request wait if `holds_requests`: another process may have reported that the server is ready.
+        Otherwise refuse it."""
+        if not self.holds_requests:
             raise EngineUnavailable(self.unavailable_reason)
         if self._connecting_timer is None:
             self._connecting_timer = self._loop.call_later(MAX_CONNECTING_S, self._stop_holding)
@@ -190,6 +194,7 @@ class EngineClient(EngineHandle):
     def _stop_holding(self) -> None:
         self._end_first_connection()
         self._outgoing.clear()
+        self._held_comparisons.clear()
         self._cancelled.clear()
         self._fail_all(self.unavailable_reason)
 
@@ -203,6 +208,12 @@ class EngineClient(EngineHandle):
     def _enqueue(self, request: Request) -> None:
         self._schedule_flush()
         self._outgoing.append(request)
+
+    def _send_comparison(self, frames: list[Any]) -> None:
+        if self._connecting_timer is None:
+            self._send(frames)
+        else:
+            self._held_comparisons.append(frames)  # `_welcome` sends them
 
     def _cancel(self, request_id: str) -> None:
         self._schedule_flush()
@@ -274,6 +285,9 @@ class EngineClient(EngineHandle):
         self._map_memory(engine.shared)
         log.info("engine ready (process %d)", engine.pid)
         self._end_first_connection()
+        comparisons, self._held_comparisons = self._held_comparisons, []
+        for frames in comparisons:
+            self._send(frames)
         self._flush()
         self.on_ready(engine.pid)
 

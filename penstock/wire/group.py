@@ -54,6 +54,9 @@ class GroupedClient(EngineHandle, Protocol):
     @property
     def status(self) -> StatusReader | None: ...
 
+    @property
+    def holds_requests(self) -> bool: ...
+
 
 class _Member:
     """One engine, and what this process has in flight there."""
@@ -207,9 +210,11 @@ class EngineGroup(EngineHandle):
         index = choose(self._loads(tried, is_background=is_background), affinity, slack_tokens=slack)
         if index is None and self._usable():  # another revision may hold from now on
             index = choose(self._loads(tried, is_background=is_background), affinity, slack_tokens=slack)
-        if index is None:
-            raise error or EngineUnavailable(self.unavailable_reason)
-        return self._members[index]
+        if index is not None:
+            return self._members[index]
+        if holding := [member for member in self._members if member.client.holds_requests]:
+            return min(holding, key=lambda member: member.num_tokens)
+        raise error or EngineUnavailable(self.unavailable_reason)
 
     def _affinity(self, request: Request) -> Affinity | None:
         return affinity_of(request, self._settings) if self.uses_affinity else None

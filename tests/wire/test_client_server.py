@@ -436,16 +436,19 @@ class TestFirstConnection:
             tasks = [asyncio.create_task(client.run(each)) for each in requests]
             await asyncio.sleep(0)
             tasks[1].cancel()
-            with pytest.raises(EngineUnavailable):
-                await client.compare(comparison("c"))
+            comparing = asyncio.create_task(client.compare(comparison("c")))
+            await asyncio.sleep(0)
             served = await asyncio.to_thread(Served, tmp_path)
             await until(
                 lambda: "a" in served.core.pending and "b" in served.core.pending and served.runner.flights
             )
+            await until(lambda: served.runner.comparisons)
+            served.runner.comparisons[0][1].set_result(np.array([7.0], dtype=np.float32))
             served.runner.finish()
             served.server.wake()
             for index in (0, 2):
                 assert (await tasks[index]).values.tolist() == expected_values(requests[index])
+            assert (await comparing).values.tolist() == [7.0]
             client.close()
             await asyncio.to_thread(served.close)
 
@@ -461,6 +464,7 @@ class TestFirstConnection:
             client = EngineClient(f"ipc://{tmp_path}/engine", lambda: "it is gone", StatusReader(page))
             client.start()
             tasks = [asyncio.create_task(client.run(make_request(name, [4]))) for name in "ab"]
+            tasks.append(asyncio.create_task(client.compare(comparison("compared"))))
             for task in tasks:
                 with pytest.raises(EngineUnavailable, match="it is gone"):
                     await task
@@ -468,7 +472,7 @@ class TestFirstConnection:
                 client._check("c")
             served = await asyncio.to_thread(Served, tmp_path)
             await until(lambda: client.ready)
-            assert not served.core.pending
+            assert not served.core.pending and not served.runner.comparisons
             client.close()
             await asyncio.to_thread(served.close)
 

@@ -41,6 +41,7 @@ class FakeClient(EngineHandle):
     def __init__(self, status: StatusReader | None = None) -> None:
         self.status = status
         self.is_up = True
+        self.holds_requests = False
         self.loaded = "a"
         self.requests: dict[str, tuple[Request, asyncio.Future[PooledOutput]]] = {}
         self.streams: dict[str, StreamListener] = {}
@@ -280,6 +281,27 @@ def test_the_group_serves_while_one_engine_does_and_gives_the_reason_when_none_d
         with pytest.raises(EngineUnavailable, match="it restarts"):
             await group.run(request_of(10))
         group.close()
+
+    run(test())
+
+
+def test_requests_wait_where_no_engine_is_connected_yet() -> None:
+    async def test() -> None:
+        group, clients = make_group()
+        for client in clients:
+            client.is_up = False
+        with pytest.raises(EngineUnavailable, match="it restarts"):
+            await group.run(request_of(3))
+        clients[0].holds_requests = clients[1].holds_requests = True
+        first = await begin(group, request_of(5, name="first"))
+        second = await begin(group, request_of(4, name="second"))
+        assert [client.seen for client in clients] == [["first"], ["second"]]
+        clients[1].come_up()
+        third = await begin(group, request_of(4, name="third"))
+        assert clients[1].seen == ["second", "third"]
+        for client in clients:
+            client.answer_all()
+        await asyncio.gather(first, second, third)
 
     run(test())
 
