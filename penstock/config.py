@@ -119,6 +119,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return (names,) if isinstance(names, str) else tuple(dict.fromkeys(names or ()))
 
 
+MAX_COUNT = 2**31 - 1  # of anything that steps count; their plans hold 32-bit integers
 MAX_DATA_PARALLEL_SIZE = 256  # engines of one model on one machine
 MAX_ENGINES_PER_GPU = 8
 DEFAULT_MAX_IMAGES = 32  # of one input
@@ -397,8 +398,9 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
         profile=config.profile or "",
         profile_steps=config.profile_steps,
     )
-    for name in ("profile_steps", "max_num_seqs", "max_queued_tokens", "pipeline_depth", "threads"):
+    for name in ("profile_steps", "max_num_seqs", "pipeline_depth", "threads"):
         _positive(name, getattr(resolved, name))
+    _positive("max_queued_tokens", resolved.max_queued_tokens, 2**63 - 1)
     if model.draft is None or resolved.speculation is None or resolved.speculation.model is None:
         return resolved
     draft = _draft(config, resolved, resolved.speculation, model.draft, machine)
@@ -619,6 +621,7 @@ def _chunked(config: EngineConfig, limit: int, budget: int, why_not: str | None)
             f"long_prefill_token_threshold is {config.long_prefill_token_threshold}; use 0 for no limit",
             param="long_prefill_token_threshold",
         )
+    _at_most("long_prefill_token_threshold", config.long_prefill_token_threshold)
     for name in ("enable_chunked_prefill", "enable_prefix_caching"):
         if getattr(config, name) and why_not is not None:
             raise ConfigError(f"{name} cannot be used: {why_not}", param=name)
@@ -689,6 +692,7 @@ def _partial_prefills(count: int) -> int:
         raise ConfigError(
             f"max_num_partial_prefills is {count}; use 0 for no limit", param="max_num_partial_prefills"
         )
+    _at_most("max_num_partial_prefills", count)
     return count
 
 
@@ -725,9 +729,15 @@ def _given(value: int | None, otherwise: int) -> int:
     return otherwise if value is None else value
 
 
-def _positive(name: str, value: int) -> None:
+def _positive(name: str, value: int, high: int = MAX_COUNT) -> None:
     if value < 1:
         raise ConfigError(f"{name} is {value}; it must be at least 1", param=name)
+    _at_most(name, value, high)
+
+
+def _at_most(name: str, value: int, high: int = MAX_COUNT) -> None:
+    if value > high:
+        raise ConfigError(f"{name} is {value}; use at most {high}", param=name)
 
 
 def from_mapping(kind: type[T], values: dict[str, Any]) -> T:

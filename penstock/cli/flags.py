@@ -10,6 +10,7 @@ import enum
 import importlib.util
 import inspect
 import json
+import math
 import re
 import sys
 import types
@@ -1257,6 +1258,10 @@ class ConfigFlags:
         """The configuration's value for a flag's value."""
         if isinstance(value, enum.Enum):
             value = value.value
+        if isinstance(value, float) and not math.isfinite(value):  # other processes get settings as JSON
+            raise ConfigError(f"{flag.name} is {value}; use a finite number", param=flag.field)
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ConfigError(f"{flag.name} is {value}; it must fit into 64 bits", param=flag.field)
         if flag.convert is None and _kind(self._hints[flag.field]) == _JSON:
             return json_object(flag.name, value)
         return value if flag.convert is None else flag.convert(value)

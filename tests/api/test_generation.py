@@ -344,7 +344,8 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages", "no content"),
     ("/v1/chat/completions", {"messages": [{"role": "u", "content": [{"type": "x"}]}]}, "messages", "only"),
     ("/v1/chat/completions", {"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
-    ("/v1/chat/completions", {"max_completion_tokens": 0}, "max_tokens", "at least 1"),
+    ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21"),
+    ("/v1/chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens", "tokens is 0; it"),
     ("/v1/chat/completions", {"continue_final_message": True}, "continue_final_message", "contradict"),
     ("/v1/chat/completions", {"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "must"),
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -174,3 +175,21 @@ def test_max_queued_tokens_warns_in_offline_commands(capsys: pytest.CaptureFixtu
         "max_queued_tokens": 9
     }
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [
+        ("--target-itl-ms", "inf", "is inf; use a finite number"),
+        ("--timeout", "nan", "is nan; use a finite number"),
+        ("--max-rows", str(10**20), "must fit into 64 bits"),
+    ],
+)
+def test_numbers_that_other_processes_cannot_be_told_are_refused(flag: str, value: str, reason: str) -> None:
+    found = error_of("serve", flag, value)
+    assert found.startswith(flag) and reason in found
+
+
+def test_a_configuration_file_has_finite_numbers_too(tmp_path: Path) -> None:
+    (tmp_path / "server.yaml").write_text("target-itl-ms: .inf\n")
+    assert "--target-itl-ms is inf" in error_of("serve", "--config", tmp_path / "server.yaml")

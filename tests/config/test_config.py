@@ -147,6 +147,16 @@ def test_numbers_must_be_positive(name: str) -> None:
     assert caught.value.param == name
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["max_num_seqs", "max_queued_tokens", "long_prefill_token_threshold", "max_num_partial_prefills"],
+)
+def test_numbers_that_no_message_can_hold_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is {10**20}; use at most") as caught:
+        settle(**{name: 10**20})
+    assert caught.value.param == name
+
+
 @pytest.mark.parametrize("name", ["max_model_len", "max_num_batched_tokens", "max_num_seqs", "threads"])
 def test_zero_is_refused_and_does_not_mean_the_default(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is 0; it must be at least 1"):

@@ -23,10 +23,11 @@ from penstock.api.replies import json_reply
 from penstock.api.routes import RouteSpec
 from penstock.errors import BadValue
 from penstock.inputs.chat import has_image_parts, part_texts
+from penstock.inputs.generation import MAX_LOGPROBS
 from penstock.outputs.logprobs import chat_content, prompt_entries
 from penstock.tasks.generate import ChatPrompt, Generate
 from penstock.tasks.text_stream import TextDelta
-from penstock.types import PreparedImage
+from penstock.types import PreparedImage, shown
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _CACHE = "the server finds equal beginnings of prompts by itself; see cache_salt"
@@ -113,7 +114,10 @@ async def chat_completions(call: Call, body: ChatRequest) -> Reply | Streamed:
     )
     logprobs = _top_logprobs(body)
     task = Generate(source=source, fields=body, logprobs=logprobs, default_max_tokens=None)
-    generation = await begin(call, body, task, kind="chatcmpl")
+    try:
+        generation = await begin(call, body, task, kind="chatcmpl")
+    except BadValue as error:
+        raise _named_as_sent(error, body) from None
     role = "assistant" if body.add_generation_prompt else str(messages[-1]["role"])
     echo = _echoed(messages[-1], role) if body.echo else ""
     choices = [_Choice(generation, index, role, echo, logprobs) for index in range(generation.job.num_rows)]
@@ -151,9 +155,20 @@ def check_tools(body: ChatRequest) -> None:
 
 
 def _top_logprobs(body: ChatRequest) -> int | None:
-    if body.top_logprobs and not body.logprobs:
+    top = body.top_logprobs or 0
+    if top and not body.logprobs:
         raise BadValue("top_logprobs needs logprobs: true", param="top_logprobs")
-    return (body.top_logprobs or 0) if body.logprobs else None
+    if not 0 <= top <= MAX_LOGPROBS:
+        raise BadValue(f"top_logprobs is {shown(top)}; use 0 to {MAX_LOGPROBS}", param="top_logprobs")
+    return top if body.logprobs else None
+
+
+def _named_as_sent(error: BadValue, body: ChatRequest) -> BadValue:
+    """An error of max_tokens, by the newer name if the request has that one."""
+    if body.max_completion_tokens is None or error.param != "max_tokens":
+        return error
+    name = "max_completion_tokens"
+    return BadValue(error.message.replace(error.param, name), param=name)
 
 
 def _echoed(message: dict[str, Any], role: str) -> str:
