@@ -120,6 +120,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 MAX_COUNT = 2**31 - 1  # of anything that steps count; their plans hold 32-bit integers
+MAX_THREADS = 1024  # of an engine; far more would leave none to the rest of the machine
 MAX_DATA_PARALLEL_SIZE = 256  # engines of one model on one machine
 MAX_ENGINES_PER_GPU = 8
 DEFAULT_MAX_IMAGES = 32  # of one input
@@ -398,8 +399,9 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
         profile=config.profile or "",
         profile_steps=config.profile_steps,
     )
-    for name in ("profile_steps", "max_num_seqs", "pipeline_depth", "threads"):
+    for name in ("profile_steps", "max_num_seqs", "pipeline_depth"):
         _positive(name, getattr(resolved, name))
+    _positive("threads", resolved.threads, max(MAX_THREADS, machine.cpus))
     _positive("max_queued_tokens", resolved.max_queued_tokens, 2**63 - 1)
     if model.draft is None or resolved.speculation is None or resolved.speculation.model is None:
         return resolved

@@ -916,6 +916,7 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         names=("--timeout",),
         panel=SERVER_PANEL,
         metavar="SECONDS",
+        min=0.001,
         help="Deadline of requests that set none.",
         default_text="no deadline",
     ),

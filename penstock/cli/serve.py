@@ -35,6 +35,7 @@ from penstock.logs import configure
 from penstock.serving.child import spawned_engine
 
 MAX_API_PROCESSES = 8  # more than a single engine can keep busy
+MAX_GIVEN_API_PROCESSES = 256
 log = logging.getLogger("penstock.serve")
 
 
@@ -247,9 +248,11 @@ def api_processes(wanted: str, device: str, cores: int | None = None, has_gpu: b
     engine that computes on the CPU it starts a single process.
     """
     if wanted != "auto":
-        if not wanted.isascii() or not wanted.isdigit() or int(wanted) < 1:
+        is_number = wanted.isascii() and wanted.isdigit() and len(wanted) < 10
+        if not is_number or not 1 <= int(wanted) <= MAX_GIVEN_API_PROCESSES:
             raise ConfigError(
-                f"--api-server-count is {wanted!r}; use auto or a number from 1", param="api_server_count"
+                f"--api-server-count is {wanted!r}; use auto or a number from 1 to {MAX_GIVEN_API_PROCESSES}",
+                param="api_server_count",
             )
         return int(wanted)
     cores = available_cpus() if cores is None else cores

@@ -181,7 +181,7 @@ def test_max_queued_tokens_warns_in_offline_commands(capsys: pytest.CaptureFixtu
     ("flag", "value", "reason"),
     [
         ("--target-itl-ms", "inf", "is inf; use a finite number"),
-        ("--timeout", "nan", "is nan; use a finite number"),
+        ("--drain", "inf", "is inf; use a finite number"),
         ("--max-rows", str(10**20), "must fit into 64 bits"),
     ],
 )

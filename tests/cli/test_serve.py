@@ -30,7 +30,7 @@ def test_a_given_number_of_api_processes_is_kept() -> None:
     assert api_processes("24", "cpu", 2, False) == 24
 
 
-@pytest.mark.parametrize("wanted", ["0", "-1", "1.5", "many", "", "²"])
+@pytest.mark.parametrize("wanted", ["0", "-1", "1.5", "many", "", "²", "257", "9" * 5000])
 def test_other_values_are_refused_with_the_accepted_ones(wanted: str) -> None:
     with pytest.raises(ConfigError, match="auto or a number from 1"):
         api_processes(wanted, "auto")

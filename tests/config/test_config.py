@@ -157,6 +157,12 @@ def test_numbers_that_no_message_can_hold_are_refused(name: str) -> None:
     assert caught.value.param == name
 
 
+def test_an_engine_does_not_take_all_threads_of_the_machine() -> None:
+    with pytest.raises(ConfigError, match="threads is 100000; use at most 1024"):
+        settle(threads=100_000)
+    assert settle(Machine(cpus=2048, cuda=False), threads=2048).threads == 2048
+
+
 @pytest.mark.parametrize("name", ["max_model_len", "max_num_batched_tokens", "max_num_seqs", "threads"])
 def test_zero_is_refused_and_does_not_mean_the_default(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is 0; it must be at least 1"):
