@@ -365,5 +365,8 @@ def read_state(state_file: Path) -> EngineState:
 
 
 def engine_reason(state_file: Path) -> str:
-    """Why the engine is not running."""
-    return read_state(state_file).detail
+    """Why the engine cannot be reached."""
+    found = read_state(state_file)
+    if found.state == "running":  # the supervisor has not noticed yet that its process has ended
+        return "the engine is not connected; try again shortly"
+    return found.detail
