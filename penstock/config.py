@@ -120,6 +120,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 MAX_COUNT = 2**31 - 1  # of anything that steps count; their plans hold 32-bit integers
+MAX_GIB = 1 << 20  # of a cache; more is a mistake in the unit
 MAX_THREADS = 1024  # of an engine; far more would leave none to the rest of the machine
 MAX_DATA_PARALLEL_SIZE = 256  # engines of one model on one machine
 MAX_ENGINES_PER_GPU = 8
@@ -666,9 +667,14 @@ def _graph_capture(seconds: float) -> float:
 
 
 def _kv_cache(size_gb: float | None, on_cpu: bool, generates: bool) -> int:
-    if size_gb is None and generates and not on_cpu:
-        return 0
-    return int((size_gb or (1 if on_cpu else 8)) * 2**30)
+    if size_gb is None:
+        return 0 if generates and not on_cpu else (1 if on_cpu else 8) << 30
+    if not 0 < size_gb <= MAX_GIB:
+        raise ConfigError(
+            f"kv_cache_gb is {size_gb:g}; use a size above 0, up to {MAX_GIB}, or leave it out",
+            param="kv_cache_gb",
+        )
+    return int(size_gb * 2**30)
 
 
 def _queue_seconds(seconds: float) -> float:
@@ -708,14 +714,20 @@ def _target_itl(milliseconds: float) -> float:
 
 
 def _document_cache(size_gb: float) -> int:
-    if size_gb < 0:
-        raise ConfigError(f"document_cache_gb is {size_gb}; use 0 for no cache", param="document_cache_gb")
+    if not 0 <= size_gb <= MAX_GIB:
+        raise ConfigError(
+            f"document_cache_gb is {size_gb:g}; use up to {MAX_GIB}, or 0 for no cache",
+            param="document_cache_gb",
+        )
     return int(size_gb * 2**30)
 
 
 def _step_output(size_mb: float) -> int:
-    if size_mb < 0:
-        raise ConfigError(f"step_output_mb is {size_mb}; use 0 for no limit", param="step_output_mb")
+    if not 0 <= size_mb <= MAX_GIB * 1024:
+        raise ConfigError(
+            f"step_output_mb is {size_mb:g}; use up to {MAX_GIB * 1024}, or 0 for no limit",
+            param="step_output_mb",
+        )
     return int(size_mb * 2**20)
 
 

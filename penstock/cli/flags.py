@@ -539,7 +539,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     Flag(
         field="kv_cache_gb",
         panel=MEMORY,
-        min=0,
+        min=1e-9,
         help="KV cache in GiB.",
         default_text="1 on a CPU; on a GPU 8, or all free memory for generation",
     ),

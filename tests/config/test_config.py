@@ -157,6 +157,17 @@ def test_numbers_that_no_message_can_hold_are_refused(name: str) -> None:
     assert caught.value.param == name
 
 
+@pytest.mark.parametrize("size", [-1.0, 0.0, float("nan"), float("inf"), 1e12])
+def test_a_kv_cache_has_a_size_that_memory_can_have(size: float) -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_gb is .*; use a size above 0, up to") as caught:
+        settle(kv_cache_gb=size)
+    assert caught.value.param == "kv_cache_gb"
+    for name in ("document_cache_gb", "step_output_mb"):
+        if size:
+            with pytest.raises(ConfigError, match=f"{name} is .*; use up to"):
+                settle(**{name: 2048 * size})
+
+
 def test_an_engine_does_not_take_all_threads_of_the_machine() -> None:
     with pytest.raises(ConfigError, match="threads is 100000; use at most 1024"):
         settle(threads=100_000)
