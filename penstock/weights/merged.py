@@ -101,14 +101,18 @@ class PeftMergedSource(WeightSource):
         spec = self._spec
         changed = [
             *match_modules(spec.modules, heads),
-            *(name for name, target in spec.targets.items() if target.is_table and target.inputs == vocabulary),
+            *(
+                name
+                for name, target in spec.targets.items()
+                if target.is_table and target.inputs == vocabulary
+            ),
             *spec.tokens,
             *(name for name, shape in spec.saved.items() if len(shape) == 2 and shape[0] == vocabulary),
         ]
         if changed:
             raise self._refused(
-                f"changes {changed[0].removesuffix('.weight')}, but the word table and the head of this model "
-                "share one weight, so that merging it would change both; serve it for a task without the head"
+                f"changes {changed[0].removesuffix('.weight')}, but word table and head of this model share "
+                "one weight, so that merging it would change both; serve it for a task without the head"
             )
 
     def check_all_read(self, ignored_tensors: Iterable[str]) -> list[str]:
