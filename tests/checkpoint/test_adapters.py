@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from penstock.checkpoint import expressions
 from penstock.checkpoint.adapter_files import find_adapter
-from penstock.checkpoint.adapters import read_lora
+from penstock.checkpoint.adapters import PREFIX, read_lora
 from penstock.errors import AdapterNotFound, BadValue, ModelLoadError
 
 MODULE = "base_model.model.encoder.layer.0.attention.self.query"
@@ -74,3 +74,27 @@ def test_a_path_that_no_file_can_have_is_refused(path: str, tmp_path: Path) -> N
     for root in (None, str(tmp_path)):
         with pytest.raises((BadValue, AdapterNotFound)):
             find_adapter(path, root)
+
+
+def test_a_tensor_with_and_without_the_prefix_is_refused(tmp_path: Path) -> None:
+    tensors = load_file(file := write(tmp_path) / "adapter_model.safetensors")
+    name = f"{MODULE}.lora_A.weight"
+    save_file(tensors | {name.removeprefix(PREFIX): tensors[name]}, file)
+    with pytest.raises(ModelLoadError, match=r"query\.lora_A\.weight' twice, with and without the prefix"):
+        read_lora(tmp_path, "a")
+
+
+def test_an_empty_pattern_of_layers_is_none(tmp_path: Path) -> None:
+    read_lora(write(tmp_path, layers_to_transform=[0], layers_pattern=""), "a")
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_files_that_are_links_out_of_the_root_are_refused(name: str, tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", write(tmp_path / "outside")
+    (write(root / "a") / name).unlink()
+    (root / "a" / name).symlink_to(outside / name)
+    with pytest.raises(BadValue, match=rf"{name} of the adapter 'a' is not below --lora-root"):
+        find_adapter("a", str(root))
+    (root / "a" / name).unlink()
+    (root / "a" / name).symlink_to(write(root / "b") / name)
+    assert find_adapter("a", str(root)) == root / "a"
