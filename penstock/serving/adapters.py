@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from penstock.checkpoint.adapter_files import adapter_digest, find_adapter
-from penstock.checkpoint.adapter_modules import check_modules
+from penstock.checkpoint.adapter_folder import check_folder
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, LoraModule, ModelConfig
 from penstock.errors import BadValue, ConfigError, NotPossible, shown
@@ -50,7 +50,7 @@ def read_adapter(
 ) -> AdapterLaunch:
     """An adapter for a model, whose files were found. Reads them all; may download them. Blocking."""
     folder = find_adapter(path, root, download_dir)
-    check_modules(folder, spec)
+    check_folder(folder, spec)
     return AdapterLaunch(adapter_id, name, str(folder), adapter_digest(folder), path)
 
 

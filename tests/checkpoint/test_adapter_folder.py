@@ -1,4 +1,4 @@
-"""An adapter that a request chooses gets the model's pooling and layers; one that was trained with others is
+"""An adapter that a request chooses gets the model's tokens, pooling and layers. One that was trained with others is
 refused."""
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import BertModel
 
-from penstock.checkpoint.adapter_modules import check_modules
+from penstock.checkpoint.adapter_folder import check_folder
 from penstock.checkpoint.describe import read_spec
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import PoolerConfig
 from penstock.errors import ModelLoadError
-from tests.checkpoints import write_bert, write_json, write_late, write_modules
+from tests.checkpoints import wordpiece_tokenizer, write_bert, write_json, write_late, write_modules
+from tests.parity.lora import write_adapter
 
 KINDS = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Dense", "2_Dense"), ("Normalize", "3_Normalize")]
 
@@ -41,9 +43,9 @@ def model(tmp_path: Path) -> ModelSpec:
 
 
 def test_the_same_modules_and_none_are_accepted(model: ModelSpec, tmp_path: Path) -> None:
-    check_modules(write_files(tmp_path / "same"), model)
+    check_folder(write_files(tmp_path / "same"), model)
     (tmp_path / "none").mkdir()
-    check_modules(tmp_path / "none", model)
+    check_folder(tmp_path / "none", model)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def test_other_modules_are_refused_by_name(
     changes: dict[str, Any], words: str, model: ModelSpec, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelLoadError, match=words):
-        check_modules(write_files(tmp_path / "adapter", **changes), model)
+        check_folder(write_files(tmp_path / "adapter", **changes), model)
 
 
 def test_the_pooling_that_the_caller_chose_for_the_model_counts(tmp_path: Path) -> None:
@@ -71,8 +73,8 @@ def test_the_pooling_that_the_caller_chose_for_the_model_counts(tmp_path: Path) 
     base = write_bert(tmp_path / "base", modules=False)
     adapter = write_files(tmp_path / "adapter", KINDS[:2], "mean")
     with pytest.raises(ModelLoadError, match=r"trained with mean pooling, .* has cls pooling"):
-        check_modules(adapter, read_spec(base, "bert", pooler=PoolerConfig(pooling_type="cls")))
-    check_modules(adapter, read_spec(base, "bert", pooler=PoolerConfig(pooling_type="mean")))
+        check_folder(adapter, read_spec(base, "bert", pooler=PoolerConfig(pooling_type="cls")))
+    check_folder(adapter, read_spec(base, "bert", pooler=PoolerConfig(pooling_type="mean")))
 
 
 def test_a_projection_of_tokens_that_was_trained_too_is_refused(tmp_path: Path) -> None:
@@ -81,7 +83,7 @@ def test_a_projection_of_tokens_that_was_trained_too_is_refused(tmp_path: Path) 
     with pytest.raises(
         ModelLoadError, match=r"Dense \(32 → 8, identity\), .* has Dense \(32 → 16, identity\)"
     ):
-        check_modules(adapter, spec)
+        check_folder(adapter, spec)
 
 
 def test_prompts_that_the_model_lacks_are_reported(
@@ -91,9 +93,30 @@ def test_prompts_that_the_model_lacks_are_reported(
     adapter = write_files(tmp_path / "adapter")
     write_json(adapter / "config_sentence_transformers.json", {"prompts": prompts})
     with caplog.at_level(logging.WARNING, "penstock.adapters"):
-        check_modules(adapter, model)
+        check_folder(adapter, model)
     assert "prompts that bert does not have: query." in caplog.text
     shutil.copy(adapter / "config_sentence_transformers.json", model.root_path)
     caplog.clear()
-    check_modules(adapter, read_spec(model.root_path, "bert"))
+    check_folder(adapter, read_spec(model.root_path, "bert"))
     assert not caplog.records
+
+
+def test_tokens_that_the_model_lacks_are_refused_if_the_adapter_trained_them(
+    model: ModelSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = BertModel.from_pretrained(model.folder)
+    tokenizer = wordpiece_tokenizer()
+    for name, more in (("trained", {"modules_to_save": ["word_embeddings"]}), ("others", {})):
+        write_adapter(base, tmp_path / name, target_modules=["query"], **more)
+        tokenizer.save(str(tmp_path / name / "tokenizer.json"))
+        check_folder(tmp_path / name, model)
+    tokenizer.add_special_tokens(["[PAD]", "<tenant>"])
+    for name in ("trained", "others"):
+        tokenizer.save(str(tmp_path / name / "tokenizer.json"))
+    with pytest.raises(
+        ModelLoadError, match=r"word_embeddings\.weight and .* tokens that bert .*: <tenant>\."
+    ):
+        check_folder(tmp_path / "trained", model)
+    assert "lacks" not in caplog.text
+    check_folder(tmp_path / "others", model)
+    assert "has tokens that bert lacks: <tenant>" in caplog.text

@@ -1,7 +1,6 @@
-"""The modules that follow the model in an adapter's folder, in the layout of sentence-transformers.
+"""What an adapter's folder says of the model that it was trained with: modules after it, prompts and tokens.
 
-A request that chooses an adapter gets the modules of the model, so the adapter's have to be the same. Free of
-torch.
+A request that chooses an adapter gets those of the served model, so they have to be the same. Free of torch.
 """
 
 from __future__ import annotations
@@ -12,9 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+from tokenizers import Tokenizer
+
+from penstock.checkpoint.adapters import read_lora
 from penstock.checkpoint.dense import DenseSpec, LayerNormSpec, ModuleSpec
 from penstock.checkpoint.families import find_architecture
-from penstock.checkpoint.files import optional_json, weight_files
+from penstock.checkpoint.files import first_names, optional_json, weight_files
 from penstock.checkpoint.late import dense_modules
 from penstock.checkpoint.layout import read_files, read_layout
 from penstock.checkpoint.pooling import PoolingSpec, pooling_of_modules
@@ -32,9 +35,15 @@ class _Step(NamedTuple):
     folder: Path | None = None  # of its weights, if it has some; that of the model: they are among its own
 
 
-def check_modules(folder: Path, spec: ModelSpec) -> None:
-    """Refuse an adapter that was trained with another pooling, or with other layers after the model. A folder
-    without modules.json does not say."""
+def check_folder(folder: Path, spec: ModelSpec) -> None:
+    """Refuse an adapter that was trained with another pooling, with other layers after the model, or with
+    tokens that the model's tokenizer lacks."""
+    _check_modules(folder, spec)
+    _check_tokens(folder, spec)
+
+
+def _check_modules(folder: Path, spec: ModelSpec) -> None:
+    """A folder without modules.json does not say."""
     family = find_architecture(spec.architecture, spec.config).family
     if not (folder / "modules.json").is_file() or family.has_own_pooling or family.is_dual:
         return
@@ -114,3 +123,44 @@ def _report_prompts(folder: Path, spec: ModelSpec) -> None:
             spec.name,
             ", ".join(missing),
         )
+
+
+class _Token(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Tokenizer(msgspec.Struct):
+    """The part of tokenizer.json that is read."""
+
+    added_tokens: list[_Token] = []
+
+
+def _check_tokens(folder: Path, spec: ModelSpec) -> None:
+    own, model = folder / "tokenizer.json", spec.path / "tokenizer.json"
+    if not own.is_file() or not model.is_file() or filecmp.cmp(own, model, shallow=False):
+        return
+    known = {token.content for token in _added_tokens(model)}
+    added = [token.content for token in _added_tokens(own) if token.content not in known]
+    if added:
+        vocabulary = Tokenizer.from_file(str(model))
+        added = [token for token in added if vocabulary.token_to_id(token) is None]
+    if not added:
+        return
+    lora = read_lora(folder, folder.name)
+    tables = [name for name, target in lora.targets.items() if target.is_table]
+    tables += [*lora.tokens, *(name for name in lora.saved if "embed" in name)]
+    if tables:
+        raise ModelLoadError(
+            f"the adapter changes {tables[0]} and was trained with tokens that {spec.name} does not have: "
+            f"{first_names(added)}. Serve {folder} as a model of its own",
+            param="lora_path",
+        )
+    log.warning("the tokenizer in %s has tokens that %s lacks: %s", folder, spec.name, first_names(added))
+
+
+def _added_tokens(file: Path) -> list[_Token]:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=_Tokenizer).added_tokens
+    except (msgspec.DecodeError, OSError) as error:
+        raise ModelLoadError(f"{file} is not a tokenizer: {error}", param="lora_path") from None
