@@ -1,5 +1,5 @@
-"""An adapter that a request chooses gets the model's tokens, pooling and layers. One that was trained with others is
-refused."""
+"""An adapter that a request chooses gets the model's tokens, pooling and layers. One that was trained with
+others is refused."""
 
 from __future__ import annotations
 
