@@ -50,7 +50,7 @@ def _check_modules(folder: Path, spec: ModelSpec) -> None:
     files, root = read_files(read_layout(folder), spec.config, {}), spec.root_path
     if spec.late is not None:
         own, model = _layers(folder, dense_modules(files)), _layers(root, spec.late.dense)
-    elif Task.EMBED in spec.tasks and files.has_module("Pooling"):
+    elif Task.EMBED in spec.tasks and (files.has_module("Pooling") or files.has_module("Dense")):
         pooling = pooling_of_modules(files, is_late=False)
         own, model = _pooling(folder, pooling), _pooling(root, spec.pooling)
         _report_prompts(folder, spec)

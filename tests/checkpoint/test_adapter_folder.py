@@ -56,10 +56,14 @@ def test_the_same_modules_and_none_are_accepted(model: ModelSpec, tmp_path: Path
             r"trained with cls pooling, Dense \(32 → 8, tanh\), normalised, .* has mean pooling",
         ),
         ({"kinds": KINDS[:2]}, r"with mean pooling, as its modules\.json says; bert has mean pooling, Dense"),
+        (
+            {"kinds": [KINDS[0], KINDS[2]]},
+            r"with mean pooling, Dense \(32 → 8, tanh\), as its modules\.json says",
+        ),
         ({"kinds": KINDS[:3]}, r"with mean pooling, Dense \(32 → 8, tanh\), as its modules\.json says"),
         ({"seed": 1}, r"weights in \S+2_Dense that are not those of bert"),
     ],
-    ids=["pooling", "no Dense", "not normalised", "other weights"],
+    ids=["pooling", "no Dense", "no Pooling", "not normalised", "other weights"],
 )
 def test_other_modules_are_refused_by_name(
     changes: dict[str, Any], words: str, model: ModelSpec, tmp_path: Path
