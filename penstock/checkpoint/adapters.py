@@ -26,6 +26,7 @@ PREFIX = "base_model.model."
 _ALL_LINEAR = "all-linear"
 _INPUT_TABLE = ""  # stands for the name of the table of input tokens, where a file does not give it
 _TASK_TENSOR = re.compile(r"(?P<matrix>.+\.lora_[AB])\.(?P<task>[^.]+)\.weight")
+_TOWER = re.compile("vision|visual|image|audio")  # beside the language model, perhaps with the same layers
 _WRAPPERS = frozenset({"model", "language_model", "vlm"})
 # Options that change the computation, and the values with which they do not. () stands for an empty one.
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -231,7 +232,8 @@ def match_modules(names: Iterable[str], known: Iterable[str]) -> dict[str, str]:
         alike = [
             other
             for other in by_end.get(name.rpartition(".")[2], ())
-            if other.endswith(f".{name}") or name.endswith(f".{other}")
+            if other.endswith(f".{name}")
+            or (name.endswith(f".{other}") and not _TOWER.search(name.removesuffix(other)))
         ]
         alike = alike or by_core.get(without_wrappers(name), [])
         if len(alike) == 1:

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from penstock.checkpoint import expressions
 from penstock.checkpoint.adapter_files import find_adapter
-from penstock.checkpoint.adapters import PREFIX, read_lora
+from penstock.checkpoint.adapters import PREFIX, match_modules, read_lora
 from penstock.errors import AdapterNotFound, BadValue, ModelLoadError
 
 MODULE = "base_model.model.encoder.layer.0.attention.self.query"
@@ -98,3 +98,10 @@ def test_files_that_are_links_out_of_the_root_are_refused(name: str, tmp_path: P
     (root / "a" / name).unlink()
     (root / "a" / name).symlink_to(write(root / "b") / name)
     assert find_adapter("a", str(root)) == root / "a"
+
+
+def test_layers_of_another_tower_are_not_those_of_the_language_model() -> None:
+    layer = "layers.0.self_attn.q_proj"
+    wrapped = {f"{name}.{layer}": layer for name in ("model", "model.language_model", "0.auto_model")}
+    towers = [f"{name}.{layer}" for name in ("vision_tower.vision_model.encoder", "model.audio_tower")]
+    assert match_modules([*wrapped, *towers], [layer]) == wrapped
