@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from penstock.checkpoint.adapters import read_lora
 from penstock.checkpoint.dense import DenseSpec, LayerNormSpec, ModuleSpec
 from penstock.checkpoint.families import find_architecture
-from penstock.checkpoint.files import first_names, optional_json, weight_files
+from penstock.checkpoint.files import MAX_JSON_BYTES, first_names, optional_json, weight_files
 from penstock.checkpoint.late import dense_modules
 from penstock.checkpoint.layout import read_files, read_layout
 from penstock.checkpoint.pooling import PoolingSpec, pooling_of_modules
@@ -161,6 +161,8 @@ def _check_tokens(folder: Path, spec: ModelSpec) -> None:
 
 def _added_tokens(file: Path) -> list[_Token]:
     try:
+        if (size := file.stat().st_size) > MAX_JSON_BYTES:
+            raise ModelLoadError(f"{file} has {size:,} bytes; at most {MAX_JSON_BYTES:,} are read")
         return msgspec.json.decode(file.read_bytes(), type=_Tokenizer).added_tokens
     except (msgspec.DecodeError, OSError) as error:
         raise ModelLoadError(f"{file} is not a tokenizer: {error}", param="lora_path") from None
