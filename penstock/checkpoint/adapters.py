@@ -319,8 +319,8 @@ class _Config(NamedTuple):
         return cls(
             rank=positive_integer(values, "r", file=file, high=MAX_RANK),
             alpha=_number(values.get("lora_alpha", 8), "lora_alpha", file),
-            is_rs=bool(values.get("use_rslora")),
-            is_dora=bool(values.get("use_dora")),
+            is_rs=_flag(values, "use_rslora", file),
+            is_dora=_flag(values, "use_dora", file),
             target_modules=_names(values, "target_modules", file),
             exclude_modules=_names(values, "exclude_modules", file),
             modules_to_save=tuple(_list(values.get("modules_to_save"), "modules_to_save", file)),
@@ -344,9 +344,11 @@ class _Config(NamedTuple):
             raise _refused(f"{self.file} has the expression {shown(endless)}, which takes too long to match")
 
     def rank_of(self, module: str) -> int:
-        ranks = {key: value for key, value in self.rank_pattern.items() if _fits(key, module, self.file)}
-        values = {"r": next(iter(ranks.values()), self.rank)}
-        return positive_integer(values, "r", file=self.file, high=MAX_RANK)
+        for pattern, rank in self.rank_pattern.items():
+            if _fits(pattern, module, self.file):
+                values = {"rank_pattern": rank}
+                return positive_integer(values, "rank_pattern", file=self.file, high=MAX_RANK)
+        return self.rank
 
     def scale_of(self, module: str, rank: int) -> float:
         alphas = (value for key, value in self.alpha_pattern.items() if _fits(key, module, self.file))
@@ -472,6 +474,13 @@ def _pattern(values: Mapping[str, Any], key: str, file: Path) -> Mapping[str, An
     if not isinstance(value, Mapping):
         raise _refused(f"{file} has {key} = {shown(value)}; it has to be an object of names and numbers")
     return value
+
+
+def _flag(values: Mapping[str, Any], key: str, file: Path) -> bool:
+    value = values.get(key)
+    if value not in (None, True, False):
+        raise _refused(f"{file} has {key} = {shown(value)}; it has to be true or false")
+    return bool(value)
 
 
 def _number(value: Any, key: str, file: Path) -> float:

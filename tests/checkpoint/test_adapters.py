@@ -63,6 +63,16 @@ def test_expressions_as_trainers_write_them_are_read(expression: str, tmp_path: 
     assert read_lora(write(tmp_path, target_modules=expression), "a").kinds == ("query",)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [{"use_rslora": "false"}, {"use_dora": "no"}, {"rank_pattern": {"query": 2.5}}, {"lora_alpha": "16"}],
+    ids=str,
+)
+def test_values_of_a_wrong_type_are_refused_by_name(config: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=rf"{next(iter(config))} = .*; it has to be "):
+        read_lora(write(tmp_path, **config), "a")
+
+
 def test_weights_that_are_no_floats_are_refused(tmp_path: Path) -> None:
     assert read_lora(write(tmp_path / "half", np.float16), "a").rank == 2
     with pytest.raises(ModelLoadError, match="of type I32; it has to be of floats"):
