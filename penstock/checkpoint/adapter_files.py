@@ -38,10 +38,19 @@ def _find(path: str, root: str | None, download_dir: str | None) -> Path:
     if folder.is_dir():
         if not (folder / CONFIG).is_file():
             raise AdapterNotFound(f"{path!r} has no {CONFIG}, so it is no LoRA adapter", param="lora_path")
+        if root is not None:
+            _check_links(folder, Path(root).resolve(), path)
         return folder.absolute()
     if root is None and not given.is_absolute() and not given.exists() and is_hub_id(path):
         return hub.fetch(path, None, download_dir)
     raise AdapterNotFound(f"there is no folder {path!r} with a LoRA adapter", param="lora_path")
+
+
+def _check_links(folder: Path, top: Path, path: str) -> None:
+    """Refuse a folder with files that are links to others outside of `top`."""
+    for name in _FILES:
+        if (folder / name).is_file() and not (folder / name).resolve().is_relative_to(top):
+            raise BadValue(f"{name} of the adapter {path!r} is not below --lora-root", param="lora_path")
 
 
 def file_marks(folder: str | Path) -> Marks:

@@ -24,7 +24,9 @@ MAX_RANK = 1 << 14
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _ALL_LINEAR = "all-linear"
+_INPUT_TABLE = ""  # stands for the name of the table of input tokens, where a file does not give it
 _TASK_TENSOR = re.compile(r"(?P<matrix>.+\.lora_[AB])\.(?P<task>[^.]+)\.weight")
+_TOWER = re.compile("vision|visual|image|audio")  # beside the language model, perhaps with the same layers
 _WRAPPERS = frozenset({"model", "language_model", "vlm"})
 # Options that change the computation, and the values with which they do not. () stands for an empty one.
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -108,6 +110,7 @@ class LoraSpec(msgspec.Struct, frozen=True):
     targets: dict[str, LoraTarget]  # by the names of modules
     saved: dict[str, tuple[int, ...]]  # tensors that replace those of the model, with their shapes
     tokens: dict[str, tuple[int, ...]]  # tables of which some rows are replaced, and which
+    modules_to_save: tuple[str, ...] = ()  # ends of the names of modules whose tensors are in `saved`
     task: str = ""  # of several in one file; empty: the file has one adapter
 
     @property
@@ -144,15 +147,17 @@ def read_lora(folder: Path, name: str, tasks: Sequence[str] = ()) -> LoraSpec:
     weights = folder / WEIGHTS
     if not weights.is_file():
         raise _refused(f"{folder} has no {WEIGHTS}; save the adapter with safe_serialization=True")
-    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in stored_tensors(weights).items()}
+    stored = stored_tensors(weights)
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
+    if len(tensors) < len(stored):
+        twice = next(name for name in tensors if name in stored and PREFIX + name in stored)
+        raise _refused(f"{weights} has a tensor {twice!r} twice, with and without the prefix {PREFIX!r}")
     if tasks:
         _check_tasks(tensors, tasks, weights)
         tensors = of_task(tensors, name)
-    for tensor, stored in tensors.items():
-        if not stored.dtype.startswith(_FLOATS):
-            raise _refused(
-                f"{weights} has a tensor {tensor!r} of type {stored.dtype}; it has to be of floats"
-            )
+    for tensor, each in tensors.items():
+        if not each.dtype.startswith(_FLOATS):
+            raise _refused(f"{weights} has a tensor {tensor!r} of type {each.dtype}; it has to be of floats")
     config = _Config.read(values, file)
     found = _by_module(tensors, weights)
     config.check_expressions((*found.targets, *found.tokens))
@@ -162,7 +167,7 @@ def read_lora(folder: Path, name: str, tasks: Sequence[str] = ()) -> LoraSpec:
             raise _refused(f"{weights} has tensors for {module}, which target_modules does not name")
     saved = {name: tensors[name].shape for name in found.saved}
     for tensor in saved:
-        if not config.saves(tensor):
+        if not is_saved(tensor, config.modules_to_save):
             raise _refused(f"{weights} has a tensor {tensor!r}, which modules_to_save does not name")
     if config.modules_to_save and not saved:
         names = ", ".join(config.modules_to_save)
@@ -172,7 +177,8 @@ def read_lora(folder: Path, name: str, tasks: Sequence[str] = ()) -> LoraSpec:
         raise _refused(f"{weights} has no tensors")
     rank = max((target.rank for target in targets.values()), default=0)
     base = str(values.get("base_model_name_or_path") or "")
-    return LoraSpec(name, str(folder), rank, base, targets, saved, tokens, name if tasks else "")
+    task = name if tasks else ""
+    return LoraSpec(name, str(folder), rank, base, targets, saved, tokens, config.modules_to_save, task=task)
 
 
 def of_task(tensors: Mapping[str, T], task: str) -> dict[str, T]:
@@ -226,12 +232,21 @@ def match_modules(names: Iterable[str], known: Iterable[str]) -> dict[str, str]:
         alike = [
             other
             for other in by_end.get(name.rpartition(".")[2], ())
-            if other.endswith(f".{name}") or name.endswith(f".{other}")
+            if other.endswith(f".{name}")
+            or (name.endswith(f".{other}") and not _TOWER.search(name.removesuffix(other)))
         ]
         alike = alike or by_core.get(without_wrappers(name), [])
         if len(alike) == 1:
             found[name] = alike[0]
     return found
+
+
+def is_saved(tensor: str, modules_to_save: Iterable[str]) -> bool:
+    """Whether `modules_to_save` names the module of a tensor, or one around it. As in PEFT, a name stands for
+    every module whose name ends like it."""
+    parts = tensor.split(".")
+    around = [".".join(parts[:end]) for end in range(1, len(parts))]
+    return any(module.endswith(name) for module in around for name in modules_to_save)
 
 
 def without_wrappers(name: str) -> str:
@@ -300,17 +315,17 @@ class _Config(NamedTuple):
     def read(cls, values: Mapping[str, Any], file: Path) -> _Config:
         layers = values.get("layers_to_transform")
         indices = values.get("trainable_token_indices") or {}
-        tables = indices if isinstance(indices, Mapping) else {"embed_tokens": indices}
+        tables = indices if isinstance(indices, Mapping) else {_INPUT_TABLE: indices}
         return cls(
             rank=positive_integer(values, "r", file=file, high=MAX_RANK),
             alpha=_number(values.get("lora_alpha", 8), "lora_alpha", file),
-            is_rs=bool(values.get("use_rslora")),
-            is_dora=bool(values.get("use_dora")),
+            is_rs=_flag(values, "use_rslora", file),
+            is_dora=_flag(values, "use_dora", file),
             target_modules=_names(values, "target_modules", file),
             exclude_modules=_names(values, "exclude_modules", file),
             modules_to_save=tuple(_list(values.get("modules_to_save"), "modules_to_save", file)),
             layers=None if layers in (None, []) else tuple(_integers(layers, "layers_to_transform", file)),
-            layers_pattern=tuple(_list(values.get("layers_pattern"), "layers_pattern", file)),
+            layers_pattern=tuple(_list(values.get("layers_pattern") or [], "layers_pattern", file)),
             rank_pattern=_pattern(values, "rank_pattern", file),
             alpha_pattern=_pattern(values, "alpha_pattern", file),
             token_tables={
@@ -329,9 +344,11 @@ class _Config(NamedTuple):
             raise _refused(f"{self.file} has the expression {shown(endless)}, which takes too long to match")
 
     def rank_of(self, module: str) -> int:
-        ranks = {key: value for key, value in self.rank_pattern.items() if _fits(key, module, self.file)}
-        values = {"r": next(iter(ranks.values()), self.rank)}
-        return positive_integer(values, "r", file=self.file, high=MAX_RANK)
+        for pattern, rank in self.rank_pattern.items():
+            if _fits(pattern, module, self.file):
+                values = {"rank_pattern": rank}
+                return positive_integer(values, "rank_pattern", file=self.file, high=MAX_RANK)
+        return self.rank
 
     def scale_of(self, module: str, rank: int) -> float:
         alphas = (value for key, value in self.alpha_pattern.items() if _fits(key, module, self.file))
@@ -361,17 +378,10 @@ class _Config(NamedTuple):
                 return int(found["number"]) in self.layers
         return False
 
-    def saves(self, tensor: str) -> bool:
-        """Whether `modules_to_save` names the module of a tensor, or one around it. As in PEFT, a name stands
-        for every module whose name ends like it."""
-        parts = tensor.split(".")
-        around = [".".join(parts[:end]) for end in range(1, len(parts))]
-        return any(module.endswith(name) for module in around for name in self.modules_to_save)
-
     def token_indices(self, module: str, shape: Sequence[int], file: Path) -> tuple[int, ...]:
         """The rows of a table that are replaced."""
         for name, indices in self.token_tables.items():
-            if module == name or module.endswith(f".{name}"):
+            if name == _INPUT_TABLE or module == name or module.endswith(f".{name}"):
                 if len(shape) != 2 or len(indices) != shape[0] or len(set(indices)) != len(indices):
                     raise _refused(
                         f"{file} replaces rows of {module} by a tensor of shape {list(shape)}; "
@@ -464,6 +474,13 @@ def _pattern(values: Mapping[str, Any], key: str, file: Path) -> Mapping[str, An
     if not isinstance(value, Mapping):
         raise _refused(f"{file} has {key} = {shown(value)}; it has to be an object of names and numbers")
     return value
+
+
+def _flag(values: Mapping[str, Any], key: str, file: Path) -> bool:
+    value = values.get(key)
+    if value not in (None, True, False):
+        raise _refused(f"{file} has {key} = {shown(value)}; it has to be true or false")
+    return bool(value)
 
 
 def _number(value: Any, key: str, file: Path) -> float:

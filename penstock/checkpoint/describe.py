@@ -94,7 +94,7 @@ def describe(config: EngineConfig) -> ModelSpec:
     spec = with_default_prompt(spec, config.default_prompt_name, config.default_prompt)
     spec = with_generation(spec, config.enable_generation) if native else run_by_transformers(spec)
     if is_adapter:
-        check_merged(folder, spec.config, generates=spec.generates)
+        check_merged(folder, spec.config)
         spec = msgspec.structs.replace(spec, merges_adapter=True)
     return _with_draft(_with_default_task(spec, config.pooler_config.task), config)
 

@@ -120,7 +120,7 @@ def _is_pylate(files: CheckpointFiles) -> bool:
 def _pylate(files: CheckpointFiles, values: Mapping[str, Any]) -> LateSpec:
     expand = _flag(values, "do_query_expansion", True)
     skip, tokens = values.get("skiplist_words"), _special_tokens(files.folder)
-    length, dense = _length(values, "query_length") or QUERY_LENGTH, _dense_modules(files)
+    length, dense = _length(values, "query_length") or QUERY_LENGTH, dense_modules(files)
     return LateSpec(
         dense=dense,
         dim=dense[-1].out_features,
@@ -149,7 +149,7 @@ def _multi_vector(files: CheckpointFiles, values: Mapping[str, Any], hidden_size
             f"{files.folder}: query_expansion has strategy = {strategy!r}, which is not supported; "
             "supported: fixed, min"
         )
-    expand_to, dense = _length(expansion, "length"), _dense_modules(files)
+    expand_to, dense = _length(expansion, "length"), dense_modules(files)
     max_query_length = _length(values, "query_length")
     tasks = mask.get("skiplist_tasks") or ["document"]
     return LateSpec(
@@ -167,7 +167,7 @@ def _multi_vector(files: CheckpointFiles, values: Mapping[str, Any], hidden_size
     )
 
 
-def _dense_modules(files: CheckpointFiles) -> tuple[DenseSpec, ...]:
+def dense_modules(files: CheckpointFiles) -> tuple[DenseSpec, ...]:
     return tuple(
         read_dense(files.root, module.path, reads="token_embeddings", activation="identity")
         for module in files.modules_of("Dense")

@@ -72,21 +72,13 @@ def with_base_model(folder: Path, config: EngineConfig) -> Path:
     return _assembled(_files(folder, base), written, _label(folder))
 
 
-def check_merged(folder: Path, config: Mapping[str, Any], *, generates: bool) -> None:
-    """Refuse an adapter that merged weights cannot represent. `config` is the model's."""
+def check_merged(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse an adapter of transposed weights. `config` is the model's."""
     values = read_json(folder / CONFIG)
     if values.get("fan_in_fan_out") or config.get("model_type") == "gpt2":
         raise _refused(
             f"the adapter in {folder} changes transposed weights (fan_in_fan_out), which are not merged; "
             "load it with --enable-lora --lora-modules NAME=FOLDER on its base"
-        )
-    adapter = read_lora(folder, folder.name)
-    tables = [module for module, target in adapter.targets.items() if target.is_table]
-    tables += [*adapter.tokens, *(name for name in adapter.saved if "embed" in name)]
-    if generates and config.get("tie_word_embeddings") and tables:
-        raise _refused(
-            f"the adapter in {folder} changes {tables[0]}, whose weight the language-model head shares; "
-            "merging it would change the head too. Serve it without generation"
         )
 
 

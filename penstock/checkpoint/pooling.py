@@ -70,7 +70,7 @@ def read_pooling(
 ) -> PoolingSpec:
     """`is_late`: Dense modules project token vectors of a late-interaction model, not the pooled one."""
     if files.modules and not architecture.family.has_own_pooling:
-        pooling = _from_modules(files, is_late=is_late)
+        pooling = pooling_of_modules(files, is_late=is_late)
         if architecture.family.is_dual:
             pooling = msgspec.structs.replace(pooling, methods=(architecture.family.pooling,))
     else:
@@ -93,7 +93,9 @@ def static_pooling(files: CheckpointFiles, pooler: PoolerConfig, *, normalize: b
             param="pooler_config",
         )
     pooling = (
-        _from_modules(files, is_late=False) if files.modules else PoolingSpec(("mean",), normalize=normalize)
+        pooling_of_modules(files, is_late=False)
+        if files.modules
+        else PoolingSpec(("mean",), normalize=normalize)
     )
     for module in files.modules[1:]:
         if module.kind not in _AFTER_STATIC:
@@ -134,7 +136,8 @@ def is_pooling_type(pooler: PoolerConfig, kind: str) -> bool:
     return pooler.pooling_type is not None and pooler.pooling_type.lower() == kind
 
 
-def _from_modules(files: CheckpointFiles, *, is_late: bool) -> PoolingSpec:
+def pooling_of_modules(files: CheckpointFiles, *, is_late: bool) -> PoolingSpec:
+    """What modules.json says."""
     methods: tuple[str, ...] = ("mean",)
     include_prompt = True
     quantizes = files.has_module(QUANTIZER_MODULE)

@@ -216,7 +216,8 @@ class ServeCommand(Command):
             ctx.default_map = read_config(file, self.params)
         names_model = _names_model(args)
         several = {"--served-model-name", "--lora-modules"}
-        if not several.isdisjoint(args) and (names_model or not args[0].startswith("-")):
+        first = next((number for number, arg in enumerate(args) if arg in several), None)
+        if first is not None and (names_model or has_argument(args[:first], self.params)):
             args = repeat_flags(args, several)
         else:  # a further value may be the model, but JSON cannot
             args = repeat_flags(args, {"--lora-modules"}, only=_is_json)
@@ -237,6 +238,18 @@ def _names_model(args: list[str]) -> bool:
 
 def _is_json(value: str) -> bool:
     return value.lstrip().startswith(("{", "["))
+
+
+def has_argument(args: Sequence[str], params: Sequence[Any]) -> bool:
+    """Whether there is one that is neither a flag nor the value of a flag."""
+    options = {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
+    rest = iter(args)
+    for arg in rest:
+        if not arg.startswith("-"):
+            return True
+        if (param := options.get(arg)) is not None and not getattr(param, "is_flag", False):
+            next(rest, None)
+    return False
 
 
 def repeat_flags(

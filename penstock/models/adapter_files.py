@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.checkpoint.adapters import LoraSpec, match_modules
+from penstock.checkpoint.adapters import LoraSpec, is_saved, match_modules
 from penstock.checkpoint.files import first_names
 from penstock.errors import ModelLoadError
 from penstock.layers.adapted_linear import SumOverRanks
@@ -204,6 +204,7 @@ class _Reader:
         """Whole weights that replace those of modules."""
         found: list[tuple[str, PartWeights | TableWeights]] = []
         modules = dict.fromkeys(name.rpartition(".")[0] for name in self.spec.saved)
+        self._check_all_saved(self.places[module] for module in modules if module in self.places)
         for module in modules:
             if (place := self.places.get(module)) is None:
                 continue
@@ -221,6 +222,15 @@ class _Reader:
                 rows_of_site = self._rows(place)
                 found.append((rows_of_site.site, self._whole(module, rows_of_site, weight)))
         return found
+
+    def _check_all_saved(self, places: Iterable[str]) -> None:
+        """Refuse a file that has some of the modules of `modules_to_save` and lacks others of the model."""
+        found = {self.sites.aliases[place].site if place in self.sites.aliases else place for place in places}
+        for site in (*self.sites.layers, *self.sites.tables):
+            if site not in found and is_saved(f"{site}.weight", self.spec.modules_to_save):
+                raise _refused(
+                    f"the adapter {self.spec.name!r} has no tensors of {site}, which modules_to_save names"
+                )
 
     def _whole(self, module: str, rows: SiteRows, weight: Tensor) -> PartWeights:
         layer, number = self.sites.layers[rows.site]

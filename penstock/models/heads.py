@@ -123,6 +123,8 @@ def add_masked_lm_head(
     names = shape.names
     vocabulary, width = words.shape
     tied = config.get("tie_word_embeddings", True)
+    if tied:
+        build.weights.check_tied(vocabulary, (names.decoder,))
     weight = words if tied else build.table(names.decoder, vocabulary, width)
     decoder_bias = f"{names.decoder}.bias"  # where tied, equal to the head's bias and often left out
     bias = names.bias if tied and build.weights.has(names.bias) else decoder_bias
@@ -196,8 +198,10 @@ def _output_name(build: LayerBuilder, config: Mapping[str, Any]) -> str | None:
 
 def _output_weight(words: Tensor, build: LayerBuilder, config: Mapping[str, Any]) -> Tensor:
     """The weight of the language-model head: the word table if the two are tied."""
-    name = _output_name(build, config)
-    return words if name is None else build.plain_weight(name, *words.shape)
+    if (name := _output_name(build, config)) is not None:
+        return build.plain_weight(name, *words.shape)
+    build.weights.check_tied(len(words), _OUTPUT_NAMES)
+    return words
 
 
 def _scaled(project: Callable[[Tensor], Tensor], config: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
@@ -243,6 +247,7 @@ def _divided_head(
     vocabulary = len(words)
     begin, end = shard.vocabulary(vocabulary)
     if (name := _output_name(build, config)) is None:
+        build.weights.check_tied(vocabulary, _OUTPUT_NAMES)
         build.share_table(words)
         own = words[begin:end]
     else:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from threading import Lock
 
 from penstock.checkpoint.adapter_files import adapter_digest, find_adapter
+from penstock.checkpoint.adapter_folder import check_folder
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig
 from penstock.errors import AdapterNotFound, BadValue, NotPossible, shown
@@ -55,6 +56,7 @@ class LocalAdapters:
         if name in self._loaded and not replace:
             raise BadValue(f"adapter {shown(name)} is loaded already; set replace=True", param="name")
         folder = find_adapter(path, download_dir=self._config.download_dir)
+        check_folder(folder, spec)
         adapter = LoadedAdapter(next(self._ids), name, adapter_digest(folder))
         try:
             self._engine.load_adapter(adapter.id, str(folder), name).result()

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.adapter_files import Marks, file_marks
+from penstock.checkpoint.adapter_files import Marks, adapter_digest, file_marks
 from penstock.checkpoint.adapters import LoraSpec, read_lora
 from penstock.errors import BadValue, EngineError, NotPossible
 from penstock.kernels.lora import rank_bucket
@@ -45,6 +45,19 @@ class HostAdapter(NamedTuple):
     copy: int = 0  # where other ranks have their parts of it: the number by which they know them
 
 
+class _Files(NamedTuple):
+    """The files of an adapter when it was loaded."""
+
+    marks: Marks
+    digest: str  # of their content
+
+    def marks_of_same(self, spec: LoraSpec) -> Marks:
+        """The marks of the files now, if they have the same content: they may have been copied again."""
+        if (marks := file_marks(spec.folder)) != self.marks and adapter_digest(spec.folder) != self.digest:
+            raise _changed(spec)
+        return marks
+
+
 class AdapterPool:
     """Takes adapters on, and gives those of a step their slots. `AdapterStore` describes its methods."""
 
@@ -63,7 +76,7 @@ class AdapterPool:
             1, thread_name_prefix="penstock-adapters", initializer=use_device, initargs=(device,)
         )
         self._specs: dict[int, LoraSpec] = {}  # that were loaded and not yet dropped
-        self._marks: dict[int, Marks] = {}  # of their files, as they were loaded
+        self._files: dict[int, _Files] = {}  # as they were loaded
         self._known: set[int] = set()  # that requests may choose
         self._used_ids: set[int] = set(range(len(sites.own)))
         self._host: OrderedDict[int, HostAdapter] = OrderedDict()  # the least recently used first
@@ -109,9 +122,9 @@ class AdapterPool:
         if adapter_id in self._used_ids:
             raise BadValue(f"adapter id {adapter_id} was used before", param="adapter")
         self._used_ids.add(adapter_id)
-        marks = file_marks(folder)
+        files = _Files(file_marks(folder), adapter_digest(folder))
         spec = read_lora(Path(folder), name)
-        adapter = self._read(spec, marks)
+        adapter = self._read(spec, files.marks)
         try:
             if self._pins and self._sites is not None:
                 with torch.inference_mode():
@@ -120,7 +133,7 @@ class AdapterPool:
             self._on_left_host(adapter)
             raise
         with self._lock:
-            self._specs[adapter_id], self._marks[adapter_id] = spec, marks
+            self._specs[adapter_id], self._files[adapter_id] = spec, files
             self._known.add(adapter_id)
             self._keep(adapter_id, adapter)
         log.info("adapter %s: rank %d on %s", name, spec.rank, ", ".join(spec.kinds))
@@ -156,7 +169,7 @@ class AdapterPool:
         if not unloaded:
             return
         for adapter_id in set(unloaded).difference(self.in_use()):
-            del self._specs[adapter_id], self._marks[adapter_id]
+            del self._specs[adapter_id], self._files[adapter_id]
             if (adapter := self._host.pop(adapter_id, None)) is not None:
                 self._on_left_host(adapter)
             if (slot := self._slots.pop(adapter_id, None)) is not None:
@@ -192,12 +205,13 @@ class AdapterPool:
             self._host.move_to_end(adapter_id)
             return None
         if (reading := self._reading.get(adapter_id)) is None:
-            spec, marks = self._specs[adapter_id], self._marks[adapter_id]
+            spec, files = self._specs[adapter_id], self._files[adapter_id]
 
             def read() -> HostAdapter:
                 try:
-                    check_marks(spec, marks)
+                    marks = files.marks_of_same(spec)
                     adapter = self._read(spec, marks)
+                    check_marks(spec, marks)
                     with self._lock:
                         self._keep(adapter_id, adapter)
                     return adapter
@@ -266,9 +280,13 @@ class AdapterPool:
 
 
 def check_marks(spec: LoraSpec, marks: Marks) -> None:
-    """Refuse files that have changed since the adapter was loaded."""
+    """Refuse files that have changed since they had these marks."""
     if file_marks(spec.folder) != marks:
-        raise EngineError(f"the files of adapter {spec.name!r} are not those that were loaded; load it again")
+        raise _changed(spec)
+
+
+def _changed(spec: LoraSpec) -> EngineError:
+    return EngineError(f"the files of adapter {spec.name!r} are not those that were loaded; load it again")
 
 
 def host_adapter(weights: ModuleWeights, pins: bool) -> HostAdapter:

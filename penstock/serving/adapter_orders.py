@@ -115,7 +115,9 @@ class AdapterOrders:
             )
         root, path = self._supervisor.config.lora_root, str(settings.get("path", ""))
         number = model.next_adapter_id()
-        change.reading = self._reader.submit(read_adapter, number, name, path, root, engine.download_dir)
+        change.reading = self._reader.submit(
+            read_adapter, number, name, path, model.spec, root, engine.download_dir
+        )
         change.reading.add_done_callback(lambda _: self._wake())
 
     def _begin_unload(self, change: _Change) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from penstock.checkpoint.adapter_files import adapter_digest, find_adapter
+from penstock.checkpoint.adapter_folder import check_folder
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, LoraModule, ModelConfig
 from penstock.errors import BadValue, ConfigError, NotPossible, shown
@@ -40,10 +41,16 @@ def check_name(name: str, spec: ModelSpec, model_names: Collection[str]) -> None
 
 
 def read_adapter(
-    adapter_id: int, name: str, path: str, root: str | None = None, download_dir: str | None = None
+    adapter_id: int,
+    name: str,
+    path: str,
+    spec: ModelSpec,
+    root: str | None = None,
+    download_dir: str | None = None,
 ) -> AdapterLaunch:
-    """An adapter whose files were found. Reads them all; may download them. Blocking."""
+    """An adapter for a model, whose files were found. Reads them all; may download them. Blocking."""
     folder = find_adapter(path, root, download_dir)
+    check_folder(folder, spec)
     return AdapterLaunch(adapter_id, name, str(folder), adapter_digest(folder), path)
 
 
@@ -58,12 +65,12 @@ def initial_adapters(
 ) -> tuple[AdapterLaunch, ...]:
     """The adapters that a model is loaded with."""
     return tuple(
-        read_adapter(next_id(), each.name, each.path, download_dir=config.download_dir)
+        read_adapter(next_id(), each.name, each.path, spec, download_dir=config.download_dir)
         for each in own_modules(config, spec)
     )
 
 
-def check_modules(config: EngineConfig, spec: ModelSpec, model_names: Collection[str] = ()) -> None:
+def check_lora_modules(config: EngineConfig, spec: ModelSpec, model_names: Collection[str] = ()) -> None:
     """Refuse `lora_modules` that cannot be served, before the model is loaded."""
     modules = own_modules(config, spec)
     if modules:
@@ -74,7 +81,7 @@ def check_modules(config: EngineConfig, spec: ModelSpec, model_names: Collection
             check_name(each.name, spec, {spec.name, *config.model_names[1:], *model_names})
             if each.name in seen:
                 raise BadValue(f"two adapters are called {each.name!r}; give one another name")
-            read_adapter(0, each.name, each.path, download_dir=config.download_dir)
+            read_adapter(0, each.name, each.path, spec, download_dir=config.download_dir)
         except (BadValue, NotPossible) as error:
             raise ConfigError(f"--lora-modules: {error.message}", param="lora_modules") from None
         seen.add(each.name)

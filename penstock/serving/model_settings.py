@@ -12,7 +12,7 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, ModelConfig, ServerConfig, from_mapping
 from penstock.errors import ConfigError
 from penstock.inputs.chat import ModelTemplate
-from penstock.serving.adapters import check_modules
+from penstock.serving.adapters import check_lora_modules
 
 _OWN = frozenset(ModelConfig.__struct_fields__) - {"engine"}  # the other settings are the engine's
 
@@ -43,7 +43,7 @@ def describe_model(settings: Mapping[str, Any], server: ServerConfig) -> tuple[M
     """A model's configuration, and what its files say about it; downloads them where needed."""
     config = model_config(settings, server)
     spec = describe(config.engine)
-    check_modules(config.engine, spec, config.aliases)
+    check_lora_modules(config.engine, spec, config.aliases)
     template = config.chat_template or server.chat_template
     if template is not None:
         _ = ModelTemplate(spec.path, template).template  # raises if it is not valid

@@ -96,6 +96,25 @@ class PeftMergedSource(WeightSource):
                 return min(found, key=len)
         return self._inner.prefix_of(*names)
 
+    def check_tied(self, vocabulary: int, heads: Sequence[str]) -> None:
+        """The adapter was trained on a table and a head of their own; merged, they would be one."""
+        spec = self._spec
+        changed = [
+            *match_modules(spec.modules, heads),
+            *(
+                name
+                for name, target in spec.targets.items()
+                if target.is_table and target.inputs == vocabulary
+            ),
+            *spec.tokens,
+            *(name for name, shape in spec.saved.items() if len(shape) == 2 and shape[0] == vocabulary),
+        ]
+        if changed:
+            raise self._refused(
+                f"changes {changed[0].removesuffix('.weight')}, but word table and head of this model share "
+                "one weight, so that merging it would change both; serve it for a task without the head"
+            )
+
     def check_all_read(self, ignored_tensors: Iterable[str]) -> list[str]:
         marks = tuple(ignored_tensors)
         unused = sorted(name for name in self._left if any(mark in f"{name}." for mark in marks))

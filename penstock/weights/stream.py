@@ -70,6 +70,10 @@ class WeightSource(ABC):
         """The names of all tensors; empty if every name exists, as with dummy weights."""
         return ()
 
+    def check_tied(self, vocabulary: int, heads: Sequence[str]) -> None:
+        """Refuse changes that tell a head with one of these names from the word table whose weight it has."""
+        return
+
     @abstractmethod
     def prefix_of(self, *names: str) -> str:
         """The prefix, such as "bert.", of the first of `names` that the checkpoint has."""

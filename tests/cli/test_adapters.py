@@ -54,6 +54,18 @@ def test_json_adapters_follow_one_flag_where_a_file_names_the_models(tmp_path: P
     assert context.params["models"] == ["model"]
 
 
+@pytest.mark.parametrize(
+    "before", [["model"], ["--port", "1", "model"], ["--enable-lora", "model", "--port=1"]]
+)
+def test_adapters_follow_one_flag_once_the_model_is_named(before: list[str]) -> None:
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    context = command.make_context("serve", [*before, "--lora-modules", "a=x", "b=y"])
+    assert context.params["engineconfig_lora_modules"] == ["a=x", "b=y"]
+    assert context.params["models"] == ["model"]
+    context = command.make_context("serve", ["--port", "1", "--lora-modules", "a=x", "model"])
+    assert context.params["models"] == ["model"]
+
+
 def test_an_adapter_with_its_folder_is_loaded_with_the_model() -> None:
     engine: EngineFields = {"lora_modules": (LoraModule("b", "/b"),)}
     assert AdapterFlag(adapter="a=/x=y").chosen(engine) == "a"

@@ -138,7 +138,7 @@ def test_whole_weights_of_an_adapter_are_divided_as_those_of_the_model(module: s
             tensors = {f"{name}.weight": torch.randn(shape, generator=draw)}
             tensors[f"{name}.bias"] = torch.randn(shape[:1], generator=draw)
             for slot in range(2):
-                specs.append(save_adapter(tmp_path / str(slot), tensors, r=1, modules_to_save=["dense"]))
+                specs.append(save_adapter(tmp_path / str(slot), tensors, r=1, modules_to_save=[name]))
         write_slots(sites, specs, group)
         return states(model, sites)
 

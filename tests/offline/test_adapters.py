@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -166,14 +167,19 @@ def test_a_request_whose_adapter_is_read_from_disk_holds_up_no_other(
     np.testing.assert_allclose(small.embed(TEXTS, adapter="a"), found, atol=1e-5)
 
 
-def test_an_adapter_whose_files_changed_is_not_read_again(
+def test_an_adapter_is_read_again_from_copies_of_its_files_and_not_from_others(
     small: Engine, bert: Adapted, tmp_path: Path
 ) -> None:
     folder = tmp_path / "changing"
     shutil.copytree(bert.adapters["a"], folder)
     small.load_adapter("changing", str(folder))
-    small.embed(TEXTS, adapter="changing")
+    found = small.embed(TEXTS, adapter="changing")
     small.embed(TEXTS, adapter="b")  # it leaves the device and host memory
+    shutil.rmtree(folder)
+    shutil.copytree(bert.adapters["a"], folder)
+    os.utime(folder / "adapter_model.safetensors", (0, 0))
+    np.testing.assert_allclose(small.embed(TEXTS, adapter="changing"), found, atol=1e-5)
+    small.embed(TEXTS, adapter="b")
     shutil.rmtree(folder)
     shutil.copytree(bert.adapters["b"], folder)
     with pytest.raises(EngineError, match="are not those that were loaded"):

@@ -132,6 +132,20 @@ def test_heads_in_modules_to_save_are_those_of_their_adapter(name: str, tmp_path
 CHOSEN_OF_TWO = (0, -1, 1, 0, 1, -1, 0)
 
 
+def test_a_head_of_which_the_file_lacks_a_layer_is_refused(tmp_path: Path) -> None:
+    base = ENCODERS["bert"].write(tmp_path / "base", "ForSequenceClassification")
+    write_adapter(base, tmp_path / "0", target_modules=["query"], modules_to_save=["classifier", "pooler"])
+    tensors = load_file(file := tmp_path / "0/adapter_model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if "pooler" not in name}, file)
+    with (
+        pytest.raises(
+            ModelLoadError, match=r"no tensors of bert\.pooler\.dense, which modules_to_save names"
+        ),
+        opened_with(tmp_path / "base", [tmp_path / "0"]),
+    ):
+        pass
+
+
 def test_token_classifiers_of_adapters_read_every_token(tmp_path: Path) -> None:
     base = ENCODERS["bert"].write(tmp_path / "base", "ForTokenClassification")
     adapted = [
@@ -175,6 +189,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "target_modules": ["query"],
         "trainable_token_indices": {"word_embeddings": [3, 7, 20, 64]},
     },
+    "some words of the table of inputs": {"target_modules": ["query"], "trainable_token_indices": [20, 3]},
 }
 
 

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from penstock import Engine, SamplingParams
 from penstock.checkpoint.describe import describe
-from penstock.config import EngineConfig
+from penstock.config import EngineConfig, PoolerConfig
 from penstock.errors import ModelLoadError
 from penstock.types import PoolingParams, Task, split_rows
 from tests.checkpoints import write_bert
 from tests.lora_models import TEXTS, adapted_embedder, adapted_llama, adapted_reranker
 from tests.parity import decoders
-from tests.parity.encoders import opened, reference_hidden
+from tests.parity.encoders import Case, opened, reference_hidden
 from tests.parity.lora import write_adapter
 from tests.parity.page_retrievers import DIM, Retriever, colpali_layout
 from tests.parity.qwen_vl import (
@@ -37,6 +37,7 @@ from tests.parity.qwen_vl import (
     write_model,
 )
 from tests.parity.reference import randomise
+from tests.parity.rerankers import QWEN3, write
 
 # Of vidore/colqwen2.5-v0.2: the layers of the language model, and the projection.
 PUBLISHED_TARGETS = (
@@ -270,13 +271,45 @@ def test_tensors_that_no_option_names_are_refused(tmp_path: Path) -> None:
         describe(EngineConfig(model=str(made.adapters["one"])))
 
 
-def test_a_head_that_shares_a_changed_table_is_refused_for_generation_alone(tmp_path: Path) -> None:
-    folder = decoders.FAMILIES["qwen3-causal-lm"].write(tmp_path / "base")
-    base: Any = transformers.Qwen3ForCausalLM.from_pretrained(folder).eval()
-    write_adapter(base, tmp_path / "adapter", target_modules=["embed_tokens"])
-    with pytest.raises(ModelLoadError, match="whose weight the language-model head shares"):
-        describe(EngineConfig(model=str(tmp_path / "adapter"), enable_generation=True))
-    assert describe(EngineConfig(model=str(tmp_path / "adapter"), enable_generation=False)).merges_adapter
+TIED = {  # what an adapter changes of a model whose head shares the word table
+    "table": {"target_modules": ["q_proj", "embed_tokens"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 7]},
+    "new table": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+    "new head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_changes_of_a_table_or_a_head_that_share_one_weight_are_refused(name: str, tmp_path: Path) -> None:
+    """In a model that reads the head, for texts or for the score of a token. An embedder does not."""
+    base = write(tmp_path / "base", "Qwen3ForCausalLM", tie_word_embeddings=True)
+    model: Any = transformers.Qwen3ForCausalLM.from_pretrained(base).eval()
+    write_adapter(model, tmp_path / "adapter", **TIED[name])
+    folder = tmp_path / "adapter"
+    for options in (
+        {"enable_generation": True},
+        {"enable_generation": False, "overrides": QWEN3, "score_template": "{query} {document}"},
+    ):
+        with (
+            pytest.raises(ModelLoadError, match=r"changes .*(embed_tokens|lm_head), but .* share one weight"),
+            opened(folder, **options),
+        ):
+            pass
+    with opened(folder, enable_generation=False, pooler_config=PoolerConfig(pooling_type="last")):
+        pass
+
+
+@pytest.mark.parametrize("changed", ["decoder", "word_embeddings"])
+def test_sparse_weights_are_not_merged_with_a_head_of_the_adapters_own(changed: str, tmp_path: Path) -> None:
+    base = Case("Bert").write(tmp_path / "base", "ForMaskedLM")
+    write_adapter(base, tmp_path / "adapter", target_modules=["query", changed])
+    _rewrite(tmp_path / "adapter", base_model_name_or_path=str(tmp_path / "base"))
+    with (
+        pytest.raises(ModelLoadError, match=rf"changes .*{changed}, but .* share one weight"),
+        opened(tmp_path / "adapter", pooler_config=PoolerConfig(pooling_type="splade")),
+    ):
+        pass
 
 
 def test_quantised_bases_transposed_weights_and_other_runners_are_refused(tmp_path: Path) -> None:

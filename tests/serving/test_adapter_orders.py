@@ -21,7 +21,7 @@ from penstock.config import (
     resolve,
 )
 from penstock.errors import ConfigError, ModelLoadError
-from penstock.serving.adapters import check_base_names, check_modules
+from penstock.serving.adapters import check_base_names, check_lora_modules
 from penstock.serving.control import (
     AdapterDone,
     AdapterLost,
@@ -290,18 +290,18 @@ def test_modules_of_the_command_line_are_checked_before_the_model_is_loaded(fold
 
     fine = config(LoraModule("a", str(folder)))
     spec = describe(fine)
-    check_modules(fine, spec)
+    check_lora_modules(fine, spec)
     for module, words in (
         (LoraModule("m", str(folder)), "a model has this name"),
         (LoraModule("query", str(folder)), "names a prompt"),
         (LoraModule("a:b", str(folder)), "a colon"),
     ):
         with pytest.raises(ConfigError, match=words):
-            check_modules(config(module), spec)
+            check_lora_modules(config(module), spec)
     with pytest.raises(ConfigError, match="two adapters are called 'a'"):
-        check_modules(config(LoraModule("a", str(folder)), LoraModule("a", str(folder))), spec)
+        check_lora_modules(config(LoraModule("a", str(folder)), LoraModule("a", str(folder))), spec)
     other = LoraModule("a", "/nothing", base_model_name="other")
-    check_modules(config(other), spec)  # for another model
+    check_lora_modules(config(other), spec)  # for another model
     models = [(ModelConfig(engine=fine), spec)]
     with pytest.raises(ConfigError, match="is for 'other', which this server does not have"):
         check_base_names([other], models)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig
-from penstock.serving.adapters import check_modules, initial_adapters
+from penstock.serving.adapters import check_lora_modules, initial_adapters
 from penstock.serving.launch import AdapterLaunch
 
 
@@ -19,5 +19,5 @@ def configured_adapters(
     config: EngineConfig, spec: ModelSpec, aliases: Sequence[str] = ()
 ) -> tuple[AdapterLaunch, ...]:
     """The adapters of `lora_modules`, in its order. Reads their files; may download them."""
-    check_modules(config, spec, aliases)
+    check_lora_modules(config, spec, aliases)
     return initial_adapters(config, spec, itertools.count(len(spec.adapters)).__next__)
