@@ -234,5 +234,5 @@ def test_an_image_with_more_patches_than_the_budget_is_refused_where_nothing_res
     kind = KINDS["siglip 2 naflex"]
     spec = spec_of(kind._replace(options=kind.options | {"do_resize": False}), tmp_path)
     assert prepare(noise(128, 128), spec).grid == (8, 8)
-    with pytest.raises(BadValue, match="72 patches, .* at most 64 patches of 16 × 16"):
+    with pytest.raises(BadValue, match=r"72 patches, .* at most 64 patches of 16 × 16"):
         prepare(noise(144, 128), spec)
