@@ -10,7 +10,7 @@ import msgspec
 import orjson
 
 from penstock.api.call import Call
-from penstock.api.images import message_images, prepared_images
+from penstock.api.images import RawContent, content_part, message_images, prepared_images, with_images
 from penstock.api.state import ServedModel
 from penstock.errors import BadValue
 from penstock.inputs.chat import ChatTemplate, has_image_parts, part_texts
@@ -163,6 +163,32 @@ async def conversation_rows(
         return await model.text.batcher.encode(texts, body.add_special_tokens, limit)
     prepared = await prepared_images(call, model, images, "messages")
     return [Rendered(own, text) for own, text in zip(prepared, texts, strict=True)]
+
+
+def is_plain(model: ServedModel, body: ConversationBody) -> bool:
+    """Whether messages are inputs without a frame: the model reads images and has no chat template."""
+    return model.spec.images is not None and body.chat_template is None and not model.text.chat.exists
+
+
+async def plain_inputs(call: Call, model: ServedModel, conversations: list[list[Message]]) -> list[Any]:
+    """The texts and images of each conversation as one input."""
+    items = [_plain_content(each) for each in conversations]
+    return await with_images(call, model, items, "messages")
+
+
+def _plain_content(messages: list[Message]) -> RawContent:
+    checked = check_messages(messages)
+    if [message["role"] for message in checked] != ["user"]:
+        raise BadValue(
+            "the model has no chat template, so a conversation is one message of the role 'user'; set "
+            "--chat-template for others",
+            param="messages",
+        )
+    content = checked[0]["content"]
+    parts = content if has_image_parts(content) else part_texts(content, 0)
+    if not parts:
+        raise BadValue("message 0 has no content", param="messages")
+    return tuple(content_part(part, "messages") for part in parts)
 
 
 def _size(content: Any) -> int:

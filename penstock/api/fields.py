@@ -33,7 +33,8 @@ class Refused:
 
 User = Annotated[str | None, NoEffect("the server does not distinguish users")]
 MediaOptions = Annotated[
-    dict[str, Any] | None, NoEffect("only images, audio and video have them, and they are refused")
+    dict[str, Any] | None,
+    Refused("images are read as the model's files and the server's flags say", accepts=(None, {})),
 ]
 CacheSalt = Annotated[str, msgspec.Meta(max_length=1024)]  # the engine keeps it as long as what it caches
 

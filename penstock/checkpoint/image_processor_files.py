@@ -99,6 +99,7 @@ class _Kind:
     size: Mapping[str, int] = field(default_factory=dict)
     is_square: bool = True  # one number as size means a square
     crop: int | None = None
+    can_crop: bool = True  # otherwise the class leaves do_center_crop unread
     is_normalized: bool = True
 
 
@@ -113,6 +114,8 @@ def _spec(
 ) -> ImageProcessorSpec:
     """The spec, with what all kinds have: filter, rescaling and normalisation."""
     resample = keys.take("resample", kind.resample)
+    if "resample" in keys.values and keys.values["resample"] is None:  # transformers fails, or takes any
+        raise keys.refuse("resample", None, "a filter of Pillow, 0 to 5")
     if resample not in range(6):
         raise keys.refuse("resample", resample, "a filter of Pillow, 0 to 5")
     factor = keys.number("rescale_factor", 1 / 255)
@@ -151,13 +154,15 @@ def _read_fixed(keys: ProcessorKeys, kind: _Kind) -> ImageProcessorSpec:
 
 
 def _fixed_geometry(keys: ProcessorKeys, kind: _Kind) -> FixedSize:
-    size = keys.size("size", kind.size, is_square=kind.is_square)
+    size = keys.size("size", kind.size, is_square=keys.flag("default_to_square", kind.is_square))
     crop = keys.size("crop_size", _square(kind.crop or 224), is_square=True)
     resize, edge = _height_width(size), size.get("shortest_edge")
     if set(size) not in ({"height", "width"}, {"shortest_edge"}):
         raise keys.refuse("size", size, "an object with height and width, or with shortest_edge")
     if not keys.flag("do_resize", True):
         resize = edge = None
+    if not kind.can_crop:
+        keys.off("do_center_crop")
     if keys.flag("do_center_crop", kind.crop is not None):
         if (cropped := _height_width(crop)) is None:
             raise keys.refuse("crop_size", crop, "an object with height and width")
@@ -284,7 +289,7 @@ _KINDS = {
     "CLIPImageProcessor": _Kind(
         _read_fixed, BICUBIC, _CLIP_MEAN, _CLIP_STD, {"shortest_edge": 224}, is_square=False, crop=224
     ),
-    "Gemma3ImageProcessor": _Kind(_read_fixed, BILINEAR, _HALF, _HALF, _square(224)),
+    "Gemma3ImageProcessor": _Kind(_read_fixed, BILINEAR, _HALF, _HALF, _square(224), can_crop=False),
     "Gemma4ImageProcessor": _Kind(
         _read_soft_tokens, BICUBIC, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), is_normalized=False
     ),

@@ -55,7 +55,8 @@ class ProcessorKeys:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self.take(key, default)
+        """Whether a step is on. Null switches it off, as in transformers."""
+        value = self.take(key, default and key not in self.values)
         if not isinstance(value, bool):
             raise self.refuse(key, value, "true or false")
         return value

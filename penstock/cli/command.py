@@ -206,8 +206,8 @@ class MultiValueCommand(Command):
 
 
 class ServeCommand(Command):
-    """Lets --served-model-name and --lora-modules take several values once the model is named, so that none
-    is taken for it. Reads --config before the other flags."""
+    """Lets --served-model-name, --lora-modules and --allowed-media-domains take several values once the model
+    is named, so that none is taken for it. Reads --config before the other flags."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         args = with_json_keys(plain_flags(args, self.params), _JSON_FLAGS)
@@ -215,10 +215,10 @@ class ServeCommand(Command):
         if file is not None:
             ctx.default_map = read_config(file, self.params)
         names_model = _names_model(args)
-        several = {"--served-model-name", "--lora-modules"}
+        several = {"--served-model-name", "--lora-modules", "--allowed-media-domains"}
         first = next((number for number, arg in enumerate(args) if arg in several), None)
         if first is not None and (names_model or has_argument(args[:first], self.params)):
-            args = repeat_flags(args, several)
+            args = join_hosts(repeat_flags(args, several - {"--allowed-media-domains"}))
         else:  # a further value may be the model, but JSON cannot
             args = repeat_flags(args, {"--lora-modules"}, only=_is_json)
         rest = super().parse_args(ctx, args)
@@ -266,4 +266,19 @@ def repeat_flags(
             if values > 1 and only(arg):
                 out.append(flag)
         out.append(arg)
+    return out
+
+
+def join_hosts(args: list[str]) -> list[str]:
+    """Join the hosts behind --allowed-media-domains by commas. A value with a slash is a model."""
+    out: list[str] = []
+    is_host = False  # whether the last value is one
+    for index, arg in enumerate(args):
+        if is_host and not arg.startswith("-") and "/" not in arg:
+            out[-1] += "," + arg
+            continue
+        out.append(arg)
+        is_host = (
+            index > 0 and args[index - 1] == "--allowed-media-domains" and not arg.startswith(("-", "["))
+        )
     return out

@@ -1058,7 +1058,7 @@ SERVER_FLAGS: tuple[Flag, ...] = (
     Flag(
         field="allowed_media_domains",
         panel=SERVER_PANEL,
-        metavar="HOST,...",
+        metavar="HOST [HOST...]",
         default="",
         convert=media_flags.media_domains,
         help="Hosts from which images are fetched when a request names a URL: a name, a name with a port, "

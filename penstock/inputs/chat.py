@@ -18,6 +18,7 @@ from penstock.errors import BadValue, ConfigError, PenstockError
 
 Message = Mapping[str, Any]
 _RESERVED = ("messages", "add_generation_prompt")  # not allowed in chat_template_kwargs
+_MARK = "\ue000end\ue000"  # stands in a prompt that is cut there
 _TESTS_FOR_NONE = re.compile(r"\b(?:is|is not|==|!=)\s+none\b", re.IGNORECASE)
 
 
@@ -72,6 +73,9 @@ class ChatTemplate:
                 raise BadValue(
                     f"chat_template_kwargs must not contain {name!r}", param="chat_template_kwargs"
                 )
+        is_blank = continue_final_message and not _last_text(messages[-1]).strip()
+        if is_blank:
+            messages = [*messages[:-1], _marked(messages[-1])]
         adapted = [self._adapt(message, index) for index, message in enumerate(messages)]
         values = {"tools": None, "documents": None, **self.special, **template_kwargs}
         try:
@@ -90,6 +94,8 @@ class ChatTemplate:
                 f"the chat template failed on these messages: {type(error).__name__}: {error}",
                 param="messages",
             ) from None
+        if is_blank:
+            return _up_to_mark(text)
         return _up_to_last_message(text, messages[-1]) if continue_final_message else text
 
     def _adapt(self, message: Message, index: int) -> dict[str, Any]:
@@ -160,21 +166,41 @@ def part_texts(content: Any, index: int) -> list[str]:
             )
         else:
             raise BadValue(
-                f"messages[{index}].content has a part of type {kind!r}; only text parts are supported",
+                f"messages[{index}].content has a part of type {kind!r}; use text, or image_url for a model "
+                "that reads images",
                 param="messages",
             )
     return texts
 
 
-def _up_to_last_message(text: str, message: Message) -> str:
-    """The prompt up to the end of the last message's text, so that the model continues it."""
+def _last_text(message: Message) -> str:
     content = message.get("content")
-    last = "" if not content else part_texts(content, -1)[-1]
-    words = last.strip()
-    if not words:
+    return "" if not content or has_image_parts(content) else part_texts(content, -1)[-1]
+
+
+def _marked(message: Message) -> Message:
+    """A last message without words, with a mark in their place: its prompt ends where they would begin."""
+    if (not (content := message.get("content")) and content != "") or has_image_parts(content):
         raise BadValue(
             "continue_final_message needs text in the last message", param="continue_final_message"
         )
+    return {**message, "content": _last_text(message) + _MARK}
+
+
+def _up_to_mark(text: str) -> str:
+    if text.count(_MARK) != 1:
+        raise BadValue(
+            "continue_final_message is not possible: the chat template writes the last message "
+            f"{text.count(_MARK)} times",
+            param="continue_final_message",
+        )
+    return text[: text.index(_MARK)]
+
+
+def _up_to_last_message(text: str, message: Message) -> str:
+    """The prompt up to the end of the last message's text, so that the model continues it."""
+    last = _last_text(message)
+    words = last.strip()
     at = text.rfind(words)
     if at < 0:
         raise BadValue(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar
@@ -18,6 +20,7 @@ from penstock.jobs.remote import is_remote, local_path, open_file_system, versio
 from penstock.jobs.rows import Chunk, Columns, Source, check_columns
 from penstock.jobs.tables import LanceSource, ParquetSource, TableSource
 
+log = logging.getLogger("penstock.jobs")
 STDIN = "-"
 BY_EXTENSION = {
     ".jsonl": InputFormat.JSONL,
@@ -131,9 +134,8 @@ def _find_local(path: Path, wanted: InputFormat | None) -> list[InputFile]:
 def _local_file(path: Path, wanted: InputFormat | None) -> InputFile:
     form = wanted or by_extension(path.name, BY_EXTENSION, "--format")
     stat = path.stat()
-    return InputFile(
-        location=str(path.resolve()), form=form, size=stat.st_size, version=str(stat.st_mtime_ns)
-    )
+    location = os.path.abspath(path)  # noqa: PTH100 - a link keeps its name
+    return InputFile(location=location, form=form, size=stat.st_size, version=str(stat.st_mtime_ns))
 
 
 def _is_visible(file: Path, folder: Path) -> bool:
@@ -178,6 +180,7 @@ def _with_known_extension(files: Sequence[str], folder: str, wanted: InputFormat
     """The files of a folder that can be read. With a format of its own, all of them."""
     known = [file for file in files if wanted or PurePosixPath(file).suffix.lower() in BY_EXTENSION]
     if known:
+        _log_left_out(sorted(set(files) - set(known)), folder)
         return known
     raise BadValue(f"{folder} holds no file of a known format ({', '.join(BY_EXTENSION)})", param="input")
 
@@ -185,6 +188,13 @@ def _with_known_extension(files: Sequence[str], folder: str, wanted: InputFormat
 def _check_stdin(wanted: InputFormat | None) -> None:
     if wanted not in (InputFormat.JSONL, InputFormat.CSV, InputFormat.TEXT):
         raise BadValue("stdin needs --format jsonl, csv or text", param="--format")
+
+
+def _log_left_out(files: Sequence[str], folder: str) -> None:
+    if files:
+        first = ", ".join(PurePosixPath(file).name for file in files[:3])
+        more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+        log.warning("files of %s that have no known extension are left out: %s%s", folder, first, more)
 
 
 def _open_stdin(wanted: InputFormat | None) -> Source:

@@ -254,6 +254,35 @@ def test_messages_with_images_are_rendered_by_the_chat_template(qwen: TestClient
     assert "times for 1 images" in refused(qwen, "/v1/embeddings", messages=claims)
 
 
+def test_messages_are_inputs_where_the_model_has_no_chat_template(
+    http: TestClient, clip: tuple[Path, DualReference]
+) -> None:
+    """As vLLM's clients send them to CLIP."""
+
+    def talk(*parts: Any) -> list[Any]:
+        return [{"role": "user", "content": list(parts)}]
+
+    text = {"type": "text", "text": "w1 w2"}
+    given = [talk(url_part(URIS[0])), talk(text), [{"role": "user", "content": "w4"}]]
+    wanted = np.concatenate([clip[1].images(PICTURES[:1]), clip[1].texts(["w1 w2", "w4"])])
+    assert np.abs(vectors(http, "/v1/embeddings", messages=given) - wanted).max() < 1e-5
+    one = vectors(http, "/v1/embeddings", messages=given[0], add_special_tokens=False)
+    assert np.abs(one[0] - wanted[0]).max() < 1e-5
+    assert "not both in one" in refused(http, "/v1/embeddings", messages=talk(url_part(URIS[0]), text))
+    for messages in ([*given[1], *given[1]], [{"role": "assistant", "content": "w4"}], [[]]):
+        assert "one message of the role 'user'" in refused(http, "/v1/embeddings", messages=messages)
+
+
+def test_options_of_the_image_processor_are_refused(qwen: TestClient) -> None:
+    """They change what a model sees."""
+    messages = [{"role": "user", "content": [url_part(URIS[0])]}]
+    for path in ("/v1/embeddings", "/v1/chat/completions"):
+        options = {"max_pixels": 100}
+        message = refused(qwen, path, messages=messages, mm_processor_kwargs=options)
+        assert "mm_processor_kwargs is not supported" in message
+        assert qwen.post(path, json={"messages": messages, "mm_processor_kwargs": {}}).status_code == 200
+
+
 def test_chat_answers_about_images(qwen: TestClient) -> None:
     def chat(uri: str) -> str:
         messages = [{"role": "user", "content": [url_part(uri), {"type": "text", "text": "what?"}]}]

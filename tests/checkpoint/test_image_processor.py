@@ -161,6 +161,15 @@ def test_a_folder_without_a_processor_has_none(tmp_path: Path) -> None:
         ({"image_std": [0, 0, 0]}, "numbers other than 0"),
         ({"image_mean": [0.5]}, "three numbers"),
         ({"do_resize": "yes"}, "true or false"),
+        ({"resample": None}, "resample = None, which is not supported; it has to be a filter of Pillow"),
+        (
+            {"image_processor_type": "ViTImageProcessor", "size": 224, "default_to_square": None},
+            "{'shortest_edge': 224}",
+        ),
+        (
+            {"image_processor_type": "Gemma3ImageProcessor", "size": 224, "do_center_crop": True},
+            "do_center_crop = True",
+        ),
         ({"crop_size": 224, "size": 99999, "do_center_crop": False}, "because do_center_crop is false"),
     ],
 )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import typer
 
+from penstock.cli.main import app
 from penstock.cli.media_flags import image_pixels, media_domains, media_folder, mm_limits
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
@@ -46,3 +48,15 @@ def test_no_more_pixels_are_accepted_than_the_decoder_takes() -> None:
     assert image_pixels(1000) == 1000
     with pytest.raises(ConfigError, match="use at most 178,956,970"):
         image_pixels(10**9)
+
+
+def test_one_flag_takes_several_hosts_once_the_model_is_named() -> None:
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    for given, models in (
+        (["clip", "--allowed-media-domains", "a.example", "b.example:9000", "--port", "1"], ["clip"]),
+        (["clip", "--allowed-media-domains", "a.example,b.example:9000", "org/other"], ["clip", "org/other"]),
+    ):
+        params = command.make_context("serve", given).params
+        domains = params["serverconfig_allowed_media_domains"]
+        assert media_domains(domains) == ("a.example", "b.example:9000")
+        assert params["models"] == models

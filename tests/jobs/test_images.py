@@ -96,6 +96,20 @@ def test_texts_and_images_in_one_input_are_refused(tmp_path: Path, photos: Path)
     assert "mixes images and texts" in error_of("embed", photos, "-o", tmp_path / "out.jsonl")
 
 
+def test_a_link_keeps_its_name_and_files_of_other_types_are_named(
+    tmp_path: Path, photos: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The hub's cache has links to files whose names are hashes."""
+    blob = tmp_path / "0f3a"
+    (photos / "0.png").rename(blob)
+    (photos / "0.png").symlink_to(blob)
+    (photos / "3.heic").write_bytes(b"")
+    with caplog.at_level("WARNING", "penstock.jobs"):
+        files = find_files([str(photos)], None)
+    assert [file.location for file in files] == [str(photos / f"{number}.png") for number in range(3)]
+    assert "no known extension are left out: 3.heic" in caplog.text
+
+
 def test_a_model_of_texts_refuses_images(tmp_path: Path, photos: Path) -> None:
     message = error_of("embed", photos, "-o", tmp_path / "out.jsonl", "--device", "null")
     assert "reads no images" in message

@@ -176,7 +176,7 @@ def input_text(given: JinaInput, name: str, model: ServedModel) -> str:
     if other is not None:
         raise NotPossible(f"model {model.spec.name} reads texts, not `{other}`", param=name)
     if given.text is None:
-        raise BadValue(f"{name} has an object without `text`", param=name)
+        raise BadValue(f"{name} has an object without `text` or `image`", param=name)
     return given.text
 
 

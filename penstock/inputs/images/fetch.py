@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-from urllib.parse import SplitResult, urljoin, urlsplit
+from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from penstock.errors import BadValue
 from penstock.inputs.images.decode import ImageLimits
@@ -27,6 +27,7 @@ MAX_URL_CHARS = 8192
 _CHUNK = 1 << 16
 _REDIRECTS = (301, 302, 303, 307, 308)
 _PORTS = {"http": 80, "https": 443}
+_URL_MARKS = "%/:=&?~#+!$,;'@()*[]"  # what stays as it is; letters beyond ASCII are escaped
 _HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "penstock"}
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -159,7 +160,7 @@ def _get(url: SplitResult, addresses: Sequence[Address], limits: ImageLimits, de
 def _read(
     connection: _PinnedConnection, url: SplitResult, limits: ImageLimits, deadline: float
 ) -> bytes | str:
-    target = (url.path or "/") + (f"?{url.query}" if url.query else "")
+    target = quote((url.path or "/") + (f"?{url.query}" if url.query else ""), safe=_URL_MARKS)
     connection.request("GET", target, headers=_HEADERS)
     response = connection.getresponse()
     if response.status in _REDIRECTS and (location := response.headers.get("Location")):
@@ -168,13 +169,16 @@ def _read(
         raise BadValue(f"{_shown(url)} answered with status {response.status}")
     if response.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise BadValue(f"{_shown(url)} answered with a compressed body, which is not read")
-    if (stated := response.headers.get("Content-Length", "")).isdigit():
+    stated = response.headers.get("Content-Length", "")
+    if is_stated := stated.isdecimal() and stated.isascii():
         limits.check_bytes(int(stated))
     body = bytearray()
     while part := response.read1(_CHUNK):
         body += part
         limits.check_bytes(len(body))
     _left(url, deadline)
+    if is_stated and not response.chunked and len(body) < int(stated):
+        raise BadValue(f"{_shown(url)} ended after {len(body):,} of {int(stated):,} bytes")
     return bytes(body)
 
 

@@ -83,6 +83,7 @@ def _resized(image: Image.Image, spec: ImageProcessorSpec) -> Image.Image:
                 f"an image has {_words(size)} pixels, and the model's processor does not resize; send images "
                 f"whose sides are multiples of {side}"
             )
+        _check_patches((size[0] // spec.patch_size) * (size[1] // spec.patch_size), spec)
         return image
     if isinstance(geometry, PixelRange):
         if geometry.first_range is not None:
@@ -95,6 +96,15 @@ def _resized(image: Image.Image, spec: ImageProcessorSpec) -> Image.Image:
     else:
         size = sizes.within_tokens(size, side, geometry.max_soft_tokens)
     return _resize(image, size, spec.resample)
+
+
+def _check_patches(count: int, spec: ImageProcessorSpec) -> None:
+    """Refuse an image that is not resized and has more patches than the tower has room for."""
+    if not isinstance(spec.geometry, PixelRange) and count > spec.max_patches:
+        raise BadValue(
+            f"an image has {count:,} patches, and the model's processor does not resize; send images of at "
+            f"most {spec.max_patches:,} patches of {spec.patch_size} × {spec.patch_size} pixels"
+        )
 
 
 def _merged(spec: ImageProcessorSpec) -> int:

@@ -88,6 +88,12 @@ KINDS = {
     "clip without resizing": Kind(
         "CLIPImageProcessor", {"do_resize": False}, _vision(32, 224, "clip_vision_model"), _one
     ),
+    "clip, steps of null": Kind(
+        "CLIPImageProcessor",
+        {"do_center_crop": None, "do_normalize": None, "size": SQUARE},
+        _vision(14, 70, "clip_vision_model"),
+        _one,
+    ),
     "siglip": Kind("SiglipImageProcessor", {"size": {"height": 100, "width": 100}}, _vision(14, 100), _one),
     "siglip, plain values": Kind(
         "SiglipImageProcessor",
@@ -111,6 +117,12 @@ KINDS = {
         _qwen,
     ),
     "gemma 4": Kind("Gemma4ImageProcessor", {"max_soft_tokens": 70}, _vision(16), _gemma4),
+    "idefics 3, splitting of null": Kind(
+        "Idefics3ImageProcessor",
+        {"do_image_splitting": None, "max_image_size": {"longest_edge": 128}, "return_row_col_info": True},
+        _vision(16, 128) | {"scale_factor": 4},
+        _tiled,
+    ),
     "idefics 3": Kind(
         "Idefics3ImageProcessor",
         {"size": {"longest_edge": 360}, "max_image_size": {"longest_edge": 120}, "return_row_col_info": True},
@@ -216,3 +228,11 @@ def test_an_image_of_another_size_is_refused_where_the_processor_does_not_resize
         prepare(noise(100, 99), spec)
     saved = json.loads((tmp_path / "preprocessor_config.json").read_text())
     assert saved["do_resize"] is False
+
+
+def test_an_image_with_more_patches_than_the_budget_is_refused_where_nothing_resizes(tmp_path: Path) -> None:
+    kind = KINDS["siglip 2 naflex"]
+    spec = spec_of(kind._replace(options=kind.options | {"do_resize": False}), tmp_path)
+    assert prepare(noise(128, 128), spec).grid == (8, 8)
+    with pytest.raises(BadValue, match=r"72 patches, .* at most 64 patches of 16 × 16"):
+        prepare(noise(144, 128), spec)

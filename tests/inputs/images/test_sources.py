@@ -122,8 +122,9 @@ def web_server(answer: Answer) -> Iterator[int]:
 
 def _send(handler: BaseHTTPRequestHandler, body: bytes, status: int = 200, **headers: str) -> None:
     handler.send_response(status)
-    for name, value in {"Content-Length": str(len(body)), **headers}.items():
-        handler.send_header(name.replace("_", "-"), value)
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    for name, value in {"Content-Length": str(len(body)), **named}.items():
+        handler.send_header(name, value)
     handler.end_headers()
     handler.wfile.write(body)
 
@@ -144,6 +145,8 @@ def test_an_image_is_fetched_from_a_host_that_is_named() -> None:
     with web_server(answer) as port:
         assert _fetch((f"127.0.0.1:{port}",), f"http://127.0.0.1:{port}/a.png?b=1") == PNG
         assert asked == [("/a.png?b=1", f"127.0.0.1:{port}")]
+        assert _fetch((f"127.0.0.1:{port}",), f"http://127.0.0.1:{port}/ä%20b.png?c=ü") == PNG
+        assert asked.pop()[0] == "/%C3%A4%20b.png?c=%C3%BC"
         with pytest.raises(BadValue, match=r"names 127\.0\.0\.1\. Send"):
             _fetch(("127.0.0.1",), f"http://127.0.0.1:{port}/a.png")  # another port than http has
         assert len(asked) == 1
@@ -200,6 +203,7 @@ def test_public_addresses_are_told_from_private_ones(address: str, expected: boo
         (lambda h: _send(h, b"gone", 404), "status 404"),
         (lambda h: _send(h, bytes(20_000)), "max-image-mb"),
         (lambda h: _send(h, PNG, Content_Encoding="gzip"), "compressed body"),
+        (lambda h: _send(h, PNG, Content_Length="9999"), f"ended after {len(PNG)} of 9,999 bytes"),
     ],
 )
 def test_answers_that_are_not_accepted_name_the_reason(answer: Answer, message: str) -> None:

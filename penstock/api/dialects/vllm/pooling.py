@@ -17,7 +17,9 @@ from penstock.api.conversations import (
     Message,
     are_conversations,
     conversation_rows,
+    is_plain,
     listed_conversations,
+    plain_inputs,
 )
 from penstock.api.embeddings import EmbeddingsAnswer, embedding_items, vectors
 from penstock.api.fields import ChunkFields, InputFields, MediaOptions, agreed
@@ -123,6 +125,10 @@ async def _take_conversations(call: Call, body: ChatBody) -> None:
         raise BadValue(f"{given} does not apply to messages; write it into a message", param=given)
     conversations = listed_conversations(body.messages, body.input)
     check_num_rows(call, len(conversations), "messages")
+    if is_plain(model, body):
+        body.add_special_tokens = True  # no template writes them
+        body.input = await plain_inputs(call, model, conversations)
+        return
     may_be_long = isinstance(body, ChunkFields) and (body.wants_chunks or model.default_chunking != "none")
     options = body.options()
     limit = None if may_be_long else model.text.processor.row_limit(PoolingParams(), options)
