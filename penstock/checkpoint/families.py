@@ -576,6 +576,9 @@ def read_architecture(file: Path, config: Mapping[str, Any], *, native: bool = T
     return find_architecture(name, config) if native else _any_architecture(name, config)
 
 
+_ROPE_KEYS = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"})
+
+
 def text_tower(architecture: Architecture, file: Path, config: dict[str, Any]) -> dict[str, Any]:
     """The configuration of the part that reads text: all of `config`, unless the family nests it.
 
@@ -593,7 +596,10 @@ def text_tower(architecture: Architecture, file: Path, config: dict[str, Any]) -
         )
     if not isinstance(nested, dict):
         raise ModelLoadError(f"{file} has text_config = {nested!r}; it has to be an object", param="model")
-    outer = {key: value for key, value in config.items() if key != "text_config"}
+    hidden = {"text_config"}
+    if any(nested.get(key) for key in _ROPE_KEYS):  # these mean something together only
+        hidden |= _ROPE_KEYS
+    outer = {key: value for key, value in config.items() if key not in hidden}
     named: dict[str, Any] = {key: config[key] for key in ("architectures", "model_type") if key in config}
     named["text_model_type"] = nested.get("model_type")
     family = architecture.family
