@@ -123,6 +123,19 @@ def test_every_dialect_gives_the_vectors_of_the_reference(
     assert answer.json()["usage"]["image_pixels"] == 40 * 30 + 21 * 50
 
 
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_coheres_billed_units_count_images_where_there_are_any(http: TestClient, version: str) -> None:
+    def billed(**body: Any) -> dict[str, int]:
+        answer = http.post(f"/{version}/embed", json={"embedding_types": ["float"], **body})
+        units: dict[str, int] = answer.json()["meta"]["billed_units"]
+        return units
+
+    assert billed(images=URIS, input_type="image")["images"] == len(URIS)
+    text = content({"type": "text", "text": "w1 w2"})
+    assert billed(inputs=[text, content(url_part(URIS[0]))])["images"] == 1
+    assert "images" not in billed(texts=["w1 w2"])
+
+
 def test_files_below_the_allowed_folder_are_read_and_others_are_not(http: TestClient) -> None:
     media = http.media  # type: ignore[attr-defined]
     by_file = vectors(http, "/v1/embeddings", input=[{"image": f"file://{media}/a.png"}])
