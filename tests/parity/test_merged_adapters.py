@@ -46,6 +46,24 @@ PUBLISHED_TARGETS = (
 PAGES = [make_row(4, (6, 8), 5, seed=3), make_row(9, seed=5)]
 
 
+def test_an_adapter_of_a_reranker_that_only_its_name_identifies_is_asked_the_same(tmp_path: Path) -> None:
+    language_model = write(tmp_path / "lm", "Qwen3ForCausalLM")
+    base = tmp_path / "Qwen3-Reranker-0.6B-seq-cls"
+    config = transformers.AutoConfig.from_pretrained(language_model, num_labels=1)
+    model = transformers.Qwen3ForSequenceClassification(config).eval()
+    randomise(model, seed=2)
+    model.save_pretrained(base)
+    transformers.AutoTokenizer.from_pretrained(language_model).save_pretrained(base)
+    adapter = tmp_path / "tenant"
+    write_adapter(model, adapter, 4, target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS")
+    query, documents = "how long is the water?", ["the water was long", "a field"]
+    with Engine(str(base), device="cpu", dtype="float32", enable_lora=True) as engine:
+        engine.load_adapter("tenant", str(adapter))
+        wanted = engine.score(query, documents, adapter="tenant")
+    with Engine(str(adapter), base_model=str(base), device="cpu", dtype="float32") as engine:
+        np.testing.assert_allclose(engine.score(query, documents), wanted, atol=1e-5)
+
+
 def test_an_adapter_of_a_text_embedder_is_served_with_its_base(tmp_path: Path) -> None:
     made = adapted_embedder(tmp_path, "one")
     with Engine(str(made.adapters["one"]), device="cpu", dtype="float32") as engine:
