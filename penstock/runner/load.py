@@ -470,7 +470,7 @@ def warm_up_runner(
     def pooled() -> None:
         warmup.warm_up(runner, longest, lengths)
         if runner.images is not None:
-            warmup.warm_up_images(runner, spec, len(runner.images.store))
+            warmup.warm_up_images(runner, spec, len(runner.images.store), longest)
         if settings.chunked and blocks >= 3 and settings.max_model_len >= 2 * BLOCK_SIZE:
             warmup.warm_up_chunked_prefill(runner, BLOCK_SIZE)
 
