@@ -173,7 +173,7 @@ async def conversation_rows(
 
 
 def _without_images(message: Message) -> Message:
-    content = message.get("content")
+    content: Any = message.get("content")
     if not has_image_parts(content):
         return message
     return {**message, "content": [part for part in content if not is_image_part(part)]}
@@ -189,8 +189,8 @@ def _text_or_image(images: tuple[PreparedImage, ...], text: str, token_ids: Any)
             f"{len(images)} images" if len(images) > 1 else f"the text {shown(text.strip())} with an image"
         )
         raise BadValue(
-            f"a conversation has {beside} once the chat template has rendered it; this model embeds a text or "
-            "one image. Send them as separate conversations, with a chat template that writes contents only",
+            f"a conversation has {beside} once the chat template has rendered it; this model embeds a text "
+            "or one image. Send them as separate conversations, with a chat template that writes contents only",
             param="messages",
         )
     return images[0]

@@ -659,8 +659,9 @@ def _generate_calls(prompts: Inputs, sampling: Sampling, add_special_tokens: boo
     """One call for all prompts, or one for each where they have their own parameters."""
     if sampling is None or isinstance(sampling, SamplingParams):
         return [_generate(TextPrompts(prompts=prompts, add_special_tokens=add_special_tokens), sampling)]
-    if isinstance(sampling, str) or not isinstance(sampling, Sequence):
-        raise _wrong_sampling(sampling)
+    given: object = sampling
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise _wrong_sampling(given)
     rows: list[Any] = [prompts] if num_inputs(prompts) == 1 and not _is_nested(prompts) else list(prompts)
     if len(sampling) != len(rows):
         raise BadValue(f"{len(sampling)} sampling parameters for {len(rows)} prompts", param="sampling")
