@@ -67,7 +67,7 @@ def rope_options(
 
 
 def _check_trained_length(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:
-    """Refuse a trained length beside the rotary options, where transformers does not look for it."""
+    """Refuse a trained length beside the rotary options, where transformers ignores it."""
     name, limit = "original_max_position_embeddings", config.get("max_position_embeddings")
     needs_length = (scaling.get("rope_type") or scaling.get("type")) in ("yarn", "llama3")
     outside = config.get(name)
