@@ -190,7 +190,7 @@ def _text_or_image(images: tuple[PreparedImage, ...], text: str, token_ids: Any)
         )
         raise BadValue(
             f"a conversation has {beside} once the chat template has rendered it; this model embeds a text "
-            "or one image. Send them as separate conversations, with a chat template that writes contents only",
+            "or one image. Send separate conversations, with a chat template that writes contents only",
             param="messages",
         )
     return images[0]
