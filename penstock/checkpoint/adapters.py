@@ -75,6 +75,8 @@ _HARMLESS |= {
     "runtime_config",
     "ensure_weight_tying",
 }
+LACKING = "adapter %r has no tensors for modules that target_modules names, which stay as they are: %s"
+_NUMBER = re.compile(r"\d+")
 _FLOATS = ("F", "BF")  # types of tensors begin so: F64, F32, F16, BF16, F8_E4M3 …
 _PARTS = (  # of the names of tensors, after that of their module
     ".lora_A.weight",
@@ -220,7 +222,21 @@ class TargetRule(NamedTuple):
     is_list: bool  # by the ends of their names, and not by an expression for whole names
 
 
-def target_rule(folder: Path) -> TargetRule:
+def named_modules(spec: LoraSpec, changed: Mapping[str, str], others: Iterable[str]) -> list[str]:
+    """Those of the model's `others` that the adapter's options name, though its file has no tensors of them.
+    `changed`: the name in the file of each module that the adapter changes, by that in the model."""
+    rule = _target_rule(Path(spec.folder))
+    alike = {_NUMBER.sub("#", place): (place, module) for place, module in changed.items()}
+    found = []
+    for name in others:
+        place, module = alike.get(_NUMBER.sub("#", name), ("", ""))
+        in_file = module.replace(place, name) if place and place in module else name
+        if (place or rule.is_list) and rule.names(in_file):
+            found.append(name)
+    return found
+
+
+def _target_rule(folder: Path) -> TargetRule:
     config = _Config.read(read_json(file := folder / CONFIG), file)
     return TargetRule(config.names, not isinstance(config.target_modules, str))
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.checkpoint.adapters import LoraSpec, is_saved, match_modules, target_rule
+from penstock.checkpoint.adapters import LACKING, LoraSpec, is_saved, match_modules, named_modules
 from penstock.checkpoint.files import first_names
 from penstock.errors import ModelLoadError
 from penstock.layers.adapted_linear import SumOverRanks
@@ -26,7 +24,6 @@ from penstock.weights.adapters import (
 )
 
 log = logging.getLogger("penstock.adapters")
-_NUMBER = re.compile(r"\d+")
 
 
 def read_adapter(
@@ -112,33 +109,23 @@ class _Reader:
         if len(set(places.values())) < len(places):
             raise _refused(f"the adapter {spec.name!r} names a module of the model twice")
         if lacking := self._lacking(places):
-            log.warning(
-                "adapter %r has no tensors for modules that target_modules names, which stay as they are: %s",
-                spec.name,
-                first_names(lacking),
-            )
+            log.warning(LACKING, spec.name, first_names(lacking))
         return places
 
     def _lacking(self, places: Mapping[str, str]) -> list[str]:
         """The model's modules that the adapter's options name and its file does not have."""
-        rule = target_rule(Path(self.spec.folder))
+        layers = {place: module for module, place in places.items() if place not in self.sites.tables}
         changed: dict[str, list[SiteRows]] = {}
-        alike = {}  # the names of a changed module, here and in the file, by its name without numbers
-        for module, place in places.items():
-            if place not in self.sites.tables:
-                rows = self._rows(place)
-                changed.setdefault(rows.site, []).append(rows)
-                alike[_NUMBER.sub("#", place)] = place, module
-        lacking: dict[SiteRows, str] = {}
-        for name in (*self.sites.layers, *self.sites.aliases):
+        for rows in map(self._rows, layers):
+            changed.setdefault(rows.site, []).append(rows)
+        others: dict[SiteRows, str] = {}  # under the first of its names
+        for name in named_modules(self.spec, layers, (*self.sites.layers, *self.sites.aliases)):
             rows = self._rows(name)
-            if any(rows.begin < each.end and each.begin < rows.end for each in changed.get(rows.site, ())):
-                continue
-            place, module = alike.get(_NUMBER.sub("#", name), ("", ""))
-            in_file = module.replace(place, name) if place and place in module else name
-            if (place or rule.is_list) and rule.names(in_file):
-                lacking.setdefault(rows, name)
-        return list(lacking.values())
+            if not any(
+                rows.begin < each.end and each.begin < rows.end for each in changed.get(rows.site, ())
+            ):
+                others.setdefault(rows, name)
+        return list(others.values())
 
     def _rows(self, place: str) -> SiteRows:
         if (rows := self.sites.aliases.get(place)) is not None:
