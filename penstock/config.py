@@ -332,6 +332,35 @@ def available_cpus() -> int:
     return os.cpu_count() or 1
 
 
+def check_settings(config: EngineConfig, model: ModelFacts) -> None:
+    """Raise `ConfigError` for settings that `resolve` refuses on every machine on which the engine may run.
+
+    Needs nothing of the machine, so it can run before an engine process has looked at its devices.
+    """
+    cpus = available_cpus()
+    cpu = Machine(cpus=cpus, cuda=False)
+    gpus = Machine(cpus=cpus, cuda=True, bf16=True, fp8=True, num_gpus=MAX_TENSOR_PARALLEL_SIZE)
+    possible = [gpus] if config.device.startswith("cuda") else [cpu]
+    if config.device == "auto":
+        possible = [cpu, gpus]
+    refusals: list[ConfigError] = []
+    for machine in possible:
+        try:
+            resolve(config, model, machine)
+        except ConfigError as error:
+            refusals.append(error)
+    if len(refusals) == len(possible):
+        raise refusals[0]
+
+
+def unused_settings(config: EngineConfig, model: ModelFacts) -> tuple[str, ...]:
+    """Fields that are set but change nothing for this model. Models of one server may share settings, so
+    these are no errors."""
+    if model.generates:
+        return ()
+    return tuple(name for name in ("target_itl_ms", "max_num_partial_prefills") if getattr(config, name))
+
+
 def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolved:
     """Settle every "auto"; raise `ConfigError` for settings that cannot work together."""
     generate_prefixes = model.generates and config.enable_prefix_caching is not False

@@ -467,7 +467,7 @@ class Timings(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedVectors:
-    """Where the vectors of a request's rows lie in the store that scores read from."""
+    """Where the vectors of a request's rows are in the store that scores read from."""
 
     starts: Ints  # [rows], -1: nowhere
     lengths: Ints  # [rows], vectors of each row

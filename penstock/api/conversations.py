@@ -12,10 +12,11 @@ import orjson
 from penstock.api.call import Call
 from penstock.api.images import RawContent, content_part, message_images, prepared_images, with_images
 from penstock.api.state import ServedModel
-from penstock.errors import BadValue
-from penstock.inputs.chat import ChatTemplate, has_image_parts, part_texts
+from penstock.errors import BadValue, shown
+from penstock.inputs.chat import ChatTemplate, has_image_parts, is_image_part, part_texts
 from penstock.inputs.images.content import Rendered
 from penstock.inputs.long_texts import RowLimit
+from penstock.types import PreparedImage
 
 Message = dict[str, Any]
 Conversations = list[Message | list[Message]]  # one conversation, or a list of them
@@ -153,15 +154,21 @@ async def conversation_rows(
     limit: RowLimit | None = None,
 ) -> list[Any]:
     """The token ids of each conversation. They are not texts: no prompt of the model goes before them. Where
-    one has images, all are rendered texts with their images."""
+    one has images, all are rendered texts with their images; a model with a tower for each reads either."""
     check_template(call, body.chat_template)
     checked = [check_messages(each) for each in conversations]
     images = [message_images(each) for each in conversations]
+    if model.spec.dual is not None and any(images):
+        checked = [[_without_images(message) for message in each] for each in checked]
     size = sum(_size(message["content"]) for each in checked for message in each)
     texts = await model.text.batcher.call(partial(_render, model, body, checked), size)
     if not any(images):
         return await model.text.batcher.encode(texts, body.add_special_tokens, limit)
     prepared = await prepared_images(call, model, images, "messages")
+    if model.spec.dual is not None:
+        rows = await model.text.batcher.encode(texts, body.add_special_tokens, limit)
+        parts = zip(prepared, texts, rows, strict=True)
+        return [_text_or_image(own, text, row) for own, text, row in parts]
     return [Rendered(own, text) for own, text in zip(prepared, texts, strict=True)]
 
 
@@ -189,6 +196,30 @@ def _plain_content(messages: list[Message]) -> RawContent:
     if not parts:
         raise BadValue("message 0 has no content", param="messages")
     return tuple(content_part(part, "messages") for part in parts)
+
+
+def _without_images(message: Message) -> Message:
+    content: Any = message.get("content")
+    if not has_image_parts(content):
+        return message
+    return {**message, "content": [part for part in content if not is_image_part(part)]}
+
+
+def _text_or_image(images: tuple[PreparedImage, ...], text: str, token_ids: Any) -> Any:
+    """A conversation as an input of a model that reads a text or an image. `text` is rendered without the
+    images."""
+    if not images:
+        return token_ids
+    if len(images) > 1 or text.strip():
+        beside = (
+            f"{len(images)} images" if len(images) > 1 else f"the text {shown(text.strip())} with an image"
+        )
+        raise BadValue(
+            f"a conversation has {beside} once the chat template has rendered it; this model embeds a text "
+            "or one image. Send separate conversations, with a chat template that writes contents only",
+            param="messages",
+        )
+    return images[0]
 
 
 def _size(content: Any) -> int:

@@ -150,8 +150,9 @@ class ModelTableFollower:
             self._orders.pop(number, None)
         if answer.error is not None:
             if answer.kind:
-                raise revive(answer.kind, answer.error, None)
-            raise (BadValue if answer.is_client_error else OrderFailed)(answer.error)
+                raise revive(answer.kind, answer.error, answer.param)
+            kind = BadValue if answer.is_client_error else OrderFailed
+            raise kind(answer.error, param=answer.param)
         return answer
 
     def _send(self, message: FromApi) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import filecmp
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,10 +15,11 @@ from typing import NamedTuple
 import msgspec
 from tokenizers import Tokenizer
 
-from penstock.checkpoint.adapters import read_lora
+from penstock.checkpoint.adapters import CONFIG, read_lora
 from penstock.checkpoint.dense import DenseSpec, LayerNormSpec, ModuleSpec
 from penstock.checkpoint.families import find_architecture
 from penstock.checkpoint.files import MAX_JSON_BYTES, first_names, optional_json, weight_files
+from penstock.checkpoint.identity import names_of
 from penstock.checkpoint.late import dense_modules
 from penstock.checkpoint.layout import read_files, read_layout
 from penstock.checkpoint.pooling import PoolingSpec, pooling_of_modules
@@ -26,6 +28,7 @@ from penstock.errors import ModelLoadError
 from penstock.types import Task
 
 log = logging.getLogger("penstock.adapters")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 class _Step(NamedTuple):
@@ -38,8 +41,30 @@ class _Step(NamedTuple):
 def check_folder(folder: Path, spec: ModelSpec) -> None:
     """Refuse an adapter that was trained with another pooling, with other layers after the model, or with
     tokens that the model's tokenizer lacks."""
+    _report_base(folder, spec)
     _check_modules(folder, spec)
     _check_tokens(folder, spec)
+
+
+def _report_base(folder: Path, spec: ModelSpec) -> None:
+    """Warn if both the adapter's base model and the served one are known by hub ids, of different models.
+    Copies of a model under another organisation have its name."""
+    base = optional_json(folder / CONFIG).get("base_model_name_or_path")
+    served = [name for name in names_of(spec.root_path, "") if "/" in name]
+    if not served or not isinstance(base, str) or not _HUB_ID.fullmatch(base) or Path(base).exists():
+        return
+    if all(_model_name(base) != _model_name(name) for name in served):
+        log.warning(
+            "the adapter in %s was trained on %s, as its %s says; it is loaded on %s",
+            folder,
+            base,
+            CONFIG,
+            served[0],
+        )
+
+
+def _model_name(hub_id: str) -> str:
+    return hub_id.lower().rpartition("/")[2]
 
 
 def _check_modules(folder: Path, spec: ModelSpec) -> None:

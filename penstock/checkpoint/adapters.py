@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -75,6 +75,8 @@ _HARMLESS |= {
     "runtime_config",
     "ensure_weight_tying",
 }
+LACKING = "adapter %r has no tensors for modules that target_modules names, which stay as they are: %s"
+_NUMBER = re.compile(r"\d+")
 _FLOATS = ("F", "BF")  # types of tensors begin so: F64, F32, F16, BF16, F8_E4M3 …
 _PARTS = (  # of the names of tensors, after that of their module
     ".lora_A.weight",
@@ -213,6 +215,32 @@ def read_lora_options(folder: Path) -> tuple[int, tuple[str, ...]]:
     return config.rank, tuple(name.rpartition(".")[2] for name in config.target_modules)
 
 
+class TargetRule(NamedTuple):
+    """Which modules an adapter's options name."""
+
+    names: Callable[[str], bool]  # of a module's name in the adapter's file
+    is_list: bool  # by the ends of their names, and not by an expression for whole names
+
+
+def named_modules(spec: LoraSpec, changed: Mapping[str, str], others: Iterable[str]) -> list[str]:
+    """Those of the model's `others` that the adapter's options name, though its file has no tensors of them.
+    `changed`: the name in the file of each module that the adapter changes, by that in the model."""
+    rule = _target_rule(Path(spec.folder))
+    alike = {_NUMBER.sub("#", place): (place, module) for place, module in changed.items()}
+    found = []
+    for name in others:
+        place, module = alike.get(_NUMBER.sub("#", name), ("", ""))
+        in_file = module.replace(place, name) if place and place in module else name
+        if (place or rule.is_list) and rule.names(in_file):
+            found.append(name)
+    return found
+
+
+def _target_rule(folder: Path) -> TargetRule:
+    config = _Config.read(read_json(file := folder / CONFIG), file)
+    return TargetRule(config.names, not isinstance(config.target_modules, str))
+
+
 def match_modules(names: Iterable[str], known: Iterable[str]) -> dict[str, str]:
     """The one of `known` that each name means, without those that mean none. Names of the same module may
     differ in what comes first: `bert.encoder.layer.0…` and `encoder.layer.0…`, or, between versions of
@@ -258,6 +286,8 @@ def without_wrappers(name: str) -> str:
 
 
 def _check_options(values: Mapping[str, Any], file: Path) -> None:
+    if values.get("peft_type") is None:  # PEFT does not load it either
+        raise _refused(f"{file} has no peft_type; supported: LORA")
     for key, accepted in _REFUSED.items():
         value = values.get(key)
         if value is None or value in accepted or (not accepted and not value):

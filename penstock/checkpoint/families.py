@@ -6,6 +6,7 @@ a new family is one record here, the file that builds it, and a parity test.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 from penstock.checkpoint.unsupported import why_unsupported
 from penstock.errors import ModelLoadError
 from penstock.types import Task
+
+log = logging.getLogger("penstock.checkpoint")
 
 COLBERT_CLASS = "HF_ColBERT"  # says nothing about the backbone; model_type does
 
@@ -576,6 +579,9 @@ def read_architecture(file: Path, config: Mapping[str, Any], *, native: bool = T
     return find_architecture(name, config) if native else _any_architecture(name, config)
 
 
+_ROPE_KEYS = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"})
+
+
 def text_tower(architecture: Architecture, file: Path, config: dict[str, Any]) -> dict[str, Any]:
     """The configuration of the part that reads text: all of `config`, unless the family nests it.
 
@@ -593,7 +599,11 @@ def text_tower(architecture: Architecture, file: Path, config: dict[str, Any]) -
         )
     if not isinstance(nested, dict):
         raise ModelLoadError(f"{file} has text_config = {nested!r}; it has to be an object", param="model")
-    outer = {key: value for key, value in config.items() if key != "text_config"}
+    hidden = {"text_config"}
+    if any(nested.get(key) for key in _ROPE_KEYS):  # these mean something together only
+        hidden |= _ROPE_KEYS
+        _report_rope(file, config, nested)
+    outer = {key: value for key, value in config.items() if key not in hidden}
     named: dict[str, Any] = {key: config[key] for key in ("architectures", "model_type") if key in config}
     named["text_model_type"] = nested.get("model_type")
     family = architecture.family
@@ -601,6 +611,18 @@ def text_tower(architecture: Architecture, file: Path, config: dict[str, Any]) -
         named["tie_word_embeddings"] = True  # older files say so in text_config, newer ones beside it
     named |= {key: config.get(key, family.nested_defaults.get(key)) for key in family.outer_keys}
     return {**family.nested_defaults, **outer, **nested, **named}
+
+
+def _report_rope(file: Path, config: Mapping[str, Any], nested: Mapping[str, Any]) -> None:
+    """Warn about rotary options beside a text_config that has others."""
+    newer = nested.get("rope_parameters")
+    within = {**(newer if isinstance(newer, dict) else {}), **nested}
+    if ignored := [key for key in sorted(_ROPE_KEYS) if config.get(key) not in (None, within.get(key))]:
+        log.warning(
+            "%s has %s beside its text_config, which says itself how tokens rotate; only that counts",
+            file,
+            " and ".join(ignored),
+        )
 
 
 def _unwrapped(file: Path, config: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ _CARD_TAG = re.compile(r"^pipeline_tag:\s*[\"']?([\w-]+)", re.MULTILINE)
 _HUB_FOLDER = re.compile(r"models--(.+)")  # in the standard cache: models--org--name/snapshots/commit
 _RERANKER = re.compile(r"rerank|zerank|(?:^|[-_/])ranker")
 _EMBEDDER = re.compile(r"embed|retriev|gritlm|(?:^|[-_/])(?:e5|gme|gte|bge|stella|sfr|linq|sbert)[-_]")
+BASE_NAMES = "_adapter_base_names"  # key of config.json in folders of `checkpoint.merged`
 _RERANKER_TAG, _EMBEDDER_TAGS = "text-ranking", ("sentence-similarity", "feature-extraction")
 
 
@@ -26,10 +27,14 @@ class Identity:
     names: tuple[str, ...]  # lower case: as it is served, of its folder, on the hub
     origin: str = ""  # what it was saved or trained from, lower case; "" if config.json does not say
     card_tag: str = ""  # pipeline_tag of README.md
+    base_names: tuple[str, ...] = ()  # of the model that an adapter is merged into, lower case
 
     def is_named(self, pattern: str, *, with_origin: bool) -> bool:
         names = (*self.names, self.origin) if with_origin else self.names
         return any(re.search(pattern, name) for name in names)
+
+    def has_base_named(self, pattern: str) -> bool:
+        return any(re.search(pattern, name) for name in self.base_names)
 
     @property
     def is_reranker(self) -> bool:
@@ -41,14 +46,20 @@ class Identity:
 
 
 def read_identity(folder: Path, served_name: str, config: Mapping[str, Any]) -> Identity:
-    names = [served_name, folder.name, folder.resolve().name]
-    names += [found[1].replace("--", "/") for part in folder.parts if (found := _HUB_FOLDER.fullmatch(part))]
-    origin = config.get("_name_or_path")
+    origin, base_names = config.get("_name_or_path"), config.get(BASE_NAMES) or ()
     return Identity(
-        tuple(dict.fromkeys(name.lower() for name in names)),
+        names_of(folder, served_name),
         origin.lower() if isinstance(origin, str) else "",
         _card_tag(folder / "README.md"),
+        tuple(name for name in base_names if isinstance(name, str)),
     )
+
+
+def names_of(folder: Path, served_name: str) -> tuple[str, ...]:
+    """What a model is called, in lower case: as it is served, its folder, and on the hub."""
+    names = [served_name, folder.name, folder.resolve().name]
+    names += [found[1].replace("--", "/") for part in folder.parts if (found := _HUB_FOLDER.fullmatch(part))]
+    return tuple(dict.fromkeys(name.lower() for name in names))
 
 
 def _card_tag(file: Path) -> str:

@@ -101,6 +101,11 @@ class ImageProcessorSpec(msgspec.Struct, frozen=True, kw_only=True):
             return int(geometry.max_num_patches**0.5)
         return 24  # a multiple of every merge and pooling size
 
+    @property
+    def sizes_differ(self) -> bool:
+        """Whether images keep sizes of their own, with a number of tokens for each."""
+        return isinstance(self.geometry, PixelRange | SoftTokens)
+
     def tokens_of(self, num_patches: int) -> int:
         """Tokens that stand for a tile of so many patches."""
         if isinstance(self.geometry, PixelRange):

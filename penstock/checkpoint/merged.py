@@ -21,6 +21,7 @@ from penstock.checkpoint.adapters import CONFIG, WEIGHTS, LoraSpec, read_lora
 from penstock.checkpoint.convert import cache_folder
 from penstock.checkpoint.files import read_json, shown, weight_files
 from penstock.checkpoint.find import find
+from penstock.checkpoint.identity import BASE_NAMES, names_of
 from penstock.checkpoint.pages import PROJECTIONS
 from penstock.checkpoint.quantization import stored_format, with_quantization
 from penstock.checkpoint.tensors import stored_tensors
@@ -115,7 +116,9 @@ def _config(base: Path, name: str, adapter: LoraSpec) -> dict[str, Any]:
             f"{base} is quantised, and an adapter is merged into plain weights only; give a base model that "
             "is not quantised with --base-model"
         )
-    changes: dict[str, Any] = {} if values.get("_name_or_path") else {"_name_or_path": name}
+    changes: dict[str, Any] = {BASE_NAMES: list(names_of(base, name))}
+    if not values.get("_name_or_path"):
+        changes["_name_or_path"] = name
     module = next((each for each in adapter.modules if each.rpartition(".")[2] in PROJECTIONS), None)
     if module is None or _has_tensor(base, module.rpartition(".")[2]):
         return values | changes

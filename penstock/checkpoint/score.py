@@ -237,7 +237,10 @@ def _own_prompt(
     chat = _chat_template(files.folder) if prompts and not tokens else ""
     for prompt in prompts:
         with_origin = not architecture.classifies_sequences
-        is_named = prompt.names != "" and identity.is_named(prompt.names, with_origin=with_origin)
+        # An adapter was trained on what its base model is asked; models of that origin may not be.
+        is_named = prompt.names != "" and (
+            identity.is_named(prompt.names, with_origin=with_origin) or identity.has_base_named(prompt.names)
+        )
         if tokens:
             has_tokens = vocabulary.numbers(prompt.tokens) == list(tokens)
             found = has_tokens and (is_named or prompt.answers_identify)

@@ -32,7 +32,7 @@ from penstock.config import (
     ModelConfig,
     ServerConfig,
 )
-from penstock.errors import ConfigError
+from penstock.errors import ClientError, ConfigError
 
 MODEL, SERVER_PANEL, SCHEDULING = "Model", "Server", "Scheduling"
 MEMORY, GENERATION, OBSERVABILITY = "Memory", "Generation", "Observability"
@@ -1189,6 +1189,17 @@ MODEL_FLAGS: tuple[Flag, ...] = (
         "small model with many short requests, if one process cannot schedule them fast enough.",
     ),
 )
+
+
+_FLAG_OF_FIELD = {flag.field: flag.name for flag in (*SERVER_FLAGS, *MODEL_FLAGS, *ENGINE_FLAGS)}
+
+
+def message_with_flag(error: ClientError) -> str:
+    """The error's message. If it begins with the name of a configuration field, the flag stands there."""
+    field = error.param or ""
+    if isinstance(error, ConfigError) and re.match(rf"{re.escape(field)}[ :]", error.message):
+        return _FLAG_OF_FIELD.get(field, field) + error.message[len(field) :]
+    return error.message
 
 
 class ConfigFlags:

@@ -17,6 +17,7 @@ from penstock.cli.chat import chat
 from penstock.cli.command import Command, ServeCommand
 from penstock.cli.doctor import doctor
 from penstock.cli.embed import embed
+from penstock.cli.flags import message_with_flag
 from penstock.cli.generate import generate
 from penstock.cli.info import info
 from penstock.cli.migrate import migrate
@@ -35,10 +36,10 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except ClientError as error:
+            raise _exit_with_error(message_with_flag(error), USAGE_ERROR) from None
         except PenstockError as error:
-            raise _exit_with_error(
-                error.message, USAGE_ERROR if isinstance(error, ClientError) else FAILURE
-            ) from None
+            raise _exit_with_error(error.message, FAILURE) from None
         except BrokenPipeError:
             raise  # the reader of our output is gone; typer exits quietly
         except OSError as error:

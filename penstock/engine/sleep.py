@@ -1,7 +1,7 @@
 """Puts an engine to sleep and wakes it: an idle model gives its memory back until a request comes.
 
 `SleepController` belongs to the thread of the engine's loop. Weights move on a thread of their own, so the
-loop goes on meanwhile. Work that arrives while the engine is not awake is held here in order of arrival; it
+loop continues. Work that arrives while the engine is not awake is held here in order of arrival; it
 wakes the engine, and then joins the engine's queues.
 """
 

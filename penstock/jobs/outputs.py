@@ -110,7 +110,7 @@ class FileBlocks:
 
 
 class FileOutput(Output):
-    """One file, or one Lance dataset. Parts lie in `OUT.parts` until all of them are there."""
+    """One file, or one Lance dataset. Parts are in `OUT.parts` until all of them are there."""
 
     def __init__(self, output: Path, form: OutputFormat, columns: VectorColumns, flags: RunFlags) -> None:
         self.output = output

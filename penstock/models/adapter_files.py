@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.checkpoint.adapters import LoraSpec, is_saved, match_modules
+from penstock.checkpoint.adapters import LACKING, LoraSpec, is_saved, match_modules, named_modules
 from penstock.checkpoint.files import first_names
 from penstock.errors import ModelLoadError
 from penstock.layers.adapted_linear import SumOverRanks
@@ -108,7 +108,24 @@ class _Reader:
             )
         if len(set(places.values())) < len(places):
             raise _refused(f"the adapter {spec.name!r} names a module of the model twice")
+        if lacking := self._lacking(places):
+            log.warning(LACKING, spec.name, first_names(lacking))
         return places
+
+    def _lacking(self, places: Mapping[str, str]) -> list[str]:
+        """The model's modules that the adapter's options name and its file does not have."""
+        layers = {place: module for module, place in places.items() if place not in self.sites.tables}
+        changed: dict[str, list[SiteRows]] = {}
+        for rows in map(self._rows, layers):
+            changed.setdefault(rows.site, []).append(rows)
+        others: dict[SiteRows, str] = {}  # under the first of its names
+        for name in named_modules(self.spec, layers, (*self.sites.layers, *self.sites.aliases)):
+            rows = self._rows(name)
+            if not any(
+                rows.begin < each.end and each.begin < rows.end for each in changed.get(rows.site, ())
+            ):
+                others.setdefault(rows, name)
+        return list(others.values())
 
     def _rows(self, place: str) -> SiteRows:
         if (rows := self.sites.aliases.get(place)) is not None:

@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from penstock.layers.build import LayerBuilder
 from penstock.layers.clamped_experts import ClampedExpertShape
 from penstock.layers.head import Stack, TaskHead
 from penstock.layers.moe import ExpertShape
+from penstock.layers.rotary import Rope
 from penstock.models.decoder_layers import IGNORED, Decoder, DecoderShape, QueryGrowth
 from penstock.models.heads import add_language_head
 from penstock.models.options import option, require, rope_options, with_defaults, with_values
@@ -175,20 +176,20 @@ def smollm3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -
 
 def olmo(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     """OLMo 2, and OLMo 3, most of whose layers have a sliding window and rotate without scaling."""
-    bias, window = bool(config.get("attention_bias")), None
+    bias, window, ropes = bool(config.get("attention_bias")), None, None
     if config.get("model_type") == "olmo3":
         window = config.get("sliding_window", 4096)
-        config = with_defaults(config, rope_theta=5e5)
+        ropes = Ropes(
+            rope_options(config, "rope_theta", default=5e5, layer_type="full_attention"),
+            rope_options(config, "rope_theta", default=5e5, layer_type="sliding_attention", scaled=False),
+        )
     shape = replace(
-        _shape(config, window, lambda layer: window is not None and (layer + 1) % 4 != 0),
+        _shape(config, window, lambda layer: window is not None and (layer + 1) % 4 != 0, ropes=ropes),
         eps=config.get("rms_norm_eps", 1e-5),
         qkv_bias=bias,
         out_bias=bias,
         wide_qk_norm=True,
         post_norm=True,
-        local_rope=rope_options(
-            config, "rope_theta", default=10_000.0, layer_type="sliding_attention", scaled=False
-        ),
     )
     return _with_head(Decoder(build, shape), build, config, head)
 
@@ -247,13 +248,15 @@ def gemma2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) ->
 def gemma3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     window, bias = config.get("sliding_window", 4096), bool(config.get("attention_bias"))
     every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
-    shape = replace(
-        _shape(config, window, lambda layer: (layer + 1) % every != 0),
-        act=config.get("hidden_activation") or "gelu_pytorch_tanh",
-        rope=rope_options(config, "rope_theta", default=1_000_000.0),
-        local_rope=rope_options(
+    ropes = Ropes(
+        rope_options(config, "rope_theta", default=1_000_000.0, layer_type="full_attention"),
+        rope_options(
             config, "rope_local_base_freq", default=10_000.0, layer_type="sliding_attention", scaled=False
         ),
+    )
+    shape = replace(
+        _shape(config, window, lambda layer: (layer + 1) % every != 0, ropes=ropes),
+        act=config.get("hidden_activation") or "gelu_pytorch_tanh",
         scale=float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
         qkv_bias=bias,
         out_bias=bias,
@@ -369,12 +372,20 @@ def qwen3_shape(config: Mapping[str, Any]) -> DecoderShape:
     return replace(_qwen_shape(config), qkv_bias=bias, out_bias=bias, qk_norm=True)
 
 
+class Ropes(NamedTuple):
+    """How layers rotate that see all tokens, and those with a sliding window."""
+
+    full: Rope
+    sliding: Rope
+
+
 def _shape(
     config: Mapping[str, Any],
     window: int | None,
     sliding: Callable[[int], bool],  # for layers that config.json does not list
     *,
     capped: bool = False,
+    ropes: Ropes | None = None,  # None: all layers rotate alike
 ) -> DecoderShape:
     """What all families share. A causal window of n is the token and the n - 1 before it; a bidirectional one
     reaches n tokens each way."""
@@ -382,6 +393,9 @@ def _shape(
     hidden, heads, causal = config["hidden_size"], config["num_attention_heads"], config["is_causal"]
     kv_heads = config.get("num_key_value_heads") or heads
     slides = _sliding_layers(config, sliding)
+    if ropes is None:
+        rope = rope_options(config, "rope_theta", default=10_000.0)
+        ropes = Ropes(rope, rope)
     if any(slides) and not window:
         raise ModelLoadError("config.json has layers with sliding attention, but no sliding_window")
     return DecoderShape(
@@ -396,10 +410,10 @@ def _shape(
         act=config.get("hidden_act") or "silu",
         eps=config.get("rms_norm_eps", 1e-6),
         causal=causal,
-        rope=rope_options(config, "rope_theta", default=10_000.0),
+        rope=ropes.full,
         sliding=slides,
         reach=(window - 1 if causal else window) if window else None,
-        local_rope=rope_options(config, "rope_theta", default=10_000.0, layer_type="sliding_attention"),
+        local_rope=ropes.sliding,
     )
 
 

@@ -43,21 +43,46 @@ def rope_options(
     config: Mapping[str, Any],
     *names: str,
     default: float,
-    layer_type: str = "full_attention",
+    layer_type: str | None = None,
     scaled: bool = True,
 ) -> Rope:
-    """The rotary options of one type of layer, from either form of config.json.
+    """The rotary options of all layers, or of those of one type, from either form of config.json.
 
-    Newer files have `rope_parameters`, for all layers or by layer type. Older ones have a base under one of
-    `names`, and `rope_scaling` for layers that are `scaled`.
+    Newer files have `rope_parameters`, by layer type in families that pass `layer_type`. Older ones have a
+    base under one of `names`, and `rope_scaling` for layers that are `scaled`. Where a file has both forms,
+    each family does as transformers does: `rope_scaling` replaces `rope_parameters`, or, by layer type,
+    overrides its keys.
     """
-    newer: Mapping[str, Any] = config.get("rope_parameters") or {}
-    if any(isinstance(value, Mapping) for value in newer.values()):
-        newer = newer.get(layer_type) or {}
-    elif not scaled:
-        newer = {}
-    base = float(newer.get("rope_theta") or option(config, *names, default=default))
-    scaling = dict((config.get("rope_scaling") if scaled else None) or newer)
-    if trained := config.get("original_max_position_embeddings"):
-        scaling.setdefault("original_max_position_embeddings", trained)
+    newer = _newer_rope(config, layer_type)
+    older: Mapping[str, Any] = (config.get("rope_scaling") if scaled else None) or {}
+    scaling = dict(older or newer) if layer_type is None else {**newer, **older}
+    base = float(scaling.get("rope_theta") or option(config, *names, default=default))
+    if older and base != float(newer.get("rope_theta") or base) and layer_type is None:
+        raise ModelLoadError(
+            f"config.json has both rope_scaling and rope_parameters: with the first, the base is {base:g}, "
+            f"with the second rope_theta = {newer['rope_theta']:g}. Give rope_scaling the right rope_theta"
+        )
+    _check_trained_length(config, scaling)
     return Rope(base, scaling)
+
+
+def _check_trained_length(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:
+    """Refuse a trained length beside the rotary options, where transformers ignores it."""
+    name, limit = "original_max_position_embeddings", config.get("max_position_embeddings")
+    needs_length = (scaling.get("rope_type") or scaling.get("type")) in ("yarn", "llama3")
+    outside = config.get(name)
+    if needs_length and not scaling.get(name) and outside not in (None, limit):
+        raise ModelLoadError(
+            f"config.json has {name} = {outside} beside its rotary options, which do not have it; "
+            "put it into rope_parameters or rope_scaling"
+        )
+
+
+def _newer_rope(config: Mapping[str, Any], layer_type: str | None) -> Mapping[str, Any]:
+    """`rope_parameters` of these layers; empty for an older file."""
+    found: Mapping[str, Any] = config.get("rope_parameters") or {}
+    is_by_type = any(isinstance(value, Mapping) for value in found.values())
+    if found and is_by_type is not (layer_type is not None):
+        wanted = "one object for all layers" if layer_type is None else "an object for each layer type"
+        raise ModelLoadError(f"rope_parameters in config.json has to be {wanted} in this family")
+    return found if layer_type is None else found.get(layer_type) or {}

@@ -636,15 +636,32 @@ def output_dtype(name: str) -> OutputDtype:
 
 
 def _generate(source: TextPrompts | ChatPrompt, sampling: SamplingParams | None) -> Generate:
-    params = SamplingParams() if sampling is None else sampling
+    params = SamplingParams() if sampling is None else _checked(sampling)
     default = DEFAULT_MAX_TOKENS if isinstance(source, TextPrompts) else None
     return Generate(source=source, fields=params, logprobs=params.logprobs, default_max_tokens=default)
+
+
+def _checked(sampling: object) -> SamplingParams:
+    if not isinstance(sampling, SamplingParams):
+        raise _wrong_sampling(sampling)
+    return sampling
+
+
+def _wrong_sampling(given: object) -> TypeError:
+    kind = type(given)
+    return TypeError(
+        f"sampling is of type {kind.__module__}.{kind.__qualname__}; use penstock.SamplingParams, such as "
+        "SamplingParams(max_tokens=64, temperature=0)"
+    )
 
 
 def _generate_calls(prompts: Inputs, sampling: Sampling, add_special_tokens: bool) -> list[Generate]:
     """One call for all prompts, or one for each where they have their own parameters."""
     if sampling is None or isinstance(sampling, SamplingParams):
         return [_generate(TextPrompts(prompts=prompts, add_special_tokens=add_special_tokens), sampling)]
+    given: object = sampling
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise _wrong_sampling(given)
     rows: list[Any] = [prompts] if num_inputs(prompts) == 1 and not _is_nested(prompts) else list(prompts)
     if len(sampling) != len(rows):
         raise BadValue(f"{len(sampling)} sampling parameters for {len(rows)} prompts", param="sampling")

@@ -41,7 +41,7 @@ class LocalImages:
     async def windows(
         self, images: Sequence[ImageInput | PreparedImage]
     ) -> AsyncIterator[list[PreparedImage]]:
-        """The same in windows, so that a long list never lies in memory as a whole."""
+        """The same in windows, so that a long list is never in memory as a whole."""
         for first in range(0, len(images), IMAGE_WINDOW_ROWS):
             yield await self.prepare(images[first : first + IMAGE_WINDOW_ROWS])
 

@@ -18,7 +18,7 @@ from penstock.checkpoint.quantization import stored_format
 from penstock.checkpoint.sharding import check_shards
 from penstock.checkpoint.sizes import check_memory, check_weight_files
 from penstock.checkpoint.spec import ModelSpec
-from penstock.config import EngineConfig, Machine, Resolved, available_cpus, resolve
+from penstock.config import EngineConfig, Machine, Resolved, available_cpus, resolve, unused_settings
 from penstock.errors import ConfigError, DeviceFailed, ModelLoadError
 from penstock.runner.base import (
     BLOCK_SIZE,
@@ -100,6 +100,9 @@ class Loaded:
 def settle(config: EngineConfig, spec: ModelSpec) -> Resolved:
     settings = resolve(config, spec.facts, this_machine(config.device))
     check_shards(spec, settings)
+    for name in unused_settings(config, spec.facts):
+        flag = "--" + name.replace("_", "-")
+        log.warning("%s changes nothing: model %s does not generate text", flag, spec.name)
     return settings
 
 
@@ -467,7 +470,7 @@ def warm_up_runner(
     def pooled() -> None:
         warmup.warm_up(runner, longest, lengths)
         if runner.images is not None:
-            warmup.warm_up_images(runner, spec, len(runner.images.store))
+            warmup.warm_up_images(runner, spec, len(runner.images.store), longest)
         if settings.chunked and blocks >= 3 and settings.max_model_len >= 2 * BLOCK_SIZE:
             warmup.warm_up_chunked_prefill(runner, BLOCK_SIZE)
 

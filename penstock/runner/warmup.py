@@ -72,13 +72,18 @@ def warm_up_chunked_prefill(runner: Runner, block_size: int) -> None:
     runner.launch(build_plan([share], block_size)).result()
 
 
-def warm_up_images(runner: Runner, spec: ModelSpec, max_tokens: int) -> None:
-    """Run one image, of a middle size where sizes differ."""
+def warm_up_images(runner: Runner, spec: ModelSpec, max_tokens: int, max_length: int) -> None:
+    """Run one image, of a middle size where sizes differ. `max_tokens`: of images in a step; `max_length`: of
+    a row."""
     if (processor := spec.images) is None:
         return
-    side = processor.tile_patches
-    num_patches = side * side
     are_rows = spec.dual is not None
+    if not are_rows:
+        max_tokens = min(max_tokens, max_length)
+    side = processor.tile_patches
+    if not are_rows and processor.sizes_differ and processor.tokens_of(side * side) > max_tokens:
+        side //= 2  # a model of few positions
+    num_patches = side * side
     tokens = num_patches if are_rows else processor.tokens_of(num_patches)
     zero, length = np.zeros(1, dtype=np.int32), np.array([tokens], dtype=np.int32)
     images = RequestImages(

@@ -1,6 +1,6 @@
 """Room in the store of image features on the device, by content. Counts only, no tensors.
 
-Features of every image of a step lie in the store while the step runs. They stay there as long as there is
+Features of every image of a step are in the store while the step runs. They stay there as long as there is
 room, so that an image that comes again, or whose tokens are spread over steps, need not run again.
 """
 

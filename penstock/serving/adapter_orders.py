@@ -57,8 +57,11 @@ class _Change:
             state = "loaded" if self.order.action == "load_adapter" else "unloaded"
             self.link.send(OrderAnswer(self.order.id, self.model.name, state, seconds))
         else:
-            kind = type(error).__name__
-            self.link.send(OrderAnswer(self.order.id, self.model.name, "", seconds, error.message, kind=kind))
+            kind, param = type(error).__name__, error.param
+            answer = OrderAnswer(
+                self.order.id, self.model.name, "", seconds, error.message, kind=kind, param=param
+            )
+            self.link.send(answer)
 
 
 @dataclass(slots=True, eq=False)
@@ -227,7 +230,7 @@ class AdapterOrders:
             return
         change.waiting.discard(engine)
         if message.error is not None:
-            self._fail(change, revive(message.kind, message.error, None))
+            self._fail(change, revive(message.kind, message.error, message.param))
 
     def released(self, api: ApiProcess, model: int, adapter: int) -> None:
         """No request of an API process uses an adapter any more."""

@@ -109,6 +109,7 @@ class AdapterDone(msgspec.Struct, frozen=True, tag=True):
     id: int
     error: str | None = None
     kind: str = ""  # the class of the error
+    param: str | None = None  # the field that caused the error
 
 
 class AdapterLost(msgspec.Struct, frozen=True, tag=True):
@@ -143,6 +144,7 @@ class OrderAnswer(msgspec.Struct, frozen=True, tag=True):
     error: str | None = None
     is_client_error: bool = False  # the operator can fix it
     kind: str = ""  # the class of the error, where it is more than one of the two kinds
+    param: str | None = None  # the field of the order that caused the error
 
 
 class EngineOrder(msgspec.Struct, frozen=True, tag=True):
@@ -308,8 +310,10 @@ class EngineControl:
         self._send(OrderDone(order.id, error))
 
     def adapter_done(self, order: AdapterOrder, error: PenstockError | None = None) -> None:
-        reason, kind = (None, "") if error is None else (error.message, type(error).__name__)
-        self._send(AdapterDone(order.id, reason, kind))
+        if error is None:
+            self._send(AdapterDone(order.id))
+        else:
+            self._send(AdapterDone(order.id, error.message, type(error).__name__, error.param))
 
     def adapter_lost(self, adapter: int, reason: str) -> None:
         self._send(AdapterLost(self._model, adapter, reason))

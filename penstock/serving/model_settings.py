@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.checkpoint.describe import describe
 from penstock.checkpoint.spec import ModelSpec
-from penstock.config import EngineConfig, ModelConfig, ServerConfig, from_mapping
+from penstock.config import EngineConfig, ModelConfig, ServerConfig, check_settings, from_mapping
 from penstock.errors import ConfigError
 from penstock.inputs.chat import ModelTemplate
 from penstock.serving.adapters import check_lora_modules
@@ -43,6 +43,7 @@ def describe_model(settings: Mapping[str, Any], server: ServerConfig) -> tuple[M
     """A model's configuration, and what its files say about it; downloads them where needed."""
     config = model_config(settings, server)
     spec = describe(config.engine)
+    check_settings(config.engine, spec.facts)
     check_lora_modules(config.engine, spec, config.aliases)
     template = config.chat_template or server.chat_template
     if template is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ModelConfig
-from penstock.errors import ClientError, PenstockError
+from penstock.errors import BadValue, ClientError, PenstockError
 from penstock.serving.control import Link, Order, OrderAnswer
 from penstock.serving.engines import ManagedEngine
 from penstock.serving.models import ManagedModel, mark_dead
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 Described = tuple[ModelConfig, ModelSpec]
 Describe = Callable[[str, Mapping[str, Any]], Described]
+_FIELDS_OF_LOAD = ("model", "served_model_name", "aliases", "settings")
 
 
 @dataclass(slots=True, eq=False)
@@ -34,10 +35,27 @@ class _Pending:
     description: Future[Described] | None = None  # of a model to load, until its files are read
     model: ManagedModel | None = None
 
-    def answer(self, state: str = "", error: str | None = None, *, is_client_error: bool = False) -> None:
-        name = self.order.model if self.model is None else self.model.name
-        seconds = time.monotonic() - self.began_s
-        self.link.send(OrderAnswer(self.order.id, name, state, seconds, error, is_client_error))
+    def answer(self, state: str = "", error: str | None = None) -> None:
+        self.link.send(OrderAnswer(self.order.id, self._name, state, self._seconds, error))
+
+    def refuse(self, error: PenstockError) -> None:
+        """Answer that the order cannot be carried out, with the field of its body that is the reason."""
+        param, is_client_error = error.param, isinstance(error, ClientError)
+        if self.order.action == "load" and is_client_error and param not in _FIELDS_OF_LOAD:
+            param = "settings" if param is None else f"settings.{param}"
+        self.link.send(
+            OrderAnswer(
+                self.order.id, self._name, "", self._seconds, error.message, is_client_error, param=param
+            )
+        )
+
+    @property
+    def _name(self) -> str:
+        return self.order.model if self.model is None else self.model.name
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self.began_s
 
 
 class Orders:
@@ -61,7 +79,7 @@ class Orders:
             return
         model = self._supervisor.models.find(order.model)
         if model is None:
-            pending.answer(error=f"model {order.model!r} is not served here", is_client_error=True)
+            pending.refuse(BadValue(f"model {order.model!r} is not served here", param="model"))
             return
         pending.model = model
         if order.action in ("load_adapter", "unload_adapter"):
@@ -121,7 +139,7 @@ class Orders:
                 pending.description = None
                 pending.model = self._supervisor.add_model(config, spec)
             except PenstockError as error:
-                pending.answer(error=error.message, is_client_error=isinstance(error, ClientError))
+                pending.refuse(error)
                 self.pending.remove(pending)
                 return
             except Exception as error:
@@ -142,11 +160,11 @@ class Orders:
     def _begin_unload(self, pending: _Pending, model: ManagedModel) -> None:
         if len(self._supervisor.models) == 1:
             why = "it is the only model of this server; load another first, or stop the server"
-            pending.answer(error=f"{model.name} cannot be unloaded: {why}", is_client_error=True)
+            pending.refuse(BadValue(f"{model.name} cannot be unloaded: {why}", param="model"))
             return
         if any(each.model is model for each in self.pending):
             why = "an order for it is not finished"
-            pending.answer(error=f"{model.name} cannot be unloaded: {why}", is_client_error=True)
+            pending.refuse(BadValue(f"{model.name} cannot be unloaded: {why}", param="model"))
             return
         self._supervisor.remove_model(model)
         self.pending.append(pending)

@@ -12,7 +12,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.adapters import LoraSpec, LoraTarget, match_modules, without_wrappers
+from penstock.checkpoint.adapters import (
+    LACKING,
+    LoraSpec,
+    LoraTarget,
+    match_modules,
+    named_modules,
+    without_wrappers,
+)
 from penstock.checkpoint.files import first_names
 from penstock.errors import ModelLoadError
 from penstock.weights.adapters import low_rank_pair, read_lora_file
@@ -38,6 +45,7 @@ class PeftMergedSource(WeightSource):
         self._saved = saved
         self._new = {without_wrappers(name): name for name in saved if not inner.has(name)}
         self._left = {*spec.targets, *spec.tokens, *spec.saved}
+        self._unchanged: list[str] = []  # modules that were read
 
     def _matched(self) -> dict[str, str]:
         stored = dict.fromkeys(name.rpartition(".")[0] for name in self._inner.names())
@@ -78,7 +86,10 @@ class PeftMergedSource(WeightSource):
             return self._tensors[saved].to(self.device)
         weight = self._inner.read(name, shape)
         its = self._modules.get(module)
-        if its is None or kind != "weight":
+        if kind != "weight":
+            return weight
+        if its is None:
+            self._unchanged.append(module)
             return weight
         self._left.discard(its)
         if (target := self._spec.targets.get(its)) is not None:
@@ -122,6 +133,8 @@ class PeftMergedSource(WeightSource):
             raise self._refused(f"changes modules that this model does not have: {first_names(refused)}")
         if unused:
             log.info("%s changes parts that are not used: %s", self._spec.file, first_names(unused))
+        if lacking := named_modules(self._spec, self._modules, self._unchanged):
+            log.warning(LACKING, self._spec.name, first_names(lacking))
         return self._inner.check_all_read(marks)
 
     def close(self) -> None:

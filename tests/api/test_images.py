@@ -123,6 +123,19 @@ def test_every_dialect_gives_the_vectors_of_the_reference(
     assert answer.json()["usage"]["image_pixels"] == 40 * 30 + 21 * 50
 
 
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_coheres_billed_units_count_images_where_there_are_any(http: TestClient, version: str) -> None:
+    def billed(**body: Any) -> dict[str, int]:
+        answer = http.post(f"/{version}/embed", json={"embedding_types": ["float"], **body})
+        units: dict[str, int] = answer.json()["meta"]["billed_units"]
+        return units
+
+    assert billed(images=URIS, input_type="image")["images"] == len(URIS)
+    text = content({"type": "text", "text": "w1 w2"})
+    assert billed(inputs=[text, content(url_part(URIS[0]))])["images"] == 1
+    assert "images" not in billed(texts=["w1 w2"])
+
+
 def test_files_below_the_allowed_folder_are_read_and_others_are_not(http: TestClient) -> None:
     media = http.media  # type: ignore[attr-defined]
     by_file = vectors(http, "/v1/embeddings", input=[{"image": f"file://{media}/a.png"}])
@@ -234,6 +247,30 @@ def test_documents_and_queries_of_rankings_may_be_images(
     assert answer.status_code == 200, answer.text
     wanted = clip[1].images(PICTURES[:1])[0] @ clip[1].texts(["w1 w2", "w4"]).T
     assert np.abs(np.array([row["score"] for row in answer.json()["data"]]) - wanted).max() < 1e-5
+
+
+def test_a_conversation_is_a_text_or_an_image_where_each_has_a_tower(
+    clip: tuple[Path, DualReference],
+) -> None:
+    contents = "{%- for message in messages -%}{{- message['content'] -}}{%- endfor -%}"
+    options = {"chat_template": contents, "trust_request_chat_template": True}
+    text = {"type": "text", "text": "w1 w2"}
+
+    def talk(*parts: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": list(parts)}]
+
+    with local_app(clip[0], dtype="float32", server=options) as (client, _):
+        given = [talk(url_part(URIS[0])), talk(text)]
+        both = vectors(client, "/v1/embeddings", messages=given, add_special_tokens=True)
+        wanted = np.concatenate([clip[1].images(PICTURES[:1]), clip[1].texts(["w1 w2"])])
+        assert np.abs(both - wanted).max() < 1e-5
+        bad = {
+            "the text 'w1 w2' with an image": {"messages": talk(url_part(URIS[0]), text)},
+            "2 images": {"messages": talk(url_part(URIS[0]), url_part(URIS[1]))},
+            "the text 'User:'": {"messages": talk(url_part(URIS[0])), "chat_template": "User:" + contents},
+        }
+        for words, body in bad.items():
+            assert words in refused(client, "/v1/embeddings", **body), words
 
 
 def test_messages_with_images_are_rendered_by_the_chat_template(qwen: TestClient) -> None:

@@ -495,7 +495,9 @@ def test_completions_refuse_what_they_cannot_do(writer: TestClient) -> None:
         "use_beam_search": True,
     }.items():
         assert refused(writer, "/v1/completions", prompt="find", **{name: value})["param"] == name
-    answer = post(writer, "/v1/completions", prompt="find", suffix="", best_of=1, store=False, max_tokens=40)
+    answer = post(
+        writer, "/v1/completions", prompt="find", suffix="", n=None, best_of=1, store=False, max_tokens=40
+    )
     assert answer["choices"][0]["text"] == "the water was long"
 
 

@@ -49,6 +49,23 @@ def test_the_same_modules_and_none_are_accepted(model: ModelSpec, tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("base", "is_reported"),
+    [("org/other", True), ("org/Served", False), ("copies/served", False), ("../served", False)],
+)
+def test_a_base_model_of_another_name_on_the_hub_is_reported(
+    base: str, is_reported: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = tmp_path / "models--org--served/snapshots/0123"
+    served.parent.mkdir(parents=True)
+    spec = read_spec(write_bert(served, modules=False), "org/served")
+    write_json(tmp_path / "adapter/adapter_config.json", {"base_model_name_or_path": base})
+    with caplog.at_level(logging.WARNING, "penstock.adapters"):
+        check_folder(tmp_path / "adapter", spec)
+    assert (f"was trained on {base}" in caplog.text) is is_reported
+    assert ("loaded on org/served" in caplog.text) is is_reported
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         (

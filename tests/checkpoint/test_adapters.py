@@ -31,6 +31,11 @@ def write(folder: Path, dtype: Any = np.float32, **config: Any) -> Path:
     return folder
 
 
+def test_a_folder_without_the_kind_of_its_adapter_is_refused_as_in_peft(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="has no peft_type; supported: LORA"):
+        read_lora(write(tmp_path, peft_type=None), "a")
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.checkpoint.describe import describe, read_spec
-from penstock.checkpoint.families import CLASS_SUFFIXES, FAMILIES, find_architecture
+from penstock.checkpoint.families import CLASS_SUFFIXES, FAMILIES, find_architecture, text_tower
 from penstock.checkpoint.pooling import POOLING_METHODS, PoolingSpec, default_pooling
 from penstock.checkpoint.score import PROMPTS
 from penstock.config import EngineConfig
@@ -193,3 +194,23 @@ def test_only_bert_has_segments_without_saying_so(tmp_path: Path) -> None:
         write_json(tmp_path / "config.json", plain | {"architectures": [name]})
         counts[name] = read_spec(tmp_path, "m").num_segments
     assert counts == {"BertModel": 2, "bert": 2, "RobertaModel": 0, "ModernBertModel": 0}
+
+
+def test_rotary_options_beside_a_text_config_that_has_some_do_not_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [4, 2, 2]}
+    outer = {
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "model_type": "qwen2_vl",
+        "rope_theta": 5e5,
+    }
+    architecture = find_architecture("Qwen2VLForConditionalGeneration", outer)
+    nested = outer | {"text_config": {"rope_parameters": rope}}
+    with caplog.at_level(logging.WARNING, "penstock"):
+        assert "rope_theta" not in text_tower(architecture, tmp_path, nested)
+        assert not caplog.records
+        found = text_tower(architecture, tmp_path, nested | {"rope_scaling": {"type": "yarn", "factor": 2.0}})
+        assert "rope_scaling" not in found and found["rope_parameters"] == rope
+        assert "has rope_scaling beside its text_config" in caplog.text
+    assert text_tower(architecture, tmp_path, outer | {"text_config": {}})["rope_theta"] == 5e5

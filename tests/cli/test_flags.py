@@ -193,3 +193,9 @@ def test_numbers_that_other_processes_cannot_be_told_are_refused(flag: str, valu
 def test_a_configuration_file_has_finite_numbers_too(tmp_path: Path) -> None:
     (tmp_path / "server.yaml").write_text("target-itl-ms: .inf\n")
     assert "--target-itl-ms is inf" in error_of("serve", "--config", tmp_path / "server.yaml")
+
+
+@pytest.mark.parametrize("command", ["serve", "info"])
+def test_an_error_about_a_setting_names_its_flag(command: str) -> None:
+    found = error_of(command, "--device", "cpu", "--target-itl-ms", "1e9")
+    assert found.startswith("--target-itl-ms is 1000000000.0; use milliseconds")

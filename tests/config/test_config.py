@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.config import (
@@ -12,9 +13,11 @@ from penstock.config import (
     Resolved,
     ServerConfig,
     available_cpus,
+    check_settings,
     cuda_step_tokens,
     from_mapping,
     resolve,
+    unused_settings,
 )
 from penstock.errors import ConfigError
 
@@ -275,3 +278,33 @@ def test_step_output_is_given_in_megabytes() -> None:
     assert bytes_of(step_output_mb=0) == 0
     with pytest.raises(ConfigError, match="step_output_mb is -1"):
         bytes_of(step_output_mb=-1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "auto", "target_itl_ms": 1e9}, "target_itl_ms is"),
+        ({"device": "cpu", "quantization": "fp8"}, "fp8 is for CUDA"),
+        ({"device": "cuda", "quantization": "int8"}, "int8 is for CPUs"),
+        ({"device": "auto", "quantization": "int8"}, None),  # valid if the machine has no GPU
+        ({"device": "auto", "quantization": "fp8"}, None),
+        ({"device": "cuda:3", "tensor_parallel_size": 8}, None),
+    ],
+    ids=str,
+)
+def test_settings_that_no_machine_accepts_are_refused_before_it_is_known(
+    settings: dict[str, Any], message: str | None
+) -> None:
+    config = EngineConfig(**settings)
+    if message is None:
+        check_settings(config, MODEL)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            check_settings(config, MODEL)
+
+
+def test_settings_of_generation_are_unused_by_a_model_that_does_not_generate() -> None:
+    config = EngineConfig(target_itl_ms=14.0, max_num_partial_prefills=1)
+    assert unused_settings(config, MODEL) == ("target_itl_ms", "max_num_partial_prefills")
+    assert unused_settings(EngineConfig(), MODEL) == ()
+    assert unused_settings(config, msgspec.structs.replace(MODEL, generates=True)) == ()

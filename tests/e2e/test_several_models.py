@@ -120,25 +120,36 @@ def test_models_come_and_go(server: Server, default_model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("action", "body", "status", "words"),
+    ("action", "body", "status", "param", "words"),
     [
-        ("sleep", {"model": "nothing"}, 404, "not served here"),
-        ("unload", {"model": ""}, 404, "not served here"),
-        ("unload", {"model": "first:query"}, 404, "not served here"),
-        ("sleep", {"model": "first", "level": 3}, 400, "level"),
-        ("load", {"model": "./nowhere"}, 400, "neither a folder nor a hub id"),
-        ("load", {"model": "DEFAULT", "served_model_name": "second"}, 400, "two models have the name"),
-        ("load", {"model": "DEFAULT", "settings": {"dtyp": "x"}}, 400, "dtyp"),
-        ("load", {"model": "DEFAULT", "settings": {"model": "x"}}, 400, "cannot have model"),
+        ("sleep", {"model": "nothing"}, 404, "model", "not served here"),
+        ("unload", {"model": ""}, 404, "model", "not served here"),
+        ("unload", {"model": "first:query"}, 404, "model", "not served here"),
+        ("sleep", {"model": "first", "level": 3}, 400, "level", "level"),
+        ("load", {"model": "./nowhere"}, 400, "model", "neither a folder nor a hub id"),
+        (
+            *("load", {"model": "DEFAULT", "served_model_name": "second"}, 400),
+            *("served_model_name", "two models have the name"),
+        ),
+        ("load", {"model": "DEFAULT", "settings": {"dtyp": "x"}}, 400, "settings", "dtyp"),
+        ("load", {"model": "DEFAULT", "settings": {"model": "x"}}, 400, "settings", "cannot have model"),
+        ("load", {"model": "DEFAULT", "settings": {"threads": -1}}, 400, "settings.threads", "at least 1"),
     ],
 )
 def test_an_order_that_cannot_be_carried_out_says_why(
-    server: Server, default_model: Path, action: str, body: dict[str, Any], status: int, words: str
+    server: Server,
+    default_model: Path,
+    action: str,
+    body: dict[str, Any],
+    status: int,
+    param: str,
+    words: str,
 ) -> None:
     if body["model"] == "DEFAULT":
         body = {**body, "model": str(default_model)}
     answer = order(server, action, **body)
     assert answer.status_code == status and words in answer.text
+    assert answer.json()["error"]["param"] == param
     assert len(states(server)) == 4
 
 

@@ -124,28 +124,33 @@ def test_unsupported_scalings_are_refused_by_name(scaling: dict[str, Any], messa
 
 
 OLD, NEW = {"rope_type": "linear", "factor": 2.0}, {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+BY_TYPE = {"rope_parameters": {"full_attention": NEW, "sliding_attention": {"rope_theta": 2e4}}}
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "layer_type"),
     [
-        {"rope_theta": 5e5, "rope_scaling": OLD},
-        {"rope_parameters": NEW},
-        {"rope_parameters": {"full_attention": NEW, "sliding_attention": {"rope_theta": 1e4}}},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": OLD},
+        ({"rope_theta": 5e5, "rope_scaling": OLD}, None),
+        ({"rope_theta": 6e5, "rope_scaling": NEW}, None),
+        ({"rope_parameters": NEW}, None),
+        (BY_TYPE, "full_attention"),
+        (
+            BY_TYPE | {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}, "rope_scaling": OLD},
+            "full_attention",
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": NEW}, None),
     ],
-    ids=["old", "new", "by-layer-type", "overridden"],
+    ids=["old", "base-in-old", "new", "by-layer-type", "overridden-by-layer-type", "overridden"],
 )
-def test_every_form_of_config_gives_the_same_angles(config: dict[str, Any]) -> None:
-    base, scaling = rope_options(config, "rope_theta", default=10_000.0)
+def test_every_form_of_config_gives_the_same_angles(config: dict[str, Any], layer_type: str | None) -> None:
+    base, scaling = rope_options(config, "rope_theta", default=10_000.0, layer_type=layer_type)
     assert base == 5e5
     assert (scaling["rope_type"], scaling["factor"]) == ("linear", 2.0)
 
 
 def test_layers_with_their_own_base_are_not_scaled() -> None:
     old = {"rope_theta": 1e6, "rope_local_base_freq": 2e4, "rope_scaling": OLD}
-    new = {"rope_parameters": {"full_attention": NEW, "sliding_attention": {"rope_theta": 2e4}}}
-    for config in (old, new):
+    for config in (old, BY_TYPE):
         base, scaling = rope_options(
             config, "rope_local_base_freq", default=1e4, layer_type="sliding_attention", scaled=False
         )
@@ -153,9 +158,29 @@ def test_layers_with_their_own_base_are_not_scaled() -> None:
         assert "factor" not in scaling
 
 
-def test_a_trained_length_outside_rope_scaling_is_used() -> None:
-    config = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 128}
-    assert rope_options(config, "rope_theta", default=1e4).scaling["original_max_position_embeddings"] == 128
+@pytest.mark.parametrize(
+    ("config", "layer_type", "message"),
+    [
+        (
+            {"rope_scaling": OLD, "rope_parameters": {"rope_theta": 5e5}},
+            None,
+            "both rope_scaling and rope_param",
+        ),
+        ({"rope_parameters": NEW}, "full_attention", "rope_parameters .* an object for each layer type"),
+        (BY_TYPE, None, "rope_parameters .* one object for all layers"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 128},
+            None,
+            "original_max_position_embeddings = 128 beside",
+        ),
+    ],
+    ids=["two-bases", "flat", "by-layer-type", "trained-length-outside"],
+)
+def test_forms_of_config_that_transformers_reads_otherwise_are_refused(
+    config: dict[str, Any], layer_type: str | None, message: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        rope_options(config, "rope_theta", default=1e4, layer_type=layer_type)
 
 
 @pytest.mark.parametrize("mixed", [None, 0.6])

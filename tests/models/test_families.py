@@ -34,10 +34,6 @@ CONFIG: dict[str, Any] = {
 }
 CONFIG |= {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}  # DistilBERT
 CONFIG |= {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}  # GPT-2
-CONFIG["rope_parameters"] = {
-    "llama_4_scaling_beta": 0.1,
-    "original_max_position_embeddings": 32,
-}  # Ministral3
 CONFIG["latent_attention_config"] = {"num_latents_value": 4, "num_cross_heads": 2, "cross_dim_head": 8}
 CONFIG["task_names"] = ["retrieval"]  # jina-embeddings-v5
 ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
@@ -49,6 +45,7 @@ OWN: dict[str, dict[str, Any]] = {
     "embedding_gemma2": {"embedding_dim": 24},
     "embedding_gemma2_text": {"embedding_dim": 24},
     "JinaBert": {"position_embedding_type": "alibi"},
+    "ministral3": {"rope_parameters": {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32}},
 }
 VISION = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 TOWERS: dict[str, dict[str, Any]] = {

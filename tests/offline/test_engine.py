@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from penstock import AsyncEngine, Engine
 from penstock.errors import BadValue, ConfigError, EngineUnavailable, ModelLoadError, NotPossible, RowFailed
 from penstock.tasks import run as task_run
+from penstock.types import PoolingParams
 from tests.checkpoints import BERT_CONFIG, WORDS, bert_tensors, write_bert
 
 TEXTS = [" ".join(WORDS[i % 50 : i % 50 + 1 + i % 17]) for i in range(100)]
@@ -154,6 +156,22 @@ def test_an_unknown_option_is_refused_by_name(engine: Engine) -> None:
         Engine(data_parallel_size=2)
     with pytest.raises(ConfigError, match="max_modle_len"):
         Engine(None, max_modle_len=3)
+
+
+@pytest.mark.parametrize("given", [{"max_tokens": 4}, PoolingParams(), "greedy", 0.5], ids=repr)
+def test_sampling_parameters_of_another_class_are_refused_with_the_right_one(
+    engine: Engine, given: Any
+) -> None:
+    message = [{"role": "user", "content": "the"}]
+    for call in (
+        lambda: engine.generate("the", given),
+        lambda: engine.generate(["the"], [given]),
+        lambda: list(engine.generate_stream("the", given)),
+        lambda: engine.chat(message, given),
+        lambda: list(engine.chat_stream(message, given)),
+    ):
+        with pytest.raises(TypeError, match=rf"{type(given).__name__}; use penstock.SamplingParams"):
+            call()
 
 
 def test_an_unknown_output_type_is_refused_with_the_known_ones(engine: Engine) -> None:

@@ -46,6 +46,24 @@ PUBLISHED_TARGETS = (
 PAGES = [make_row(4, (6, 8), 5, seed=3), make_row(9, seed=5)]
 
 
+def test_an_adapter_of_a_reranker_that_only_its_name_identifies_is_asked_the_same(tmp_path: Path) -> None:
+    language_model = write(tmp_path / "lm", "Qwen3ForCausalLM")
+    base = tmp_path / "Qwen3-Reranker-0.6B-seq-cls"
+    config = transformers.AutoConfig.from_pretrained(language_model, num_labels=1)
+    model = transformers.Qwen3ForSequenceClassification(config).eval()
+    randomise(model, seed=2)
+    model.save_pretrained(base)
+    transformers.AutoTokenizer.from_pretrained(language_model).save_pretrained(base)
+    adapter = tmp_path / "tenant"
+    write_adapter(model, adapter, 4, target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS")
+    query, documents = "how long is the water?", ["the water was long", "a field"]
+    with Engine(str(base), device="cpu", dtype="float32", enable_lora=True) as engine:
+        engine.load_adapter("tenant", str(adapter))
+        wanted = engine.score(query, documents, adapter="tenant")
+    with Engine(str(adapter), base_model=str(base), device="cpu", dtype="float32") as engine:
+        np.testing.assert_allclose(engine.score(query, documents), wanted, atol=1e-5)
+
+
 def test_an_adapter_of_a_text_embedder_is_served_with_its_base(tmp_path: Path) -> None:
     made = adapted_embedder(tmp_path, "one")
     with Engine(str(made.adapters["one"]), device="cpu", dtype="float32") as engine:
@@ -71,7 +89,9 @@ def test_an_adapter_of_a_text_embedder_is_served_with_its_base(tmp_path: Path) -
     ],
     ids=["linear", "ranks", "dora", "table", "tokens", "saved"],
 )
-def test_each_kind_of_change_is_merged_as_peft_merges_it(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_each_kind_of_change_is_merged_as_peft_merges_it(
+    tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     folder = decoders.FAMILIES["qwen3"].write(tmp_path / "base")
     base: Any = transformers.Qwen3Model.from_pretrained(folder).eval()
     adapted: Any = write_adapter(base, tmp_path / "adapter", **options)
@@ -84,6 +104,20 @@ def test_each_kind_of_change_is_merged_as_peft_merges_it(tmp_path: Path, options
     ):
         assert np.abs(own - wanted).max() < 1e-4
         assert np.abs(own - before).max() > 1e-2
+    assert "has no tensors for modules" not in caplog.text
+
+
+def test_modules_that_a_merged_adapter_names_and_its_file_lacks_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = adapted_embedder(tmp_path, "one")
+    file = made.adapters["one"] / "adapter_model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(file).items() if "layer.1.attention.self" not in name}
+    save_file(kept, file)
+    with Engine(str(made.adapters["one"]), device="cpu", dtype="float32") as engine:
+        engine.embed(TEXTS)
+    (message,) = [each.getMessage() for each in caplog.records if "has no tensors for" in each.getMessage()]
+    assert "layer.1.attention.self.query" in message and "layer.0" not in message
 
 
 def test_sums_are_fp32_whatever_the_base_is_stored_as(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from penstock import Engine
 from penstock.checkpoint import image_prompts
+from penstock.errors import BadValue
 from tests.inputs.images.pictures import noise
 from tests.parity.page_retrievers import Retriever, native_layout
 from tests.parity.picture_reference import Reference
@@ -99,3 +100,18 @@ def test_token_vectors_of_a_page_are_those_of_all_its_tokens(tmp_path: Path) -> 
     assert page.shape == wanted.shape
     assert (page * wanted).sum(axis=1).min() > 0.9999
     assert len(text) == len(qwen_tokenizer().encode("a text").ids)
+
+
+def test_a_model_of_fewer_positions_than_a_usual_image_has_tokens_loads(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"pooler_config": {"pooling_type": "last"}, "enable_generation": False}
+    vectors = []
+    for positions in (512, 64):
+        folder = write_model(
+            tmp_path / str(positions), make_model("qwen2_vl", max_position_embeddings=positions)
+        )
+        with Engine(str(folder), device="cpu", dtype="float32", **options) as engine:
+            vectors.append(engine.embed(images=[noise(32, 32)]))
+            if positions == 64:
+                with pytest.raises(BadValue, match="at most 64 are possible"):
+                    engine.embed(images=[noise(200, 200)])
+    np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-5)

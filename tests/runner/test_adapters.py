@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -57,6 +59,24 @@ def run(runner: ModelRunner, adapters: list[int]) -> Array:
 
 def loaded(future: Future[AdapterInfo]) -> AdapterInfo:
     return future.result(30)
+
+
+def test_modules_that_the_options_name_and_the_file_lacks_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "a", 0)
+    write(tmp_path / "b", 0)
+    config = json.loads((tmp_path / "b/adapter_config.json").read_text())
+    whole = r"encoder\.layer\.0\.attention\.self\.query"
+    (tmp_path / "b/adapter_config.json").write_text(json.dumps(config | {"target_modules": whole}))
+    _, adapters = make_runner()
+    with caplog.at_level(logging.WARNING, "penstock.adapters"):
+        loaded(adapters.load(0, str(tmp_path / "a"), "a"))
+        assert "'a' has no tensors for modules that target_modules names" in caplog.text
+        assert "layer.1.attention.self.query" in caplog.text and "layer.0" not in caplog.text
+        caplog.clear()
+        loaded(adapters.load(1, str(tmp_path / "b"), "b"))
+        assert not caplog.records
 
 
 def test_more_adapters_than_slots_and_host_memory_give_their_own_answers(tmp_path: Path) -> None:

@@ -158,9 +158,9 @@ def test_a_load_that_fails_on_one_engine_is_undone_on_the_other(stage: Stage, fo
     stage.order("load_adapter", name="a", path=str(folder))
     first, second = stage.loading()
     stage.say(stage.engines[0], AdapterDone(first.id))
-    stage.say(stage.engines[1], AdapterDone(second.id, "no room", "ModelLoadError"))
+    stage.say(stage.engines[1], AdapterDone(second.id, "no room", "ModelLoadError", "lora_path"))
     answer = stage.api.last(OrderAnswer)
-    assert (answer.error, answer.kind) == ("no room", "ModelLoadError")
+    assert (answer.error, answer.kind, answer.param) == ("no room", "ModelLoadError", "lora_path")
     assert stage.engines[0].last(AdapterOrder).action == "unload"
     stage.advance()
     assert stage.listed == {}
@@ -237,6 +237,7 @@ def test_a_reload_in_place_has_another_id_and_retires_the_old(stage: Stage, fold
     old = stage.listed["a"]
     stage.order("load_adapter", name="a", path=str(folder))
     assert "already been loaded" in stage.api.last(OrderAnswer).error
+    assert stage.api.last(OrderAnswer).param == "lora_name"
     stage.load("a", folder, replaces=True)
     assert stage.listed["a"] > old
     stage.say(stage.api, AdapterReleased(stage.model.number, old))

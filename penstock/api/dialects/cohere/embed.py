@@ -157,7 +157,7 @@ async def embed_v1(call: Call, body: CohereEmbedRequest) -> Reply:
         "id": result.head(body, "embd")["id"],
         "embeddings": by_type if body.embedding_types else by_type["float"],
         "texts": texts if body.texts is not None else [],
-        "meta": meta("1", input_tokens=result.request.num_tokens),
+        "meta": meta("1", **_billed(texts, result)),
     }
     reply = json_reply(content)
     record_phases(call, began)
@@ -174,7 +174,7 @@ async def embed_v2(call: Call, body: CohereEmbedRequest) -> Reply:
         "response_type": "embeddings_by_type",
         "id": result.head(body, "embd")["id"],
         "embeddings": embeddings_by_type(kinds, result.value),
-        "meta": meta("2", **_tokens(result)),
+        "meta": meta("2", **_billed(texts, result)),
     }
     if body.texts is not None:
         content["texts"] = texts
@@ -183,11 +183,14 @@ async def embed_v2(call: Call, body: CohereEmbedRequest) -> Reply:
     return reply
 
 
-def _tokens(result: Result[Columns]) -> dict[str, int]:
-    """Tokens of texts and of images."""
+def _billed(given: Sequence[str | RawContent], result: Result[Columns]) -> dict[str, int]:
+    """Tokens of texts and of images, and the number of images where there are any."""
     request = result.request
     num_image_tokens = 0 if request.images is None else int(request.images.num_tokens.sum())
-    return {"input_tokens": request.num_tokens - num_image_tokens, "image_tokens": num_image_tokens}
+    units = {"input_tokens": request.num_tokens - num_image_tokens, "image_tokens": num_image_tokens}
+    contents = (each for each in given if not isinstance(each, str))
+    num_images = sum(not isinstance(part, str) for content in contents for part in content)
+    return units | ({"images": num_images} if num_images else {})
 
 
 async def _embed(

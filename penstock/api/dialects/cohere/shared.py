@@ -45,6 +45,7 @@ class ApiVersion(msgspec.Struct, kw_only=True):
 
 
 class BilledUnits(msgspec.Struct, kw_only=True, omit_defaults=True):
+    images: int | msgspec.UnsetType = msgspec.UNSET
     input_tokens: int | msgspec.UnsetType = msgspec.UNSET
     image_tokens: int | msgspec.UnsetType = msgspec.UNSET
     search_units: int | msgspec.UnsetType = msgspec.UNSET

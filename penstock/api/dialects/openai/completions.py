@@ -40,7 +40,7 @@ class CompletionRequest(OpenAITextFields, kw_only=True):
 
 async def completions(call: Call, body: CompletionRequest) -> Reply | Streamed:
     """Continue texts or token ids; `stream` sends the text while it is generated."""
-    if body.best_of not in (None, body.n):
+    if body.best_of not in (None, 1 if body.n is None else body.n):
         raise BadValue("best_of is not supported; ask for n and choose among them", param="best_of")
     task = Generate(
         source=TextPrompts(prompts=body.prompt, add_special_tokens=body.add_special_tokens),

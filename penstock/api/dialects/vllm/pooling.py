@@ -33,7 +33,7 @@ from penstock.api.tokens import decode_ids
 from penstock.errors import BadValue
 from penstock.outputs.encoders import encode_rows
 from penstock.tasks.multi_task import MultiTask
-from penstock.types import Content, Ints, PoolingParams, Task
+from penstock.types import Content, Ints, PoolingParams, PreparedImage, Task
 
 _MAX_LOOP_IDS = 1 << 15  # fewer are encoded as JSON on the event loop
 
@@ -133,7 +133,8 @@ async def _take_conversations(call: Call, body: ChatBody) -> None:
     options = body.options()
     limit = None if may_be_long else model.text.processor.row_limit(PoolingParams(), options)
     rows = await conversation_rows(call, model, body, conversations, limit)
-    inputs: list[Any] = [row if isinstance(row, Content) else row.tolist() for row in rows]
+    images = Content | PreparedImage
+    inputs: list[Any] = [row if isinstance(row, images) else row.tolist() for row in rows]
     body.input = inputs
 
 

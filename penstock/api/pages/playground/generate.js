@@ -15,6 +15,14 @@ function withSampling(body, values) {
   return { ...body, stream: true, stream_options: { include_usage: true } };
 }
 
+const MIN_DECODE_MS = 20;
+
+/** Tokens per second after the first. Tokens that arrive together tell nothing of it: then, of the whole request. */
+function speed(tokens, began, first, last) {
+  const together = last - first < MIN_DECODE_MS;
+  return (1000 * (together ? tokens : tokens - 1)) / (last - (together ? began : first));
+}
+
 /** Streams a request into `place`, and its speed into `facts`. */
 async function write({ path, body }, signal, place, facts, textOf) {
   const began = performance.now();
@@ -23,9 +31,8 @@ async function write({ path, body }, signal, place, facts, textOf) {
     const parts = [];
     if (first !== null) parts.push(`first token ${milliseconds(first - began)}`);
     if (usage) {
-      const seconds = (last - first) / 1000;
       parts.push(plural(usage.completion_tokens, "token"));
-      if (usage.completion_tokens > 1 && seconds > 0) parts.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} tokens/s`);
+      if (usage.completion_tokens > 1 && first !== null) parts.push(`${speed(usage.completion_tokens, began, first, last).toFixed(1)} tokens/s`);
       parts.push(`prompt ${plural(usage.prompt_tokens, "token")}`);
     }
     if (reason) parts.push(reason === "length" ? "ended at the limit of tokens" : reason === "stop" ? "ended by itself" : reason);
