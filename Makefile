@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 WORKERS ?= 2
 
-.PHONY: serve test types pytest clients parallel-test scale-test store-test gpu-test gpu-targets chaos fuzz schema-test docs check format lock audit sbom deploy-lint install clean
+.PHONY: serve test types pytest clients parallel-test scale-test store-test gpu-test simulated-gpu-test gpu-targets chaos fuzz schema-test docs check format lock audit sbom deploy-lint install clean
 
 # The default model's package depends on sentence-transformers; the server needs only its files.
 $(VENV)/.serve: pyproject.toml
@@ -45,6 +45,13 @@ store-test: $(VENV)/.dev
 # Without a virtual environment: `make gpu-test VENV= PYTHON=python3`, where torch, Triton and pytest are installed.
 gpu-test: $(if $(VENV),$(VENV)/.dev)
 	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(if $(VENV),$(BIN)/python,$(PYTHON)) -m tests.gpu.run $(ARGS)
+
+# Paths that only run on a GPU, on a simulated one: wrong devices, waits inside a step, CUDA graphs. About 15 minutes
+# of one core; `make test` runs a part of it.
+simulated-gpu-test: $(VENV)/.dev
+	PENSTOCK_ALL_CASES=1 $(BIN)/pytest -p tests.simulated_gpu.plugin tests/simulated_gpu $(ARGS)
+	PENSTOCK_SIMULATED_KERNELS=0 $(BIN)/pytest -p tests.simulated_gpu.plugin --timeout=600 \
+	  $(foreach name,pages merged_adapters images qwen_vl labelled late,tests/gpu/test_$(name).py) $(ARGS)
 
 # Every kernel, compiled for each kind of GPU without one: does it fit? Writes benchmarks/results/gpu_targets.md; about
 # 15 minutes of one core. ARGS="--targets 80" compiles for one.

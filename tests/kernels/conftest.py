@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +16,9 @@ from tests.thinning import ALL_CASES
 if find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
 elif os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.kernels import fast_interpreter
+    from tests.kernels import fast_interpreter, interpreter_repairs
 
+    interpreter_repairs.install()
     fast_interpreter.install()
 
 
@@ -89,32 +89,3 @@ def only_interpreted() -> None:
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(autouse=True)
-def allow_loops_over_loaded_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter converts a loaded loop bound to int in a way that NumPy 2.4 no longer allows."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
-@pytest.fixture(autouse=True)
-def round_fp8_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter loses the carry out of an fp8 mantissa; the hardware rounds as torch does."""
-    from triton.runtime import interpreter
-
-    convert = interpreter._convert_float
-
-    def converted(values: Any, source: Any, target: Any, mode: Any) -> Any:
-        if str(target) != "fp8e4nv" or str(source) != "fp32":
-            return convert(values, source, target, mode)
-        return torch.from_numpy(values.copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-
-    monkeypatch.setattr(interpreter, "_convert_float", converted)
