@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.api.model_server import serving_models
 from tests.docs.blocks import ROOT
-from tests.docs.model_server import serving_models
 from tests.docs.stand_ins import STAND_INS
 from tests.e2e.server import serving
 

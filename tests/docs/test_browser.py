@@ -18,7 +18,7 @@ import pytest
 
 from docs.tools.screenshots import PICTURES, SIZE, SUBJECTS, Camera, chromium, take_picture
 from penstock.types import EngineSleep
-from tests.docs.model_server import SleepingModels, serving_models
+from tests.api.model_server import SleepingModels, serving_models
 from tests.docs.playground_page import TIMEOUT_MS, Playground
 from tests.docs.stand_ins import STAND_INS
 from tests.inputs.images.pictures import noise

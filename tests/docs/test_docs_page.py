@@ -16,8 +16,8 @@ from docs.tools.screenshots import Camera
 from penstock.api.app import ROUTES
 from penstock.api.dialects import pages
 from tests.api.local_app import local_app
+from tests.api.model_server import serving_models
 from tests.checkpoints import write_bert
-from tests.docs.model_server import serving_models
 
 PAGES = Path(pages.__file__).parents[1] / "pages"
 CHROMIUM = shutil.which("chromium")

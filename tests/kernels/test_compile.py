@@ -14,7 +14,6 @@ from penstock.kernels.experts import FP8_TILINGS, HALF_TILINGS
 from penstock.kernels.limits import H200, SHARED_BYTES, limits_for, num_stages
 from tests.thinning import ALL_CASES
 
-
 MAX_KEPT_BYTES = 512 << 20
 
 
