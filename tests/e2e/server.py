@@ -161,11 +161,11 @@ def serving(
 
 
 @contextmanager
-def serving_here(folder: Path) -> Iterator[httpx.Client]:
+def serving_here(folder: Path, **options: Any) -> Iterator[httpx.Client]:
     """Serve a model from this process, where torch is imported already: for tests of what a kind of model
-    answers, which say nothing of processes."""
+    answers, which say nothing of processes. The options are fields of `EngineConfig`."""
     with (
-        serving_models({folder.name: folder}) as address,
+        serving_models({folder.name: folder}, {folder.name: options}) as address,
         httpx.Client(base_url=address, timeout=PATIENCE_S) as http,
     ):
         yield http
