@@ -333,7 +333,7 @@ def take_api_picture(browser: Any, url: str, name: str, folder: Path) -> list[st
 @contextmanager
 def serving_subject(subject: Subject, models: Path | None, scratch: Path) -> Iterator[str]:
     from penstock.checkpoint.find import default_folder
-    from tests.docs.model_server import serving_models
+    from tests.api.model_server import serving_models
     from tests.e2e.server import serving
 
     if subject.with_others:

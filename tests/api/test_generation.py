@@ -342,7 +342,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("/v1/chat/completions", {"messages": []}, "messages", "empty"),
     ("/v1/chat/completions", {"messages": [{"content": "x"}]}, "messages", "no role"),
     ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages", "no content"),
-    ("/v1/chat/completions", {"messages": [{"role": "u", "content": [{"type": "x"}]}]}, "messages", "only"),
+    ("/v1/chat/completions", {"messages": [{"role": "u", "content": [{"type": "x"}]}]}, "messages", "'x'"),
     ("/v1/chat/completions", {"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
     ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21"),
     ("/v1/chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens", "tokens is 0; it"),

@@ -177,7 +177,7 @@ def test_the_null_device_runs_without_torch(lines: Path, output: Path) -> None:
 
 
 def test_a_run_that_is_killed_and_resumed_writes_the_same_rows(tmp_path: Path) -> None:
-    rows = [{"key": i * 7, "text": TEXTS[i % len(TEXTS)] + str(i)} for i in range(600)]
+    rows = [{"key": i * 7, "text": TEXTS[i % len(TEXTS)] + str(i)} for i in range(240)]
     source = write_jsonl(tmp_path / "in.jsonl", rows)
     whole, broken = tmp_path / "whole.parquet", tmp_path / "broken.parquet"
     args = (*CPU, "--id-column", "key", "--batch-rows", 32)

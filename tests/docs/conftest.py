@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.api.model_server import serving_models
 from tests.docs.blocks import ROOT
 from tests.docs.stand_ins import STAND_INS
 from tests.e2e.server import serving
@@ -31,17 +32,20 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 @pytest.fixture(scope="session")
 def url_of(folder_of: Folder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Url]:
-    """The address of a server of a stand-in, or of the default model; each is started once."""
+    """The address of a server, each started once: of the default model in processes of its own, of a stand-in
+    in this process, where it starts without importing torch again."""
     urls: dict[str | None, str] = {}
     with ExitStack() as stack:
 
         def url(kind: str | None) -> str:
             if kind not in urls:
-                model = [] if kind is None else [str(folder_of(kind))]
-                flags = ("--device", "cpu", "--kv-cache-gb", "0.05")
-                batches = ("--batch-folder", str(tmp_path_factory.mktemp("batches")))
-                server = stack.enter_context(serving(*model, *flags, *batches))
-                urls[kind] = server.url
+                batches = str(tmp_path_factory.mktemp("batches"))
+                if kind is None:
+                    server = stack.enter_context(serving("--device", "cpu", "--batch-folder", batches))
+                    urls[kind] = server.url
+                else:
+                    models = {kind: folder_of(kind)}
+                    urls[kind] = stack.enter_context(serving_models(models, batch_folder=batches))
             return urls[kind]
 
         yield url

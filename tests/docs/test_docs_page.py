@@ -16,8 +16,8 @@ from docs.tools.screenshots import Camera
 from penstock.api.app import ROUTES
 from penstock.api.dialects import pages
 from tests.api.local_app import local_app
+from tests.api.model_server import serving_models
 from tests.checkpoints import write_bert
-from tests.e2e.server import serving
 
 PAGES = Path(pages.__file__).parents[1] / "pages"
 CHROMIUM = shutil.which("chromium")
@@ -109,8 +109,8 @@ def test_an_operation_shows_its_fields_and_example(browser: Any, url_of: Url) ->
 
 @in_a_browser
 def test_a_request_is_sent_with_a_key(browser: Any, tmp_path: Path) -> None:
-    with serving(str(write_bert(tmp_path)), "--device", "cpu", "--threads", "1", "--api-key", KEY) as server:
-        camera = opened(browser, server.url + "/docs#tag/openai/POST/v1/embeddings")
+    with serving_models({"model": write_bert(tmp_path)}, api_keys=(KEY,)) as address:
+        camera = opened(browser, address + "/docs#tag/openai/POST/v1/embeddings")
         page = camera.page
         page.get_by_placeholder("Token").first.fill(KEY)
         page.get_by_role("button", name="Test Request").first.click()

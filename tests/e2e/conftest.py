@@ -63,12 +63,12 @@ def gates(tmp_path: Path) -> Gates:
     return Gates(folder)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def shared_gates(tmp_path_factory: pytest.TempPathFactory) -> Gates:
     return Gates(tmp_path_factory.mktemp("gates"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def gated_server(shared_gates: Gates) -> Iterator[Server]:
     """A server on the null device that runs one row a step; `shared_gates` hold its steps back."""
     flags = ("--device", "null", "--max-num-seqs", "1", "--max-queue-seconds", "0")

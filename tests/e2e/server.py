@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from tests.api.model_server import serving_models
 from tests.waiting import PATIENCE_S, wait_until
 
 ENGINE, API = "penstock.serving.engine_process", "penstock.api.process"
@@ -157,6 +158,17 @@ def serving(
         if process.poll() is None:
             server.terminate()
         reader.join(PATIENCE_S)
+
+
+@contextmanager
+def serving_here(folder: Path, **options: Any) -> Iterator[httpx.Client]:
+    """Serve a model from this process, where torch is imported already: for tests of what a kind of model
+    answers, which say nothing of processes. The options are fields of `EngineConfig`."""
+    with (
+        serving_models({folder.name: folder}, {folder.name: options}) as address,
+        httpx.Client(base_url=address, timeout=PATIENCE_S) as http,
+    ):
+        yield http
 
 
 class ServerPool:

@@ -13,7 +13,8 @@ import pytest
 from penstock import Engine
 from penstock.errors import ModelLoadError
 from tests.checkpoints import BERT_CONFIG, wordpiece_tokenizer, wordpiece_vocabulary, write_bert, write_json
-from tests.e2e.server import serving
+from tests.e2e.server import serving_here
+from tests.thinning import thorough
 from tests.waiting import PATIENCE_S
 
 WORDS = len(wordpiece_vocabulary())
@@ -97,11 +98,11 @@ BROKEN: dict[Callable[[Path], None], tuple[str, ...]] = {
     with_a_huge_header: ("not a readable safetensors file",),
 }
 
-# One for each stage of start-up: tokenizer, configuration, weight files, tensors.
+# One for each stage of start-up: tokenizer, configuration, weight files, tensors (both in one process).
 SERVED = [
     without_a_tokenizer,
     with_half_a_config,
-    with_truncated_weights,
+    pytest.param(with_truncated_weights, marks=thorough),
     with_a_wrong_table_size,
     with_seven_heads,
 ]
@@ -139,8 +140,8 @@ def test_an_engine_of_a_broken_folder_raises_the_same_error(
 def test_a_padded_embedding_table_is_served(tmp_path: Path) -> None:
     """Many checkpoints pad their table to a round number of rows."""
     folder = write_bert(tmp_path / "model", config={"vocab_size": WORDS + 7})
-    with serving(str(folder), "--device", "cpu", "--threads", "1") as server:
-        assert server.post("/v1/embeddings", input="the water").status_code == 200
-        spare = server.post("/v1/embeddings", input=[WORDS + 7])
+    with serving_here(folder) as http:
+        assert http.post("/v1/embeddings", json={"input": "the water"}).status_code == 200
+        spare = http.post("/v1/embeddings", json={"input": [WORDS + 7]})
         assert spare.status_code == 400 and str(WORDS + 6) in spare.json()["error"]["message"]
-        assert server.http.get("/ready").status_code == 200
+        assert http.post("/v1/embeddings", json={"input": [WORDS + 6]}).status_code == 200

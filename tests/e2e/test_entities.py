@@ -12,7 +12,7 @@ import pytest
 from penstock import Engine
 from penstock.errors import BadValue, NotPossible
 from tests.checkpoints import WORDS, write_token_classifier
-from tests.e2e.server import serving
+from tests.e2e.server import serving_here
 
 TEXTS = [" ".join(WORDS[i : i + 9]) for i in range(0, 45, 9)] + ["  Watering, the PEOPLE"]
 NAMES = ["O", "B-PER", "I-PER"]
@@ -31,8 +31,8 @@ def engine(folder: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def ner(folder: Path) -> Iterator[httpx.Client]:
-    with serving(str(folder), "--device", "cpu", "--threads", "1") as server:
-        yield server.http
+    with serving_here(folder) as http:
+        yield http
 
 
 @pytest.mark.parametrize("aggregation", ["none", "simple", "first", "average", "max"])

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.wire.status import StatusReader
 from tests.e2e.gates import Gates
-from tests.e2e.server import API, ENGINE, serving
+from tests.e2e.server import API, ENGINE, Server, serving
 from tests.waiting import PATIENCE_S, wait_until
 
 ROUTE = "/v1/embeddings"
@@ -110,25 +110,25 @@ def test_a_process_that_stays_stopped_is_replaced(gates: Gates, background: Thre
 
 
 def test_the_loop_beats_during_a_step_and_tells_of_a_launch(
-    gates: Gates, background: ThreadPoolExecutor
+    gated_server: Server, shared_gates: Gates, background: ThreadPoolExecutor
 ) -> None:
-    with serving(*NULL, environment=gates.environment) as server:
-        page = StatusReader(server.runtime_folder / "0" / "engine.status")
-        with gates.no_step_finishes():
-            first = background.submit(server.post, ROUTE, input="a")
-            server.wait_for(lambda: page.read().step_began_s > 0)
-            step = page.read()
-            server.wait_for(lambda: page.read().heartbeat_s > step.heartbeat_s + 1)
-            assert page.read().step_began_s == step.step_began_s
-            assert page.read().launch_began_s == 0 and not first.done()
-            assert server.metric("penstock_oldest_step_seconds") > 0
-        assert first.result(PATIENCE_S).status_code == 200
-        server.wait_for(lambda: page.read().step_began_s == 0)
-        with gates.no_launch_returns():
-            second = background.submit(server.post, ROUTE, input="b")
-            server.wait_for(lambda: page.read().launch_began_s > 0)
-        assert second.result(PATIENCE_S).status_code == 200
-        server.wait_for(lambda: page.read().launch_began_s == 0)
+    server = gated_server
+    page = StatusReader(server.runtime_folder / "0" / "engine.status")
+    with shared_gates.no_step_finishes():
+        first = background.submit(server.post, ROUTE, input="a")
+        server.wait_for(lambda: page.read().step_began_s > 0)
+        step = page.read()
+        server.wait_for(lambda: page.read().heartbeat_s > step.heartbeat_s + 1)
+        assert page.read().step_began_s == step.step_began_s
+        assert page.read().launch_began_s == 0 and not first.done()
+        assert server.metric("penstock_oldest_step_seconds") > 0
+    assert first.result(PATIENCE_S).status_code == 200
+    server.wait_for(lambda: page.read().step_began_s == 0)
+    with shared_gates.no_launch_returns():
+        second = background.submit(server.post, ROUTE, input="b")
+        server.wait_for(lambda: page.read().launch_began_s > 0)
+    assert second.result(PATIENCE_S).status_code == 200
+    server.wait_for(lambda: page.read().launch_began_s == 0)
 
 
 def test_an_engine_whose_step_never_ends_is_replaced(gates: Gates, background: ThreadPoolExecutor) -> None:

@@ -134,10 +134,10 @@ CHAT_ONLY: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": messages(content=[{"type": "image_url"}])}, "messages", "image without one"),
     ({"messages": messages(content="water " * 400)}, "prompt", f"at most {LIMIT}"),
     ({"messages": messages(content="hi"), "max_tokens": 250}, "max_tokens", f"at most {LIMIT}"),
-    ({"max_completion_tokens": -4}, "max_tokens", "at least 1"),
+    ({"max_completion_tokens": -4}, "max_completion_tokens", "at least 1"),
     ({"echo": True, "max_tokens": 0}, "max_tokens", "at least 1"),
     ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "logprobs", "0 to 20"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "0 to 20"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "must not"),
 ]  # fmt: skip
 CASES = [

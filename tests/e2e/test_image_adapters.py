@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 from penstock import Engine
-from tests.e2e.server import Server, serving
+from tests.e2e.server import Server, serving, serving_here
 from tests.inputs.images.pictures import encoded, noise
 from tests.parity.lora import write_adapter
 from tests.parity.qwen_vl import make_model, write_model
@@ -66,9 +67,9 @@ def embed(server: Server, model: str, **body: Any) -> np.ndarray:
     return np.array([row["embedding"] for row in answer.json()["data"]])
 
 
-def logprobs(server: Server, model: str, number: int) -> list[float]:
+def logprobs(http: httpx.Client, model: str, number: int) -> list[float]:
     body = {"model": model, "messages": message(number), "max_tokens": 5, "temperature": 0, "logprobs": True}
-    answer = server.http.post("/v1/chat/completions", json=body | {"ignore_eos": True})
+    answer = http.post("/v1/chat/completions", json=body | {"ignore_eos": True})
     assert answer.status_code == 200, answer.text
     return [token["logprob"] for token in answer.json()["choices"][0]["logprobs"]["content"]]
 
@@ -89,10 +90,10 @@ def test_one_image_gives_each_adapter_its_own_vector_whatever_came_before(
 
 
 def test_chat_about_an_image_is_answered_by_the_adapter_that_it_names(server: Server, models: Models) -> None:
-    seen = {name: logprobs(server, name, 0) for name in ("vl", "one", "two")}
+    seen = {name: logprobs(server.http, name, 0) for name in ("vl", "one", "two")}
     assert len({tuple(np.round(values, 3)) for values in seen.values()}) == 3
     for name in ("two", "vl", "one"):  # with the prefixes of the others in the cache
-        assert np.abs(np.array(logprobs(server, name, 0)) - seen[name]).max() < 1e-4
-    flags = ["--device", "cpu", "--threads", "1", "--dtype", "float32", "--served-model-name", "merged"]
-    with serving(str(models.merged["one"]), *flags, "--enable-generation") as merged:
-        assert np.abs(np.array(logprobs(merged, "merged", 0)) - seen["one"]).max() < 1e-3
+        assert np.abs(np.array(logprobs(server.http, name, 0)) - seen[name]).max() < 1e-4
+    merged = models.merged["one"]
+    with serving_here(merged, dtype="float32", enable_generation=True) as http:
+        assert np.abs(np.array(logprobs(http, merged.name, 0)) - seen["one"]).max() < 1e-3

@@ -14,7 +14,7 @@ import pytest
 
 from penstock import Engine
 from tests.checkpoints import write_bert, write_json
-from tests.e2e.server import Server, serving
+from tests.e2e.server import Server, serving_here
 
 LONG = " ".join(f"The river carries word number {i} down to the sea." for i in range(80))
 SHORT = "A penstock feeds a turbine. Water under pressure turns it, and the lights go on."
@@ -134,8 +134,8 @@ def test_a_bad_value_is_a_400_that_names_the_field(http: httpx.Client, name: str
 def test_late_chunks_of_a_cls_model_are_a_422(tmp_path: Path) -> None:
     folder = write_bert(tmp_path / "cls")
     write_json(folder / "1_Pooling/config.json", {"pooling_mode_cls_token": True})
-    with serving(str(folder), "--device", "cpu", "--threads", "1") as server:
-        response = server.post("/v1/embeddings", input="the water", chunking="late")
+    with serving_here(folder) as http:
+        response = http.post("/v1/embeddings", json={"input": "the water", "chunking": "late"})
         assert response.status_code == 422
         assert "pools by cls" in response.json()["error"]["message"]
-        assert server.post("/v1/embeddings", input="the water").status_code == 200
+        assert http.post("/v1/embeddings", json={"input": "the water"}).status_code == 200

@@ -18,6 +18,7 @@ import pytest
 
 from tests.e2e.gates import Gates
 from tests.e2e.server import API, ENGINE, Server, serving
+from tests.thinning import thorough
 from tests.waiting import PATIENCE_S
 
 RUNNING_ROWS, QUEUED_ROWS = "penstock_running_rows", "penstock_queue_rows"
@@ -205,24 +206,24 @@ def test_a_request_that_does_not_start_within_the_bound_gets_429(
 
 
 def test_a_killed_engine_answers_503_with_a_reason_and_is_restarted(
-    gates: Gates, background: ThreadPoolExecutor
+    gated_server: Server, shared_gates: Gates, background: ThreadPoolExecutor
 ) -> None:
-    with serving("--device", "null", environment=gates.environment) as server:
-        (engine,) = server.children(ENGINE)
-        with gates.no_engine_starts(), gates.no_step_finishes():
-            running = background.submit(server.post, ROUTE, input="a")
-            server.wait_for_metric(RUNNING_ROWS, 1)
-            os.kill(engine, signal.SIGKILL)
-            failed = running.result(PATIENCE_S)
-            assert failed.status_code == 503
-            assert "engine" in failed.json()["error"]["message"]
-            server.wait_for(lambda: "SIGKILL" in server.http.get("/ready").text)
-            assert server.http.get("/ready").status_code == 503
-            assert server.http.get("/health").status_code == 503
-            assert server.http.get("/live").status_code == 200
-        server.wait_ready()
-        assert server.children(ENGINE) != [engine]
-        assert server.post(ROUTE, input="a").status_code == 200
+    server = gated_server
+    (engine,) = server.children(ENGINE)
+    with shared_gates.no_engine_starts(), shared_gates.no_step_finishes():
+        running = background.submit(server.post, ROUTE, input="a")
+        server.wait_for_metric(RUNNING_ROWS, 1)
+        os.kill(engine, signal.SIGKILL)
+        failed = running.result(PATIENCE_S)
+        assert failed.status_code == 503
+        assert "engine" in failed.json()["error"]["message"]
+        server.wait_for(lambda: "SIGKILL" in server.http.get("/ready").text)
+        assert server.http.get("/ready").status_code == 503
+        assert server.http.get("/health").status_code == 503
+        assert server.http.get("/live").status_code == 200
+    server.wait_ready()
+    assert server.children(ENGINE) != [engine]
+    assert server.post(ROUTE, input="a").status_code == 200
 
 
 def test_a_signal_writes_a_profile_of_the_next_steps(tmp_path: Path) -> None:
@@ -239,25 +240,26 @@ def test_a_signal_writes_a_profile_of_the_next_steps(tmp_path: Path) -> None:
         assert server.post(ROUTE, input="a").status_code == 200
 
 
-def test_a_lost_device_answers_503_with_a_reason_and_gets_a_new_engine(gates: Gates) -> None:
-    with serving("--device", "null", environment=gates.environment) as server:
-        (engine,) = server.children(ENGINE)
-        gates.fail_next_step("the device failed: CUDA error: an illegal memory access was encountered")
-        lost = server.post(ROUTE, input=["a", "b", "c"])
-        assert lost.status_code == 503
-        assert "illegal memory access" in lost.json()["error"]["message"]
-        server.wait_for_log("device failed; restart 1")
-        server.wait_for(lambda: server.children(ENGINE) not in ([], [engine]))
-        server.wait_ready()
-        assert server.post(ROUTE, input=["a", "b", "c"]).status_code == 200
+def test_a_lost_device_answers_503_with_a_reason_and_gets_a_new_engine(
+    gated_server: Server, shared_gates: Gates
+) -> None:
+    server = gated_server
+    (engine,) = server.children(ENGINE)
+    shared_gates.fail_next_step("the device failed: CUDA error: an illegal memory access was encountered")
+    lost = server.post(ROUTE, input=["a", "b", "c"])
+    assert lost.status_code == 503
+    assert "illegal memory access" in lost.json()["error"]["message"]
+    server.wait_for_log("device failed; restart ")
+    server.wait_for(lambda: server.children(ENGINE) not in ([], [engine]))
+    server.wait_ready()
+    assert server.post(ROUTE, input=["a", "b", "c"]).status_code == 200
 
 
-def test_a_killed_api_process_is_restarted_however_often() -> None:
-    with serving("--device", "null") as server:
-        for _ in range(3):
-            server.kill(API)
-            server.wait_ready()
-        assert server.post(ROUTE, input="a").status_code == 200
+def test_a_killed_api_process_is_restarted_however_often(gated_server: Server) -> None:
+    for _ in range(3):
+        gated_server.kill(API)
+        gated_server.wait_ready()
+    assert gated_server.post(ROUTE, input="a").status_code == 200
 
 
 def test_sigterm_finishes_running_requests_and_exits_0(gates: Gates, background: ThreadPoolExecutor) -> None:
@@ -285,7 +287,7 @@ def run_serve(*flags: str) -> subprocess.CompletedProcess[str]:
     [
         (["no/such/folder/here"], "neither a folder nor a hub id"),
         (["--dtype", "float99"], "float99"),
-        (["--max-model-len", "100000"], "512"),
+        pytest.param(["--max-model-len", "100000"], "512", marks=thorough),  # found where a bad dtype is
         (["--pooler-config", '{"pooling_type": "best"}'], "best"),
     ],
 )

@@ -1,12 +1,7 @@
-"""Random ragged queries and documents, their scores by a loop in fp64, and the interpreted kernel.
-
-As a program it compares the Triton kernel, run by its interpreter, with that loop.
-"""
+"""Random ragged queries and documents, and their scores by a loop in fp64."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,29 +76,3 @@ def by_loop(inputs: Inputs) -> Tensor:
 def relative_error(got: Tensor, wanted: Tensor) -> float:
     assert got.shape == wanted.shape and got.dtype == torch.float32
     return float((got.cpu().double() - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
-
-
-def interpret() -> None:
-    """Run cases `dtype,dim,scales,tile,group` from the command line, and print the relative error of each."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    from triton.runtime import interpreter
-
-    from penstock.kernels.maxsim import Tiling, maxsim_triton
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:  # NumPy ≥ 2.4 refuses int() of an array of one
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patched
-    for case in sys.argv[1:]:
-        dtype, dim, scales, tile, group = case.split(",")
-        one_query = {"query_lengths": (20,), "pairs": None} if int(group) > 1 else {}
-        inputs = make_inputs(getattr(torch, dtype), int(dim), scales=scales == "scales", **one_query)
-        got = maxsim_triton(**inputs, tiling=Tiling(16, 64, int(tile), 4, 2, int(group)))
-        print(relative_error(got, by_loop(inputs)))
-
-
-if __name__ == "__main__":
-    interpret()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -13,14 +14,32 @@ from penstock.kernels.experts import FP8_TILINGS, HALF_TILINGS
 from penstock.kernels.limits import H200, SHARED_BYTES, limits_for, num_stages
 from tests.thinning import ALL_CASES
 
+MAX_KEPT_BYTES = 512 << 20
+
+
+@pytest.fixture
+def compiled_before(pytestconfig: pytest.Config, tmp_path: Path) -> Path:
+    """What Triton compiled in earlier runs, with what the assembler said of it. Triton finds it by everything
+    that decides it: the code of the kernel and its helpers, the target, the constants, its own version."""
+    cache = getattr(pytestconfig, "cache", None)
+    if cache is None or ALL_CASES:
+        return tmp_path
+    folder: Path = cache.mkdir("kernels")
+    if sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) > MAX_KEPT_BYTES:
+        shutil.rmtree(folder)
+    return folder
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(4000)
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_every_kernel_compiles_for_every_kind_of_gpu_and_fits_it(tmp_path: Path) -> None:
+def test_every_kernel_compiles_for_every_kind_of_gpu_and_fits_it(
+    tmp_path: Path, compiled_before: Path
+) -> None:
     """With PENSTOCK_ALL_CASES=1 each shape for each target, otherwise each kernel once on one of them."""
     command = [sys.executable, "-m", "tests.kernels.compile_kernels", *(["--all"] if ALL_CASES else [])]
-    environment = {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path), "HOME": str(tmp_path)}
+    environment = {"TRITON_CACHE_DIR": str(compiled_before), "HOME": str(tmp_path)}
+    environment["PYTHONPATH"] = ":".join(sys.path)
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3900)
     assert ran.returncode == 0, ran.stderr[-3000:]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -105,21 +103,24 @@ def test_arguments_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], 
 
 
 @needs_triton
-def test_the_interpreted_kernel_equals_a_loop_over_tokens() -> None:
-    # The interpreter has no bfloat16 products; queries of 33 tokens take three tiles of 16.
-    cases = [
-        "float32,32,plain,32,1",
-        "float32,100,scales,32,4",
-        "float16,100,plain,128,4",
-        "float16,300,plain,64,1",
-        "int8,100,scales,128,1",
-        "int8,96,plain,32,8",
-    ]
-    command = [sys.executable, "-m", "tests.kernels.ragged", *cases]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
-    assert ran.returncode == 0, ran.stderr
-    errors = [float(line) for line in ran.stdout.split()]
-    assert len(errors) == len(cases) and max(errors) < 1e-6, dict(zip(cases, errors, strict=True))
+@pytest.mark.parametrize(
+    ("dtype", "dim", "scales", "tile", "group"),
+    [  # the interpreter has no bfloat16 products; queries of 33 tokens take three tiles of 16
+        (torch.float32, 32, False, 32, 1),
+        (torch.float32, 100, True, 32, 4),
+        (torch.float16, 100, False, 128, 4),
+        (torch.float16, 300, False, 64, 1),
+        (torch.int8, 100, True, 128, 1),
+        (torch.int8, 96, False, 32, 8),
+    ],
+)
+def test_the_interpreted_kernel_equals_a_loop_over_tokens(
+    only_interpreted: None, dtype: torch.dtype, dim: int, scales: bool, tile: int, group: int
+) -> None:
+    one_query = {"query_lengths": (20,), "pairs": None} if group > 1 else {}
+    inputs = make_inputs(dtype, dim, scales=scales, **one_query)
+    got = maxsim_triton(**inputs, tiling=Tiling(16, 64, tile, 4, 2, group))
+    assert relative_error(got, by_loop(inputs)) < 1e-6
 
 
 @needs_triton

@@ -1,4 +1,4 @@
-"""A server of several models in this process, so that a browser test starts none of its own."""
+"""A server of several models in this process, for tests that say nothing of processes."""
 
 from __future__ import annotations
 
