@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from model_shapes import DERIVED, derive
+from process_cores import keep_cores
 from process_profile import Profile
 from texts import mixed_texts
 
@@ -79,6 +80,7 @@ class Setup:
     apis: int | None = None  # None: --api-server-count
     default: bool = True
     show_processes: bool = False
+    engine_cores: int = 0  # that each engine has for itself; 0: the system decides
 
 
 S4_FLAGS = ("--enforce-eager", "--max-model-len", "4096", "--max-num-batched-tokens", "4096")
@@ -125,6 +127,16 @@ SETUPS = (
         ),
         ("--engines-per-gpu", "2"),
         default=False,
+    ),
+    Setup(
+        "natural-cores",
+        "bge-base",
+        (
+            _natural("natural-cores-64", "bge-base, 2 cores for the engine", 64, 12_000, 31_800, "1,772"),
+            _natural("natural-cores-256", "bge-base, 2 cores for the engine", 256, 20_000, 31_800, "3,125"),
+        ),
+        default=False,
+        engine_cores=2,
     ),
     Setup(
         "natural-qwen3",
@@ -635,12 +647,13 @@ def run_setup(setup: Setup, loads: list[Load], options: argparse.Namespace, all_
     try:
         start_s = server.start(options.start_timeout)
         _say(f"{setup.name}: ready after {start_s:.1f} s, {server.apis} API processes{server.loaded()}")
-        for row in rows:
-            row.start_s = start_s
-            _measure(row, server, options)
-            if options.profile:
-                _profile(row.load, server, options)
-            row.memory_mib = memory.peak_mib
+        with keep_cores(server.processes(), setup.engine_cores):
+            for row in rows:
+                row.start_s = start_s
+                _measure(row, server, options)
+                if options.profile:
+                    _profile(row.load, server, options)
+                row.memory_mib = memory.peak_mib
         if setup.show_processes:
             _say("\n".join(gpu_report(server)))
     except Failed as error:
