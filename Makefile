@@ -49,8 +49,8 @@ gpu-test: $(if $(VENV),$(VENV)/.dev)
 # Paths that only run on a GPU, on a simulated one: wrong devices, waits inside a step, CUDA graphs. About 15 minutes
 # of one core; `make test` runs a part of it.
 simulated-gpu-test: $(VENV)/.dev
-	PENSTOCK_ALL_CASES=1 $(BIN)/pytest -p tests.simulated_gpu.plugin tests/simulated_gpu $(ARGS)
-	PENSTOCK_SIMULATED_KERNELS=0 $(BIN)/pytest -p tests.simulated_gpu.plugin --timeout=600 \
+	PENSTOCK_ALL_CASES=1 $(BIN)/python -m pytest -p tests.simulated_gpu.plugin tests/simulated_gpu $(ARGS)
+	PENSTOCK_SIMULATED_KERNELS=0 $(BIN)/python -m pytest -p tests.simulated_gpu.plugin --timeout=600 \
 	  $(foreach name,pages merged_adapters images qwen_vl labelled late,tests/gpu/test_$(name).py) $(ARGS)
 
 # Every kernel, compiled for each kind of GPU without one: does it fit? Writes benchmarks/results/gpu_targets.md; about
