@@ -39,7 +39,7 @@ LOADS_ONCE = "benchmarks/gpu_loads.py --models {models} --seconds 3"
 LOADS = f"{LOADS_ONCE} --rounds 3"
 PARTS = (
     Part("tests", 9.0, ("-m tests.gpu.run --jobs 4",)),
-    Part("natural", 4.0, (f"{LOADS} --only ^natural --save {{out}}/natural.md",)),
+    Part("natural", 5.0, (f"{LOADS} --only ^natural --save {{out}}/natural.md",)),
     Part("chat", 5.0, (f"{LOADS} --only ^chat --save {{out}}/chat.md",)),
     Part("generation", 4.0, (f"{LOADS} --only ^gen --save {{out}}/generation.md",)),
     Part(
