@@ -36,8 +36,8 @@ pytestmark = [
 Case = PageCase | GemmaCase
 CASES: list[Case] = [*PAGES, *GEMMAS]
 PICTURES = pictures()[:3]
-# The least cosine of any vector, and of all on average: random weights amplify rounding.
-TOLERANCES = [("bfloat16", 0.95, 0.99), ("float16", 0.995, 0.999), ("float32", 0.9999, 0.99999)]
+# Minimum and mean cosine: random weights amplify the rounding of single tokens.
+TOLERANCES = [("bfloat16", 0.9, 0.99), ("float16", 0.995, 0.999), ("float32", 0.9999, 0.99999)]
 WANTED = ("ColPaliForRetrieval", "ColModernVBertForRetrieval", "EmbeddingGemma2Model")
 
 
