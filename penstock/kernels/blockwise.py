@@ -1,7 +1,7 @@
 """Block-scaled fp8: one scale per 128 × 128 block of a weight and per 128 values of a row, and the product.
 
-Checkpoints with `weight_block_size` use this format. Rows are quantised in a separate pass. For few rows the
-product quantises them as it reads them, because reading the weight takes most of the time there.
+Checkpoints with `weight_block_size` use this format. Rows are quantised in a separate pass. With few rows,
+the product quantises them as it reads them, because reading the weight takes most of the time.
 """
 
 from __future__ import annotations

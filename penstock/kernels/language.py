@@ -228,5 +228,5 @@ def cdiv(size: int, part: int) -> int:
 
 
 def num_warps_for(elements: int) -> int:
-    """Warps of a program that holds this many elements: eight elements a thread, at most 16 warps."""
+    """Warps of a program that holds this many elements: eight elements per thread, at most 16 warps."""
     return min(max(elements // 256, 1), 16)

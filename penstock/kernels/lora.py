@@ -1,5 +1,4 @@
-"""Low-rank adapters for a batch where each line has its own adapter or none: y += B (A x), two launches per
-layer.
+"""Low-rank adapters, one or none for each line of a batch: y += B (A x), in two launches per layer.
 
 The lines of a step are ordered by adapter slot, and cut into tiles of lines with the same slot. The CPU
 computes order and tiles. `shrink` multiplies each tile by its slot's A, for all parts of a fused layer at
@@ -140,7 +139,8 @@ def _change(
     MAX_RANK: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """B (A x) of some lines and columns, fp32. Products of fp32 are short, to save registers."""
+    """B (A x) of some lines and columns, fp32. With fp32 inputs, the product is computed in short steps,
+    because long ones take too many registers."""
     STEP: tl.constexpr = min(RANK, 16 if PRECISION == "ieee" else 128)
     total = tl.zeros((here.shape[0], col.shape[0]), tl.float32)
     for first in range(0, RANK, STEP):

@@ -362,8 +362,8 @@ if triton is not None:
     ) -> None:
         """Score GROUP pairs of one query per program.
 
-        One loop walks the tiles of all their documents, so that tiles of the next document are loaded while
-        those of this one are multiplied.
+        One loop iterates over the tiles of all their documents, so that tiles of the next document are loaded
+        while tiles of the current one are multiplied.
         """
         members = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
         real = members < pairs
@@ -395,8 +395,7 @@ if triton is not None:
                 held = tl.load(query_rows, mask=asked[:, None] & (columns < DIM)[None, :], other=0)
             if query_scales is not None:
                 weights = tl.load(query_scales + query_start + tokens, mask=asked, other=0)
-            # Each position in a tile keeps its own maximum. They are reduced once, at the end of the
-            # document.
+            # Each position in a tile keeps its maximum. The maxima are reduced once, at the document's end.
             best = tl.full([BLOCK_D, BLOCK_Q], float("-inf"), tl.float32)
             # Without explicit stages, scales would not be loaded ahead, because no product uses them.
             for tile in tl.range(num_tiles, num_stages=STAGES):

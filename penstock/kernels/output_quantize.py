@@ -10,10 +10,7 @@ from penstock.kernels.language import jit, next_power_of_2, num_warps_for, tl
 
 
 def to_int8_reference(vectors: Tensor, signed: bool) -> Tensor:
-    """Scale each vector so that its largest component becomes ±127, and round; add 128 if unsigned.
-
-    [n, width]
-    """
+    """Scale each vector [n, width] to a largest component of ±127, and round. Add 128 if unsigned."""
     largest = vectors.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12)
     scaled = (vectors * (127.0 / largest)).round()
     return scaled.to(torch.int8) if signed else (scaled + 128).to(torch.uint8)

@@ -17,10 +17,9 @@ from penstock.kernels.language import from_fp8, jit, next_power_of_2, tl, wait_f
 
 
 def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the last axis of scores [rows, heads, queries, keys], with an attention sink for each
-    head.
+    """Softmax over the last axis of scores [rows, heads, queries, keys], with one sink per head.
 
-    A sink is an additional score without a value.
+    An attention sink is an additional score without a value.
     """
     if sinks is None:
         return scores.softmax(dim=-1)

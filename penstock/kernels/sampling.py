@@ -22,7 +22,7 @@ PHILOX_ROUNDS = 7  # enough to pass BigCrush
 IN_PROMPT = 1 << 30  # bit of a token count: the token is in the prompt; lower bits: how often it was sampled
 NON_FINITE_LOGITS = -1  # instead of a token: a logit is NaN or +inf
 ALL_TOKENS_MASKED = -2  # instead of a token: every logit is −inf
-MAX_SEQUENCE_ROWS = 32  # rows of one sequence in a step with proposals
+MAX_SEQUENCE_ROWS = 32  # maximum rows of one sequence in a step with proposals
 SLOT_TABLE_WIDTH = 15  # columns of the slot table, which kernels address by number:
 # 0 temperature, 1 top-p, 2 min-p, 3 repetition, 4 presence, 5 frequency, 6–9 seed and stream, 10 top-k,
 # 11 row of `counts`, 12 row of `masks`, 13 row of `work`, 14 min tokens.

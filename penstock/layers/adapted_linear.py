@@ -104,9 +104,8 @@ class AdaptedLinear:
         self.shares = tuple(shares) or tuple(ModuleShare.whole(size, base.in_features) for size in sizes)
         self.ends = tuple(sum(sizes[: i + 1]) for i in range(len(sizes)))
         self.dtype, self.device = like
-        self.gate: tuple[str, bool] | None = (
-            None  # in a gated block: activation, and whether the gate is first
-        )
+        # In a gated block: its activation, and whether the gate is first.
+        self.gate: tuple[str, bool] | None = None
         self.rank_factor = 1  # number of adapted modules that one part may join
         # For each slot, the ranks of the parts; () if no adapter in the slot changes this layer.
         self.ranks: list[tuple[int, ...]] = []
@@ -198,8 +197,7 @@ class AdaptedLinear:
             expand_(y, shrunk, low, tiled, self.fused_act)
             if self.gate is not None:
                 expand_gated(y, shrunk, low, tiled, self.gate[0], gate_first=self.gate[1])
-        # A separate object: `self._fused` caches descriptors of the layer's own adapters, and steps may use
-        # it.
+        # Not `self._fused`, which caches descriptors of the layer's own adapters and may be in use by a step.
         fused = self._make_fused()
         if fused is not None and fused.serves(x, low, lines[0, :1], rank):
             for cols in fused.column_choices(min(rank, width)):

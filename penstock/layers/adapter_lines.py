@@ -1,5 +1,4 @@
-"""The order and tiles of a batch's lines by adapter slot: all integers that the adapter kernels need, in
-NumPy."""
+"""Order and tiles of a batch's lines by adapter slot: all integers that adapter kernels need, in NumPy."""
 
 from __future__ import annotations
 

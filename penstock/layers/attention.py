@@ -1,4 +1,4 @@
-"""Attention over a ragged batch of tokens, which takes the cheapest correct path.
+"""Attention over a ragged batch of tokens, by the cheapest correct path.
 
 Rows arrive ordered by length, so rows of equal length form a dense block without any padding. On a
 CPU each block is one library call. On CUDA the short rows, which come first, go to one kernel and the

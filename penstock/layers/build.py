@@ -138,8 +138,7 @@ class LayerBuilder:
     ) -> LinearLayer:
         """Build a layer whose outputs are divided among ranks.
 
-        It is fused along its outputs, from one tensor for each entry of `outputs` or from one tensor with
-        all.
+        It is fused along its outputs, from one tensor for each entry of `outputs` or from a single tensor.
         """
         names = [names] if isinstance(names, str) else list(names)
         sizes = [units.total for units in outputs]

@@ -27,11 +27,11 @@ class ClampedExpertShape:
 
 
 class ClampedExperts:
-    """Computes the sum of weight · down((up(x) + 1) · gate(x) · sigmoid(alpha · gate(x))) over a token's
-    experts.
+    """The experts of a layer.
 
-    Tokens are sorted by expert, so that each expert is one product over its own tokens. On CUDA in bf16,
-    nothing is read back from the device.
+    They compute the sum of weight · down((up(x) + 1) · gate(x) · sigmoid(alpha · gate(x))) over each token's
+    experts. Tokens are sorted by expert, so that each expert is one product over its own tokens. On CUDA in
+    bf16, nothing is read back from the device.
     """
 
     def __init__(self, build: LayerBuilder, prefix: str, hidden: int, shape: ClampedExpertShape) -> None:

@@ -33,9 +33,8 @@ class Distances:
         distances = torch.arange(max_length)
         if buckets > 0:
             distances = log_bucket(distances, buckets, max_distance)
-        self.to_later = distances.clamp_max(
-            span
-        ).tolist()  # row offset by distance to a later token, on the CPU
+        # Row offsets by distance to a later or earlier token, on the CPU.
+        self.to_later = distances.clamp_max(span).tolist()
         self.to_earlier = distances.clamp_max(span - 1).tolist()
         self.span = span
         self.device = device

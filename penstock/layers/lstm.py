@@ -33,9 +33,7 @@ class BiLSTM:
     def __call__(self, x: Tensor, lengths: Tensor) -> Tensor:
         """x [rows, steps, inputs], lengths [rows] → [rows, steps, 2 · hidden]."""
         steps = torch.arange(x.shape[1], device=x.device)
-        behind = (
-            lengths.long()[:, None] - 1 - steps
-        )  # index of each step in the reversed row; negative for padding
+        behind = lengths.long()[:, None] - 1 - steps  # index in the reversed row; negative for padding
         order = torch.where(behind >= 0, behind, steps)[:, :, None]
         for forwards, backwards in self.layers:
             reversed_x = x.gather(1, order.expand(-1, -1, x.shape[2]))

@@ -157,6 +157,6 @@ class VocabularyParallelLinear:
 
 
 def pad_vocabulary(weight: Tensor, shard: Shard, vocabulary: int) -> Tensor:
-    """Pad this rank's rows of a head with zero rows, so that all ranks have equally many."""
+    """Pad this rank's rows of a head with zero rows, so that all ranks have the same number."""
     missing = -(-vocabulary // shard.group.size) - len(weight)
     return F.pad(weight, (0, 0, 0, missing) if weight.dim() == 2 else (0, missing)) if missing else weight

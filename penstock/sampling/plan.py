@@ -91,7 +91,7 @@ class SlotEntries:
     """The single-token edits of one slot, made when its sequence joins."""
 
     entries: Ints  # [entries, 4] of (kind, token, a, b)
-    prefixes: Ints  # tokens of each bad word but its last; `a` is an index into them
+    prefixes: Ints  # tokens of each bad word except the last; `a` is an index into them
     longest_word: int  # number of tokens of the longest prefix
 
     @property
@@ -116,7 +116,7 @@ class SlotPlan:
     seed: int
     flags: NDArray[np.int32] = field(init=False)
     generated: Ints = field(init=False)  # [slots], tokens sampled so far
-    logprobs: Ints = field(init=False)  # [slots], number of likeliest tokens to report; -1: none at all
+    logprobs: Ints = field(init=False)  # [slots], likeliest tokens to report; -1: no log probabilities
     table: Ints = field(init=False)  # [slots, WIDTH]
     held: dict[int, SamplerParams] = field(default_factory=dict)
     entries_of: dict[int, SlotEntries] = field(default_factory=dict)
