@@ -93,7 +93,7 @@ def attention_reference(
     scale: float,
     causal: bool = False,
     window: int | None = None,  # maximum distance of visible keys, in both directions
-    limits: Tensor | None = None,  # int32 [rows], visible leading keys; None: all
+    limits: Tensor | None = None,  # int32 [rows], number of visible leading keys; None: all
     bias: BiasByDistance | None = None,
     sinks: Tensor | None = None,  # fp32 [heads], attention sinks: scores without a value
 ) -> Tensor:
@@ -508,7 +508,7 @@ def _bound_flash(
             *cached,
             *scales,
             # The kernel is specialised on the alignment of the scales and of these two tensors. If one is
-            # absent, the query is passed: it is aligned, which cu_lengths, a slice of integers, may not be.
+            # absent, the aligned query is passed. cu_lengths may be unaligned: it is a slice of integers.
             0 if reach is None else next_given,
             0 if not has_sinks else next_given + (reach is not None),
         ),

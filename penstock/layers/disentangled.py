@@ -70,7 +70,7 @@ class DistanceTerms:
     distances: Distances
     key: Tensor | None  # [heads, 2 · span, dim], multiplied by queries
     query: Tensor | None  # [heads, 2 · span, dim], multiplied by keys
-    of_row: Tensor | None = None  # int64 [rows], each row's projections, if adapters change them
+    of_row: Tensor | None = None  # int64 [rows], index of each row's projections, if adapters change them
 
     def of_rows(self, first: int, count: int) -> DistanceTerms:
         """Select the projections of some rows."""
