@@ -1,1 +1,1 @@
-"""Triton kernels, each beside its torch reference, which is the CPU path and what tests compare with."""
+"""Triton kernels. Each has a torch reference beside it, which runs on a CPU and which tests compare with."""

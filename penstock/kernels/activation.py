@@ -1,6 +1,6 @@
-"""Between the two matrix products of a feed-forward block: bias and activation, or act(gate) · up.
+"""Kernels between the two matrix products of a feed-forward block: bias and activation, or act(gate) · up.
 
-GELU is exact where the model's is. The matrix library's epilogue has only the tanh approximation.
+GELU is exact if the model's GELU is; the matrix library's epilogue has only the tanh approximation.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def bias_act_reference(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
 
 
 def gated_activation_reference(x: Tensor, act: str, gate_first: bool) -> Tensor:
-    """act(gate) · up of both halves side by side: [tokens, 2 · width] → [tokens, width]."""
+    """act(gate) · up, where `x` has both halves side by side: [tokens, 2 · width] → [tokens, width]."""
     first, second = x.chunk(2, dim=-1)
     gate, up = (first, second) if gate_first else (second, first)
     return act_reference(gate, act) * up
@@ -147,7 +147,7 @@ def _bound_bias_act_quantized(width: int, act: str, bias: bool) -> Callable[...,
 
 
 def bias_act_quantized(x: Tensor, bias: Tensor | None, act: str) -> Quantized:
-    """Compute `bias_act_reference` in fp8; `x` is contiguous and stays as it is."""
+    """Compute `bias_act_reference` with fp8 output; `x` is contiguous and not modified."""
     tokens, width = x.shape
     assert x.is_contiguous()
     out = empty_quantized(tokens, width, x.device)
@@ -235,7 +235,7 @@ def _bound_gated_activation_quantized(width: int, act: str, gate_first: bool) ->
 
 
 def gated_activation_quantized(x: Tensor, act: str, gate_first: bool) -> Quantized:
-    """Compute `gated_activation_reference` in fp8; `x` is contiguous."""
+    """Compute `gated_activation_reference` with fp8 output; `x` is contiguous."""
     tokens, both = x.shape
     width = both // 2
     assert x.is_contiguous()

@@ -1,9 +1,9 @@
-"""Attention within each row of a ragged batch, read in place from the output of the fused QKV projection.
+"""Attention within each row of a ragged batch. It reads the output of the fused QKV projection in place.
 
 `short_attention` keeps all scores of a row in registers: one program per row and head, without a loop.
-Library kernels spend most of their tiles on padding for such rows. `flash_attention` walks over the keys tile
-by tile. It takes rows of any length, and keys of earlier steps, either in the batch or in the KV cache where
-`write_kv_cache` put them.
+Library kernels waste most of each tile on padding for such rows. `flash_attention` iterates over tiles of
+keys. It supports rows of any length, and keys of earlier steps: passed with the other keys, or read from the
+KV cache, which `write_kv_cache` fills.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from penstock.kernels.language import (
     wait_for_inputs,
 )
 
-MAX_SHORT_LENGTH = 64  # tokens of the longest row whose scores one program holds
+MAX_SHORT_LENGTH = 64  # maximum tokens of a row in `short_attention`
 _LOG2E = 1.4426950408889634
 
 
 class FlashTiling(NamedTuple):
-    """Queries and keys that a program holds at a time, and its compile options."""
+    """Number of queries and keys that a program holds at once, and its compile options."""
 
     queries: int
     keys: int
@@ -43,15 +43,18 @@ class FlashTiling(NamedTuple):
 
 
 class CachedKeyValues(NamedTuple):
-    """The KV cache, and the slots of each row's earlier tokens, row after row."""
+    """The KV cache of a layer, and the slots of the earlier tokens of all rows, concatenated."""
 
     cache: LayerCache
     slots: Tensor  # int32 [cached tokens]
 
 
 class BiasByDistance(Protocol):
-    """A bias by the distance of key and query. With `reach` 0, a head's scores fall by its value with each
-    step; otherwise it has a value for each distance from -reach to reach, the last of which count beyond."""
+    """A bias on scores that depends only on the distance between key and query.
+
+    With `reach` 0, each head has one value, a slope: scores fall by it for each token of distance. Otherwise
+    each head has a value for each distance from -reach to reach; larger distances use the outermost values.
+    """
 
     reach: int
     values: Tensor  # fp32 [heads], or [heads, 2 · reach + 1]
@@ -59,7 +62,7 @@ class BiasByDistance(Protocol):
 
 
 def _num_warps_for_row(block: int, dim: int) -> int:
-    """Warps of a program that holds a whole row. A small row gains nothing from more than one."""
+    """Warps of a program that holds a whole row. More than one warp does not speed up a small row."""
     return 1 if block <= 32 and dim <= 64 else max(1, block // 16)
 
 
@@ -84,15 +87,15 @@ def attention_reference(
     key: Tensor,  # [keys, kv heads, dim]
     value: Tensor,  # [keys, kv heads, dim]
     cu_lengths: Tensor,  # int32 [rows + 1]
-    cu_keys: Tensor
-    | None = None,  # int32 [rows + 1]; the last keys of a row belong to its tokens. None: all do
+    # int32 [rows + 1]: keys of each row, of which the last are its own tokens; None: no earlier keys
+    cu_keys: Tensor | None = None,
     *,
     scale: float,
     causal: bool = False,
-    window: int | None = None,  # how far a token sees in each direction
-    limits: Tensor | None = None,  # int32 [rows], leading keys that the row's tokens see; None: all
+    window: int | None = None,  # maximum distance of visible keys, in both directions
+    limits: Tensor | None = None,  # int32 [rows], number of visible leading keys; None: all
     bias: BiasByDistance | None = None,
-    sinks: Tensor | None = None,  # fp32 [heads], a score without a value for each head
+    sinks: Tensor | None = None,  # fp32 [heads], attention sinks: scores without a value
 ) -> Tensor:
     """Attention of each row, computed in fp32. [tokens, heads · dim]"""
     cu_keys = cu_lengths if cu_keys is None else cu_keys
@@ -127,7 +130,7 @@ def attention_reference(
 
 @jit()
 def _distance_bias(bias: tl.tensor, head: tl.tensor, ahead: tl.tensor, REACH: tl.constexpr) -> tl.tensor:
-    """The bias of a head for keys that are `ahead` of their queries."""
+    """The bias of a head for keys `ahead` tokens after their queries."""
     if REACH == 0:
         added = -tl.load(bias + head) * tl.abs(ahead).to(tl.float32)
     else:
@@ -156,7 +159,7 @@ def _short(
     BLOCK_DIM: tl.constexpr,
     CAUSAL: tl.constexpr,
     LIMITED: tl.constexpr,
-    REACH: tl.constexpr,  # of the bias; -1: there is none
+    REACH: tl.constexpr,  # `reach` of the bias; -1: no bias
 ) -> None:
     wait_for_inputs()
     program = tl.program_id(0)
@@ -204,7 +207,7 @@ def _bound_short(
     _check_head_strides(dim, query, key, value)
     return bind(
         _short,
-        # The query is passed for an absent bias, because the kernel is compiled for the bias's alignment.
+        # The kernel is specialised on the bias's alignment. Without a bias, the aligned query is passed.
         (0, 1, 2, 3, 4, 5 if limited else 4, 0 if reach is None else 5 + limited),
         QUERY_STRIDE=query[0],
         KEY_STRIDE=key[0],
@@ -264,7 +267,7 @@ def _key_tile(
     value: tl.tensor,
     first_key: tl.tensor,
     slots: tl.tensor,
-    key_scales: tl.tensor,  # of this head, with FP8
+    key_scales: tl.tensor,  # scales of this head, if FP8
     value_scales: tl.tensor,
     start: tl.tensor,
     place: tl.tensor,
@@ -286,7 +289,7 @@ def _key_tile(
     MASKED: tl.constexpr,
     PAGED: tl.constexpr,
     REACH: tl.constexpr,
-    FP8: tl.constexpr,  # keys and values are, and have scales
+    FP8: tl.constexpr,  # keys and values are fp8, with scales
     KV_HEADS: tl.constexpr,
 ) -> tl.tensor:
     """Add one tile of keys to the running softmax."""
@@ -328,7 +331,7 @@ def _key_tile(
     larger = tl.maximum(largest, tl.max(scores, axis=1) * scale)
     shrink = tl.exp2(largest - larger)
     weights = tl.exp2(scores * scale - larger[:, None])
-    if MASKED and (CAUSAL or WINDOW >= 0):  # a query that has seen no key yet must not count this tile
+    if MASKED and (CAUSAL or WINDOW >= 0):  # a query without a visible key so far must not count this tile
         weights = tl.where(visible, weights, 0.0)
     total = total * shrink + tl.sum(weights, axis=1)
     if FP8:
@@ -350,7 +353,7 @@ def _flash(
     old_key: tl.tensor,
     old_value: tl.tensor,
     slots: tl.tensor,
-    old_key_scales: tl.tensor,  # fp32 [slots, kv heads], with FP8
+    old_key_scales: tl.tensor,  # fp32 [slots, kv heads], if FP8
     old_value_scales: tl.tensor,
     bias: tl.tensor,
     sinks: tl.tensor,
@@ -370,9 +373,9 @@ def _flash(
     LIMITED: tl.constexpr,
     PAGED: tl.constexpr,
     OLD_STRIDE: tl.constexpr,
-    REACH: tl.constexpr,  # of the bias; -1: there is none
+    REACH: tl.constexpr,  # `reach` of the bias; -1: no bias
     SINKS: tl.constexpr,
-    FP8: tl.constexpr,  # cached keys and values are
+    FP8: tl.constexpr,  # cached keys and values are fp8
 ) -> None:
     wait_for_inputs()
     program = tl.program_id(0)
@@ -399,17 +402,17 @@ def _flash(
     value += (head // GROUP) * DIM
     largest = tl.full([QUERIES], -1.0e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    if SINKS:  # a key without a value comes first
+    if SINKS:  # the sink counts as a key without a value, before the others
         largest = tl.full([QUERIES], 0.0, tl.float32) + tl.load(sinks + head) * 1.4426950408889634
         total = tl.full([QUERIES], 1.0, tl.float32)
     context = tl.zeros([QUERIES, BLOCK_DIM], tl.float32)
-    if PAGED:  # first the cached keys, all of which come before the queries
+    if PAGED:  # cached keys first: they all precede the queries
         old_key += (head // GROUP) * DIM
         old_value += (head // GROUP) * DIM
         if FP8:
             old_key_scales += head // GROUP
             old_value_scales += head // GROUP
-        slots += first_key - begin  # after the cached tokens of the rows before
+        slots += first_key - begin  # skip the cached tokens of earlier rows
         near = 0
         if WINDOW >= 0:
             near = tl.maximum(tile * QUERIES + before - WINDOW, 0) // KEYS * KEYS
@@ -445,7 +448,7 @@ def _flash(
         high = tl.minimum(high, (tile + 1) * QUERIES + before + WINDOW)
     whole = low  # tiles up to here need no mask
     if WINDOW < 0:
-        if CAUSAL:  # keys that the first query of the tile sees, all its queries see
+        if CAUSAL:  # keys visible to the first query of the tile are visible to all
             whole = tl.minimum(seen, tile * QUERIES + before + 1) // KEYS * KEYS
         else:
             whole = high // KEYS * KEYS
@@ -489,7 +492,7 @@ def _bound_flash(
     reach: int | None,
     has_sinks: bool,
 ) -> tuple[Callable[..., Any], int]:
-    """The bound kernel, and the number of queries that one of its programs holds."""
+    """Return the bound kernel and its number of queries per program."""
     given = 5 + has_earlier_keys + limited
     cached = (1, 2, 4) if cached_stride is None else (given, given + 1, given + 2)
     scales = (given + 3, given + 4) if is_cached_fp8 else (0, 0)
@@ -504,8 +507,8 @@ def _bound_flash(
             given - 1 if limited else 4,
             *cached,
             *scales,
-            # The kernel is compiled for the alignment of the scales and of these two tensors. The query is
-            # passed for absent ones, because cu_lengths may have any alignment in the step's integers.
+            # The kernel is specialised on the alignment of the scales and of these two tensors. If one is
+            # absent, the aligned query is passed. cu_lengths may be unaligned: it is a slice of integers.
             0 if reach is None else next_given,
             0 if not has_sinks else next_given + (reach is not None),
         ),
@@ -554,9 +557,9 @@ def flash_attention(
     """Compute `attention_reference` for rows of at most `max_length` tokens.
 
     Strides, empty rows and `out` are as in `short_attention`. With `limits`, each token of a row must see at
-    least one key. With `cached`, key and value hold only the tokens of this step; the keys before them are
-    found by their slots. A callable that repeats the launch with the same tensors is appended to `replays`;
-    it keeps those tensors alive.
+    least one key. With `cached`, key and value hold only the tokens of this step; earlier keys are
+    read from the KV cache. If `replays` is given, a callable that repeats the launch with the same tensors is
+    appended to it; it keeps those tensors alive.
     """
     tokens, heads, dim = query.shape
     if out is None:
@@ -607,7 +610,7 @@ def _write_kv_cache(
     keys: tl.tensor,
     values: tl.tensor,
     slots: tl.tensor,
-    key_scales: tl.tensor,  # fp32 [slots, HEADS], with FP8
+    key_scales: tl.tensor,  # fp32 [slots, HEADS], if FP8
     value_scales: tl.tensor,
     KEY_STRIDE: tl.constexpr,
     VALUE_STRIDE: tl.constexpr,
@@ -660,8 +663,8 @@ def _bound_write_kv_cache(
 def write_kv_cache(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """Write key and value [tokens, kv heads, dim] to their slots of the KV cache.
 
-    `slots` is int32 [tokens], -1 for none. Keys and values of the cache are contiguous. `key` and `value` may
-    be strided as in `short_attention`.
+    `slots` is int32 [tokens]; a token with slot -1 is not written. The cache is contiguous. `key` and `value`
+    may be strided as in `short_attention`.
     """
     tokens, heads, dim = key.shape
     assert cache.keys.is_contiguous() and cache.values.is_contiguous()

@@ -1,7 +1,7 @@
 """Block-scaled fp8: one scale per 128 × 128 block of a weight and per 128 values of a row, and the product.
 
-Checkpoints with `weight_block_size` use this format. Rows are quantised in a separate pass. For few rows the
-product quantises them as it reads them, because reading the weight takes most of the time there.
+Checkpoints with `weight_block_size` use this format. Rows are quantised in a separate pass. With few rows,
+the product quantises them as it reads them, because reading the weight takes most of the time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.kernels.limits import limits_of, num_stages
 from penstock.kernels.quantize import FP8, FP8_MAX
 
 GROUP = 128  # values along each axis that share a scale
-_MIN_MAGNITUDE = 1e-12  # so that a group of zeros has a scale
+_MIN_MAGNITUDE = 1e-12  # prevents a scale of 0 for a group of zeros
 
 
 class GroupQuantized(NamedTuple):
@@ -38,7 +38,7 @@ class GroupQuantized(NamedTuple):
 class BlockQuantized(NamedTuple):
     """A weight, or the weights of all experts, equal to values · scales, with one scale per block.
 
-    Each output has its own scales if weights were joined whose outputs are not multiples of `GROUP`.
+    Each output has its own scales if the weight joins parts whose outputs are not multiples of `GROUP`.
     """
 
     values: Tensor  # fp8 [..., outputs, inputs]
@@ -55,7 +55,7 @@ def quantize_groups_reference(x: Tensor) -> GroupQuantized:
 
 
 def dequantize_groups(x: GroupQuantized) -> Tensor:
-    """fp32 [rows, width]."""
+    """Dequantised rows, fp32 [rows, width]."""
     scales = x.scales.repeat_interleave(GROUP, dim=1)[:, : x.values.shape[1]]
     return x.values.float() * scales
 
@@ -91,8 +91,10 @@ def block_matmul_reference(x: Tensor, weight: BlockQuantized, bias: Tensor | Non
 
 @jit()
 def quantize_group(value: tl.tensor, like: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Quantise one group of each row, fp32 [rows, GROUP] and 0 outside: values in the type of `like`, and
-    scales."""
+    """Quantise one group of each row to the dtype of `like`, and return values and scales.
+
+    `value` is fp32 [rows, GROUP], and 0 past the end of a row.
+    """
     largest = tl.maximum(tl.max(tl.abs(value), axis=1), 1e-12)
     scaled = value * (448.0 / largest)[:, None]
     return scaled.to(like.dtype.element_ty), largest / 448.0
@@ -127,7 +129,7 @@ def empty_groups(rows: int, width: int, device: torch.device) -> GroupQuantized:
 
 
 def quantize_groups(x: Tensor) -> GroupQuantized:
-    """Compute `quantize_groups_reference`, in a kernel where the device has one; rows may be strided."""
+    """Compute `quantize_groups_reference`, with the kernel if the device supports it; rows may be strided."""
     if not use_kernel(x):
         return quantize_groups_reference(x)
     rows, width = x.shape
@@ -150,7 +152,7 @@ def quantize_groups(x: Tensor) -> GroupQuantized:
 
 @jit(unspecialized=("rows",), overlaps=True)
 def _block_matmul(
-    x: tl.tensor,  # [rows, K], in fp8, or with PLAIN not quantised yet
+    x: tl.tensor,  # [rows, K], fp8; not yet quantised if PLAIN
     x_scales: tl.tensor,  # fp32 [rows, ⌈K / 128⌉]
     weight: tl.tensor,  # fp8 [N, K]
     scales: tl.tensor,  # fp32 [⌈N / SHARE⌉, ⌈K / 128⌉]
@@ -163,13 +165,13 @@ def _block_matmul(
     SHARE: tl.constexpr,  # outputs that share a scale: 128 or 1
     PLAIN: tl.constexpr,
     BIAS: tl.constexpr,
-    SWAP: tl.constexpr,  # weights come first: tensor cores take at least 64 rows there, 16 in the second
+    # Make weights the first operand. Tensor cores need at least 64 rows of the first, 16 of the second.
+    SWAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     AHEAD: tl.constexpr,  # row tiles computed before the next tile of outputs
 ) -> None:
-    """Compute one tile. Programs that run at the same time share few weights and rows, which stay in the
-    cache."""
+    """Compute one tile. Programs that run at the same time read the same few weights and rows."""
     wait_for_inputs()
     groups: tl.constexpr = (K + 127) // 128
     down = tl.cdiv(rows, BLOCK_M)
@@ -180,7 +182,7 @@ def _block_matmul(
     own = program % (AHEAD * across)
     row = (first + own % height) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (own // height) * BLOCK_N + tl.arange(0, BLOCK_N)
-    from_row = tl.minimum(row, rows - 1).to(tl.int64)  # rows outside are computed and not stored
+    from_row = tl.minimum(row, rows - 1).to(tl.int64)  # rows past the end are computed but not stored
     from_col = tl.minimum(col, N - 1)
     depth = tl.arange(0, 128)
     x_at = x + from_row[:, None] * STRIDE + depth[None, :]

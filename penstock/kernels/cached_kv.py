@@ -17,7 +17,7 @@ class LayerCache(NamedTuple):
 
     keys: Tensor  # [slots, kv heads, dim]
     values: Tensor  # [slots, kv heads, dim]
-    key_scales: Tensor | None = None  # fp32 [slots, kv heads], in fp8
+    key_scales: Tensor | None = None  # fp32 [slots, kv heads]; None: not quantised
     value_scales: Tensor | None = None
 
     @property
@@ -27,7 +27,7 @@ class LayerCache(NamedTuple):
 
 
 def read_slots(cached: Tensor, scales: Tensor | None, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """The keys or values of these slots, [*slots, kv heads, dim]."""
+    """Read the keys or values of these slots and dequantise them, [*slots, kv heads, dim]."""
     if scales is None:
         return cached[slots]
     values = cached.view(torch.uint8)[slots].view(cached.dtype)

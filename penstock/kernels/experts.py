@@ -1,8 +1,8 @@
 """Mixture of experts on CUDA: routing, the two matrix products of each expert, and the sum over experts.
 
 Only indices are sorted by expert: the first product gathers rows as it reads them, and the second writes rows
-to the order that the sum expects. Grid sizes depend only on the number of tokens, so a graph can capture all
-of it. A table says which expert each tile of rows belongs to; programs of unused tiles return at once.
+in the order that the sum expects. Grid sizes depend only on the number of tokens, so all launches can be
+captured in a graph. A table has the expert of each tile of rows; programs of unused tiles return at once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from penstock.kernels.language import cdiv, jit, next_power_of_2, tl, wait_for_i
 from penstock.kernels.limits import limits_of, num_stages
 
 MAX_EXPERTS, MAX_CHOSEN_EXPERTS = 1024, 16
-_FEW_TOKENS = 4  # tokens of a program that chooses experts, one for each warp
-_MAX_ORDERED_SLOTS = 1 << 12  # up to here, the program of each expert reads all slots
-_CHUNK_SIZE = 1 << 13  # tokens × experts per program otherwise
+_FEW_TOKENS = 4  # tokens per routing program of a small step, one for each warp
+_MAX_ORDERED_SLOTS = 1 << 12  # up to this number, the program of each expert reads all slots
+_CHUNK_SIZE = 1 << 13  # tokens × experts per program with more slots
 
 
 class Tile(NamedTuple):
@@ -35,18 +35,19 @@ class Tile(NamedTuple):
     depth: int  # inputs read at a time; in fp8 always a group
     warps: int
     stages: int
-    swap: bool = False  # weights come first: tensor cores take at least 64 rows there, 16 in the second
+    # Make weights the first operand. Tensor cores need at least 64 rows of the first, 16 of the second.
+    swap: bool = False
 
 
 class ExpertTiling(NamedTuple):
     rows: int  # rows per tile, in both products
     up: Tile
     down: Tile
-    early: bool = False  # fp8: quantise rows before the first product, not as it reads them
+    early: bool = False  # fp8: quantise rows in a pass before the first product, not inside it
 
 
-# (maximum mean number of rows per expert, tiling). With few rows, reading the weights takes the time, and the
-# number of loads in flight counts. Tensor cores take row tiles of at least 16.
+# (maximum mean number of rows per expert, tiling). With few rows, reading the weights takes most of the
+# time, so the number of loads in flight matters. Tensor cores need row tiles of at least 16.
 HALF_TILINGS: tuple[tuple[float, ExpertTiling], ...] = (
     (0.5, ExpertTiling(16, Tile(32, 128, 4, 5), Tile(64, 128, 4, 4, swap=True))),
     (12, ExpertTiling(16, Tile(64, 128, 4, 3, swap=True), Tile(64, 128, 4, 4, swap=True))),
@@ -69,11 +70,11 @@ def expert_tiling_for(tokens: int, chosen: int, experts: int, *, fp8: bool) -> E
 
 
 class Routes(NamedTuple):
-    """Which expert computes what. Slot token · chosen + n is the n-th choice of a token."""
+    """The assignment of slots to experts. Slot token · chosen + n is the n-th choice of a token."""
 
     shares: Tensor  # fp32 [slots], the weight of each expert's output
     order: Tensor  # int32 [slots], slots sorted by expert, then by token
-    tiles: Tensor  # int32 [tiles, 4]: expert (or `experts` if unused), first index in `order`, end
+    tiles: Tensor  # int32 [tiles, 4]: expert (number of experts if unused), begin and end in `order`
 
 
 def route_reference(logits: Tensor, chosen: int, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -119,7 +120,7 @@ def _write_tiles(
 def _write_order(
     order: tl.tensor,
     taken: tl.tensor,  # [CHUNK, BLOCK], the slot in which a token chose an expert, or -1
-    begins: tl.tensor,  # [BLOCK], index at which the first of these tokens goes
+    begins: tl.tensor,  # [BLOCK], index in `order` for each expert's first slot of this chunk
 ) -> None:
     here = taken >= 0
     before = tl.cumsum(here.to(tl.int32), axis=0) - 1
@@ -136,13 +137,15 @@ def _route(
     EXPERTS: tl.constexpr,
     CHOSEN: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    COUNTS: tl.constexpr,  # write `counts`
+    COUNTS: tl.constexpr,  # whether to write `counts`
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_CHOSEN: tl.constexpr,
 ) -> None:
-    """Take the softmax of a chunk of tokens and its largest values, one after the other; the first of
-    equal ones."""
+    """Compute the softmax of a chunk of tokens, and choose its largest values one by one.
+
+    Of equal values, the first is chosen.
+    """
     wait_for_inputs()
     token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     number = tl.arange(0, BLOCK)
@@ -235,7 +238,7 @@ def _sort_by_expert(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Place the tokens of a chunk after those of earlier chunks, in the range of each expert."""
+    """Write the slots of a chunk to each expert's range of `order`, after those of earlier chunks."""
     wait_for_inputs()
     program = tl.program_id(0)
     number = tl.arange(0, BLOCK)
@@ -258,7 +261,7 @@ def _sort_by_expert(
 
 
 def max_num_tiles(slots: int, experts: int, rows: int) -> int:
-    """Number of tiles that any routing fits into: each chosen expert may waste all but one row of a tile."""
+    """Number of tiles that any routing fits into. Each chosen expert may waste all but one row of a tile."""
     return (slots + min(slots, experts) * (rows - 1)) // rows
 
 
@@ -335,11 +338,11 @@ def _scaled_dot(
 @jit(unspecialized=("order", "tiles"), overlaps=True)
 def _expert_matmul(
     x: tl.tensor,  # [tokens, K] for the first product, [slots, K] in sorted order for the second
-    x_scales: tl.tensor,  # fp32 [.., ⌈K / 128⌉], with FORM 1
-    weight: tl.tensor,  # [EXPERTS, N, K], or with GATED 2 · N, the gate first
-    scales: tl.tensor,  # fp32 [EXPERTS, .., ⌈K / 128⌉], with FORM 1 and 2
+    x_scales: tl.tensor,  # fp32 [.., ⌈K / 128⌉], if FORM is 1
+    weight: tl.tensor,  # [EXPERTS, N, K]; if GATED, [EXPERTS, 2 · N, K] with the gate first
+    scales: tl.tensor,  # fp32 [EXPERTS, .., ⌈K / 128⌉], if FORM is 1 or 2
     out: tl.tensor,  # [slots, N]: in sorted order for the first product, by slot for the second
-    out_scales: tl.tensor,  # fp32 [slots, ⌈N / 128⌉], where `out` is fp8
+    out_scales: tl.tensor,  # fp32 [slots, ⌈N / 128⌉], if `out` is fp8
     shares: tl.tensor,
     order: tl.tensor,
     tiles: tl.tensor,
@@ -347,7 +350,7 @@ def _expert_matmul(
     CHOSEN: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    FIRST: tl.constexpr,  # the first product, which applies the activation
+    FIRST: tl.constexpr,  # whether this is the first product, which applies the activation
     GATED: tl.constexpr,  # the first product is act(gate) · up
     KIND: tl.constexpr,  # activation code
     FORM: tl.constexpr,  # 0: not quantised; 1: both fp8; 2: fp8 weights, rows are quantised here
@@ -357,8 +360,8 @@ def _expert_matmul(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Compute one tile of an expert's rows. Tiles of the same rows run together and share them in the
-    cache."""
+    """Compute one tile of an expert's rows. Tiles of the same rows run at the same time, so that the rows
+    stay in the cache."""
     if FIRST:
         wait_for_inputs()
     across: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -368,14 +371,14 @@ def _expert_matmul(
     part = tl.program_id(0) % across
     expert = tl.load(tiles + tile * 4)
     if expert >= EXPERTS:
-        if not FIRST:  # else the next kernel could start before the first product has ended
+        if not FIRST:  # otherwise the next kernel could start before the first product has ended
             wait_for_inputs()
         return
     first = tl.load(tiles + tile * 4 + 1)
     end = tl.load(tiles + tile * 4 + 2)
     place = first + tl.arange(0, BLOCK_M)
     inside = place < end
-    place = tl.where(inside, place, first)  # rows outside are computed and not stored
+    place = tl.where(inside, place, first)  # rows past the end are computed but not stored
     slot = tl.load(order + place)
     source = (slot // CHOSEN if FIRST else place).to(tl.int64)
     col = part * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -395,7 +398,7 @@ def _expert_matmul(
     if FORM != 0:
         scale = tl.load(s_at)
         other_scale = tl.load(s_at + share * groups) if GATED else scale
-    if not FIRST:  # the routes were written before the first product
+    if not FIRST:  # not needed above: routes were complete before the first product
         wait_for_inputs()
     if FORM == 1:
         by_row = tl.load(x_scales + source * groups)
@@ -484,9 +487,8 @@ def _sum_experts(
 
 def run_experts(
     x: Tensor,  # [tokens, hidden]
-    logits: Tensor,  # [tokens, experts], of the router
-    up: Tensor
-    | BlockQuantized,  # [experts, (2 ·) intermediate, hidden]; of blocks, each half has scales of its own
+    logits: Tensor,  # [tokens, experts], output of the router
+    up: Tensor | BlockQuantized,  # [experts, (2 ·) intermediate, hidden]; each half has its own scales
     down: Tensor | BlockQuantized,  # [experts, hidden, intermediate]
     *,
     chosen: int,
@@ -498,12 +500,11 @@ def run_experts(
     plan: ExpertTiling | None = None,
     first_expert: int | None = None,
 ) -> Tensor:
-    """The sum of share · down(act(gate(x)) · up(x)) over each token's experts, + residual + bias.
-    [tokens, hidden]
+    """Sum share · down(act(gate(x)) · up(x)) over each token's experts, + residual + bias. [tokens, hidden]
 
-    Experts that are not `gated` are down(act(up(x))). The order of summation is fixed, so the same rows
-    give the same bits. `first_expert`: the weights are those of some consecutive experts, of which this is
-    the first; the others count as zero.
+    Experts that are not `gated` compute down(act(up(x))). The order of summation is fixed, so the same rows
+    give the same bits. With `first_expert`, the weights are those of consecutive experts from this one on,
+    and all other experts count as zero.
     """
     (tokens, hidden), fp8 = x.shape, isinstance(up, BlockQuantized)
     values = up.values if isinstance(up, BlockQuantized) else up
@@ -533,7 +534,7 @@ def run_experts(
 
 
 def _held_routes(routes: Routes, first: int, count: int) -> Routes:
-    """The routes to `count` experts from `first` on, which are counted from 0; other tiles are unused."""
+    """Keep only routes to `count` experts from `first` on, numbered from 0. Other tiles become unused."""
     tiles = routes.tiles.clone()
     number = tiles[:, 0] - first
     tiles[:, 0] = torch.where((number >= 0) & (number < count), number, count)
@@ -574,7 +575,7 @@ def expert_matmul(
     tile: Tile,
     chosen: int,
     kind: int | None,  # activation code; None: the second product
-    gated: bool = True,  # of the first product
+    gated: bool = True,  # whether the first product has a gate
 ) -> None:
     values, scales = weight if isinstance(weight, BlockQuantized) else (weight, routes.shares)
     given, given_scales = x if isinstance(x, GroupQuantized) else (x, routes.shares)
@@ -586,7 +587,7 @@ def expert_matmul(
     form = 0 if not isinstance(weight, BlockQuantized) else 1 if isinstance(x, GroupQuantized) else 2
     depth = tile.depth if form == 0 else GROUP
     tile_bytes = depth * (rows * given.itemsize + (2 if gated else 1) * tile.cols * values.itemsize)
-    quantized_bytes = rows * depth if form == 2 else 0  # rows that the product quantises
+    quantized_bytes = rows * depth if form == 2 else 0  # for rows that the product quantises
     stages = num_stages(tile.stages, tile_bytes, limits_of(values.device), quantized_bytes)
     _expert_matmul[(len(routes.tiles) * cdiv(outputs, tile.cols),)](
         given,

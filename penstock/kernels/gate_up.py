@@ -1,9 +1,9 @@
-"""Gate and up projection in one matrix product with the activation inside; the two halves are never written.
+"""Gate and up projections with the activation in one kernel, which never writes the two halves to memory.
 
 A Gluon kernel for Hopper. In each program one warp copies tiles of both operands to shared memory with the
 copy engine (TMA), a few tiles ahead. Two groups of four warps multiply 64 rows each. A tile holds 128 columns
 of the gate and the same 128 of up, so a group has both halves of its results in registers. In a large step
-this saves a pass over memory, and also power, which limits such steps.
+this saves a pass over memory. It also saves power, which limits the speed of large steps.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if HAS_GLUON:
 else:
     gl = None
 
-_ROWS = 128  # rows of a tile, half of them for each group of warps that multiplies
-_COLS = 128  # columns of the gate in a tile, and as many of up
-_INNER = 64  # values of each row that one copy brings; the shared layout takes no more
-_STAGES = 4  # tiles that are being copied or used; they fill the shared memory
+_ROWS = 128  # rows of a tile; each of the two multiplying groups of warps takes half
+_COLS = 128  # gate columns of a tile, which has as many up columns
+_INNER = 64  # values of each row in one copy; the maximum of the shared-memory layout
+_STAGES = 4  # tiles being copied or used; they fill the shared memory
 # The multiprocessors take tiles in rounds. With fewer rounds, or too many idle multiprocessors in the last
 # one, the smaller tiles of the matrix library are faster.
 _MIN_ROUNDS, _MIN_OCCUPANCY = 3, 0.86
@@ -102,14 +102,14 @@ def _multiply(
             rows = xs.index(stage).slice(HALF * OWN, OWN)
             transposed = weights.index(stage).permute((1, 0))
             both = warpgroup_mma(rows, transposed, both, use_acc=k > 0, is_async=True)
-            both = warpgroup_mma_wait(1, (both,))  # the product before no longer needs its tiles
+            both = warpgroup_mma_wait(1, (both,))  # the previous product no longer needs its tiles
             mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
             step += 1
         both = warpgroup_mma_wait(0, (both,))
         mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
         first, second = gl.split(gl.permute(gl.reshape(both, (OWN, 2, COLS)), (0, 2, 1)))
         value = act_of(first, KIND) * second if GATE_FIRST else act_of(second, KIND) * first
-        tma.store_wait(0)  # wait until the tile before is written
+        tma.store_wait(0)  # wait until the previous tile is written
         place.store(value.to(out.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(out, [row + HALF * OWN, col], place)
@@ -150,8 +150,8 @@ def _gate_up(
             (_multiply, (out, lower, shared, grid, inner, ROWS, COLS, INNER, STAGES, KIND, GATE_FIRST, 1)),
             (_copy, ((x, weight), shared, grid, width, inner, ROWS, COLS, INNER, STAGES)),
         ],
-        [4, 1],  # warps of the second and third
-        [240, 24],  # registers per thread of both; the first gets the rest
+        [4, 1],  # warps of the second and third partition
+        [240, 24],  # registers per thread of these two; the first partition gets the rest
     )
 
 
@@ -171,13 +171,13 @@ class GateUp:
             "STAGES": _STAGES,
             "KIND": ACTIVATION_CODES[act],
             "GATE_FIRST": gate_first,
-            "num_warps": 4,  # of the first group; the other warps are added to it
-            "maxnreg": 168,  # of all warps on average: the copying warp leaves registers to the others
+            "num_warps": 4,  # warps of the first partition; those of the others are added
+            "maxnreg": 168,  # average over all warps: the copying warp leaves registers to the others
         }
 
     @classmethod
     def of(cls, weight: Tensor, act: str, gate_first: bool) -> GateUp | None:
-        """None: the kernel does not support this weight or this device."""
+        """Return the kernel, or None if it does not support this weight or this device."""
         if not HAS_GLUON or not weight.is_cuda or weight.dtype not in _DTYPES or act not in ACTIVATION_CODES:
             return None
         both, inner = weight.shape
@@ -187,7 +187,7 @@ class GateUp:
         return cls(weight, act, gate_first)
 
     def serves(self, x: Activations) -> TypeGuard[Tensor]:
-        """Whether the kernel can take these rows and is the faster way."""
+        """Whether the kernel supports these rows and is faster than the matrix library."""
         if not isinstance(x, Tensor) or x.dtype is not self.dtype or not use_kernel(x):
             return False
         tiles = cdiv(len(x), _ROWS) * cdiv(self.width, _COLS)

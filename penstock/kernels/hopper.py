@@ -34,7 +34,7 @@ def act_of(x: gl.tensor, KIND: gl.constexpr) -> gl.tensor:
 
 @gluon_jit()
 def corner(tile: gl.tensor, grid: gl.tuple, ROWS: gl.constexpr, COLS: gl.constexpr) -> gl.tuple:
-    """First row and column of a tile. Tiles go down `group` rows before the next column."""
+    """First row and column of a tile. Tiles are numbered down `group` rows of tiles, then across."""
     down, across, group = grid
     first = tile // (group * across) * group
     rows = min(down - first, group)
@@ -43,7 +43,7 @@ def corner(tile: gl.tensor, grid: gl.tuple, ROWS: gl.constexpr, COLS: gl.constex
 
 
 def tile_rows_together(down: int) -> int:
-    """`group` for this number of rows of tiles: groups of nearly equal height."""
+    """The `group` of `corner` for `down` rows of tiles, so that all groups have nearly equal height."""
     return cdiv(down, cdiv(down, _TILE_ROWS_PER_GROUP))
 
 
@@ -66,7 +66,7 @@ def _layout(rows: int, cols: int, dtype: torch.dtype) -> Any:
 
 @lru_cache(maxsize=8)
 def num_programs(device: int) -> int:
-    """Number of programs, one per multiprocessor. 0: the kernels do not run on this device."""
+    """Number of programs, one per multiprocessor; 0 if the kernels do not run on this device."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return 0
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

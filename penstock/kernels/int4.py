@@ -1,7 +1,7 @@
-"""Products with 4-bit weights: the kernel reads half a byte a weight and multiplies in the rows' precision.
+"""Matrix products with 4-bit weights: half a byte is read per weight, and the rows keep their precision.
 
 For few rows, reading the weight takes most of the time, so the product dequantises as it reads. For many rows
-the matrix library is faster, and `dequantize_int4` writes the weight for it once a product.
+the matrix library is faster, and `dequantize_int4` writes the dequantised weight for each product.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from penstock.kernels.language import IS_INTERPRETED, cdiv, jit, tl, use_kernel
 
-SPAN = 128  # inputs that are packed together: word i has the inputs i, 32 + i, 64 + i and 96 + i
-WORDS = SPAN // 4  # of a span
-HALF_RANGE = 8  # the zero of weights that have no zero points
+SPAN = 128  # inputs packed together: word i has inputs i, 32 + i, 64 + i and 96 + i
+WORDS = SPAN // 4  # 16-bit words per span
+HALF_RANGE = 8  # the zero point if a weight has none of its own
 
 
 class PackedInt4(NamedTuple):
@@ -33,7 +33,7 @@ class PackedInt4(NamedTuple):
 
     @property
     def group_size(self) -> int:
-        """Inputs of a group. One group covers the padding as well."""
+        """Number of inputs per group. A single group includes the padding."""
         padded = SPAN * len(self.packed)
         return padded if len(self.scales) == 1 else self.inputs // len(self.scales)
 
@@ -47,7 +47,7 @@ def can_pack(inputs: int, groups: int) -> bool:
 
 
 def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> PackedInt4:
-    """Pack uint8 codes [outputs, inputs] of 0 to 15. Without zeros, their zero is `HALF_RANGE`."""
+    """Pack uint8 codes from 0 to 15, [outputs, inputs]. Without `zeros`, the zero point is `HALF_RANGE`."""
     outputs, inputs = codes.shape
     spans = cdiv(inputs, SPAN)
     wide = F.pad(codes, (0, spans * SPAN - inputs)).view(outputs, spans, 2, 2, WORDS)
@@ -59,7 +59,7 @@ def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> PackedInt4
 
 
 def dequantize_int4_reference(weight: PackedInt4, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[outputs, inputs], rounded once."""
+    """The dequantised weight, [outputs, inputs], rounded once."""
     slices = torch.stack([(weight.packed >> shift) & 15 for shift in (0, 4, 8, 12)], dim=2)
     codes = slices.transpose(0, 1).reshape(weight.outputs, -1)[:, : weight.inputs]
     group = torch.arange(weight.inputs, device=codes.device) // weight.group_size
@@ -80,9 +80,9 @@ def _difference(
 ) -> tl.tensor:
     """code − zero, both from 0 to 15, in the type of `like`. The codes are those of one slice of the words.
 
-    Half-precision numbers are made from their bits: 128 + n in bfloat16, 1024 + n in float16. The constant
-    cancels out, and every step is exact. `ASM` makes two numbers with two instructions, where the compiler
-    needs about ten.
+    Half-precision numbers are assembled from bits: 128 + n in bfloat16, 1024 + n in float16. The constant
+    cancels out, and every operation is exact. With `ASM`, two numbers take two instructions; compiled code
+    takes about ten.
     """
     kind: tl.constexpr = like.dtype.element_ty
     bits: tl.constexpr = 0x4300 if kind == tl.bfloat16 else 0x6400
@@ -127,7 +127,7 @@ def _int4_matmul(
     GROUP: tl.constexpr,  # inputs that share a scale
     ZEROS: tl.constexpr,  # each group has its own zeros
     BIAS: tl.constexpr,
-    SWAP: tl.constexpr,  # weights come first, which leaves fewer rows of a tile empty
+    SWAP: tl.constexpr,  # weights are the first operand, which leaves fewer rows of a tile empty
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr,  # programs that share the inputs of a tile
@@ -136,7 +136,8 @@ def _int4_matmul(
 ) -> None:
     """Compute one tile over a part of the inputs.
 
-    Products of a group, or of a span if that is smaller, are scaled. Below 32 inputs, weights are.
+    The product of each group, or of each span if that is smaller, is multiplied by its scale. For groups of
+    fewer than 32 inputs, the weights are scaled instead.
     """
     spans: tl.constexpr = (K + 127) // 128
     groups: tl.constexpr = (K + GROUP - 1) // GROUP
@@ -150,7 +151,7 @@ def _int4_matmul(
     own = program % (AHEAD * across)
     row = (first + own % height) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (own // height) * BLOCK_N + tl.arange(0, BLOCK_N)
-    from_col = tl.minimum(col, N - 1)  # columns outside are computed and not stored
+    from_col = tl.minimum(col, N - 1)  # columns past the end are computed but not stored
     lane = tl.arange(0, 32)
     here = row[:, None] < rows
     x_at = x + row[:, None].to(tl.int64) * STRIDE + lane[None, :]
@@ -222,7 +223,7 @@ def _sum_parts(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Add the parts of a few numbers, always in the same order."""
+    """Sum the parts of a block of outputs, always in the same order."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = at < size
     total = tl.load(parts + at, mask=here, other=0.0)
@@ -245,7 +246,7 @@ def _dequantize_int4(
     ZEROS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Dequantise one span of inputs of a few outputs."""
+    """Dequantise one span of inputs for a block of outputs."""
     spans: tl.constexpr = (K + 127) // 128
     groups: tl.constexpr = (K + GROUP - 1) // GROUP
     span = tl.program_id(0) % spans
@@ -272,17 +273,17 @@ class Int4Tile(NamedTuple):
 
 
 # (maximum number of rows, tile). Few rows need narrow tiles, so that enough programs read the weight. With
-# fewer than 32 columns a warp, the compiler moves dequantised weights through shared memory.
+# fewer than 32 columns per warp, the compiler moves dequantised weights through shared memory.
 INT4_TILES: tuple[tuple[int, Int4Tile], ...] = (
     (16, Int4Tile(16, 64, 2, 5)),
     (32, Int4Tile(32, 64, 2, 5)),
     (64, Int4Tile(64, 128, 4, 4)),
 )
 _DEQUANTIZED_OUTPUTS = 32  # per program
-_PROCESSORS = 132  # of an H200. A fixed number splits the inputs alike on every device
+_PROCESSORS = 132  # multiprocessors of an H200; fixed, so that inputs are split alike on every device
 _MIN_SPANS = 4  # per program: with fewer, starting a program takes longer than its product
 _MAX_PARTS = 16
-_SUMMED = 512  # numbers per program
+_SUMMED = 512  # outputs per program of `_sum_parts`
 
 
 def int4_tile_for(rows: int) -> Int4Tile:
@@ -293,9 +294,10 @@ def int4_tile_for(rows: int) -> Int4Tile:
 def num_parts_for(tile: Int4Tile, outputs: int, inputs: int) -> int:
     """The number of programs that share the inputs of one tile.
 
-    Among the splits whose programs all run at once, take the one that leaves the fewest spans to the busiest
-    processor; one or two programs there wait longer for memory, as if for one or two more spans. The number
-    depends on the tile and not on the rows, so a row has the same result beside any other rows of the tile.
+    Only splits whose programs all run at once are considered. The best one leaves the fewest spans to the
+    busiest multiprocessor. A multiprocessor with one or two programs waits longer for memory, which counts as
+    two or one more spans. The number depends on the tile and not on the rows, so the result of a row does not
+    depend on the other rows of its tile.
     """
     tiles, spans = cdiv(outputs, tile.cols), cdiv(inputs, SPAN)
     max_programs = (4 if tile.rows <= 32 else 2) * _PROCESSORS  # larger tiles take more registers

@@ -1,7 +1,7 @@
-"""Imports Triton if it is installed and usable, and decides which tensors go to kernels.
+"""Triton for the kernel modules, if it is installed and usable, and the choice of tensors that go to kernels.
 
-Otherwise (on a CPU without Triton's interpreter) Triton's names are None. A kernel's module can still be
-imported for its reference implementation, and start-up does not import Triton.
+On a CPU without Triton's interpreter, Triton is not imported and its names are None. Kernel modules can still
+be imported for their reference implementations.
 """
 
 from __future__ import annotations
@@ -62,8 +62,10 @@ __all__ = [
 
 
 def can_launch_directly() -> bool:
-    """Whether compiled kernels can be launched without Triton's own path; warn if the release is the
-    reason."""
+    """Whether compiled kernels can be launched without Triton's own path.
+
+    Log a warning if Triton's release prevents it.
+    """
     if not HAS_TRITON or IS_INTERPRETED:
         return False
     from penstock.kernels.triton_internals import find_mismatch
@@ -80,15 +82,17 @@ _devices: tuple[str, ...] = ("cuda",) if HAS_TRITON else ()  # device types whos
 
 
 def set_kernel_devices(*devices: str) -> None:
-    """Send the tensors of these device types to kernels, for comparisons and tests. Without arguments no
-    tensor goes to a kernel."""
+    """Send tensors of these device types to kernels, for comparisons and tests.
+
+    Without arguments, no tensor goes to a kernel.
+    """
     global _devices
     _devices = devices
 
 
 def use_kernel(x: Tensor) -> bool:
     """Whether an operation on this tensor runs in a kernel."""
-    if x.is_cuda:  # asked several times a layer, and the device's name is slow to read
+    if x.is_cuda:  # a shortcut for several calls per layer: the device's name is slow to read
         return "cuda" in _devices
     return bool(_devices) and x.device.type in _devices
 
@@ -129,7 +133,7 @@ if CAN_WAIT:
 
     @triton.jit
     def from_fp8(x: tl.tensor, like: tl.tensor) -> tl.tensor:
-        """Values in the half-precision type of `like`. Before Hopper there is no direct conversion to
+        """Convert fp8 to the half-precision type of `like`. Before Hopper there is no direct conversion to
         bfloat16."""
         if cuda_capability_geq(9, 0):
             wide = x.to(like.dtype)
@@ -145,16 +149,16 @@ elif HAS_TRITON:
 
     @triton.jit
     def from_fp8(x: tl.tensor, like: tl.tensor) -> tl.tensor:
-        """Values in the type of `like`."""
+        """Convert fp8 to the type of `like`."""
         return x.to(tl.float32).to(like.dtype)
 
 else:
 
     def wait_for_inputs() -> None:
-        """Called by kernels only."""
+        """Never called: there are no kernels."""
 
     def from_fp8(x: Any, like: Any) -> Any:
-        """Called by kernels only."""
+        """Never called: there are no kernels."""
 
 
 def gluon_jit(*, unspecialized: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
@@ -167,8 +171,10 @@ def gluon_jit(*, unspecialized: tuple[str, ...] = ()) -> Callable[[Callable[...,
 
 
 def precompile(threads: int) -> AbstractContextManager[None] | None:
-    """A context in which this thread's launches only compile, on several other threads. None: this release of
-    Triton does not support it."""
+    """A context in which this thread's launches only compile, on `threads` other threads.
+
+    None if this release of Triton does not support it.
+    """
     if not _LAUNCHES_DIRECTLY:
         return None
     from penstock.kernels import launch
@@ -186,12 +192,11 @@ def is_precompiling() -> bool:
 
 
 def bind(kernel: Any, tensor_order: tuple[int, ...] | None = None, **constants: Any) -> Callable[..., Any]:
-    """A kernel with its constants: call it with the number of programs and the other arguments, tensors
-    first.
+    """Bind a kernel to its constants.
 
-    Keep the result, because the constants are inspected only once. `tensor_order` gives, for each tensor
-    parameter of the kernel, the index of the given tensor that it takes; one tensor may be taken several
-    times.
+    Call the result with the number of programs and the other arguments, tensors first. Keep it: the constants
+    are inspected only once. `tensor_order` gives, for each tensor parameter of the kernel, the index of the
+    tensor argument that is passed for it; one argument may be passed several times.
     """
     if (bind_directly := getattr(kernel, "bind", None)) is not None:
         bound: Callable[..., Any] = bind_directly(tensor_order, **constants)
@@ -205,9 +210,9 @@ def bind(kernel: Any, tensor_order: tuple[int, ...] | None = None, **constants: 
 
 
 def replay(launch: Callable[..., Any], programs: int, *args: Any) -> Callable[[], Any]:
-    """A call that repeats a launch of a bound kernel with the same arguments on the same stream.
+    """Return a callable that repeats a launch of a bound kernel with the same arguments on the same stream.
 
-    Its first call checks the arguments, the others do not.
+    Only its first call checks the arguments.
     """
     prepare: Callable[..., Callable[[], Any]] | None = getattr(launch, "replay", None)
     return partial(launch, programs, *args) if prepare is None else prepare(programs, *args)
@@ -223,5 +228,5 @@ def cdiv(size: int, part: int) -> int:
 
 
 def num_warps_for(elements: int) -> int:
-    """Warps of a program that holds this many elements: eight elements a thread, at most 16 warps."""
+    """Warps of a program that holds this many elements: eight elements per thread, at most 16 warps."""
     return min(max(elements // 256, 1), 16)

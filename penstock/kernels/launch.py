@@ -1,8 +1,8 @@
 """Launches of compiled kernels that skip Triton's own launch path.
 
 Triton binds and inspects all arguments for each launch. For a small kernel that takes more host time than the
-rest of the launch. Few properties of the arguments decide which compiled kernel to use, and this module knows
-them. Any launch that is out of the ordinary goes through Triton.
+rest of the launch. Only a few properties of the arguments decide which compiled kernel to use, and this
+module checks just these. Unusual launches go through Triton.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from penstock.kernels.triton_internals import (
 )
 
 _INT32 = 1 << 31
-MAX_COMPILED = 1024  # compiled kernels that a `Kernel` remembers
-# Whether this thread only compiles kernels and does not run them. Other threads may need their results.
+MAX_COMPILED = 1024  # compiled kernels cached by each `Kernel`
+# Whether this thread only compiles kernels. Launches of other threads must run, because they need results.
 _precompiling: ContextVar[bool] = ContextVar("penstock_precompiling", default=False)
-_num_precompiling = 0  # number of such threads; at 0, a launch skips the context variable
+_num_precompiling = 0  # number of such threads; if 0, launches do not read the context variable
 _counting = threading.Lock()
 
 
@@ -50,16 +50,16 @@ _dtype = attrgetter("dtype")
 
 
 class ArgumentTypes(NamedTuple):
-    """Which of a kernel's arguments have which type. Each group is then checked without a Python loop over
-    all."""
+    """Indices of a kernel's arguments by type. Each group is checked without a Python loop over all
+    arguments."""
 
     tensors: tuple[int, ...]
-    absent: tuple[int, ...]  # None, which is compiled in
+    absent: tuple[int, ...]  # None, which Triton compiles in
     aligned: tuple[int, ...]  # tensors for which Triton specializes on the alignment
-    descriptors: tuple[int, ...]  # tensor descriptors, for the copy engine
+    descriptors: tuple[int, ...]  # tensor descriptors for TMA
     floats: tuple[int, ...]
-    integers: tuple[int, ...]  # unspecialized ones
-    has_others: bool  # there are arguments that only Triton can take
+    integers: tuple[int, ...]  # unspecialized integers
+    has_others: bool  # whether some arguments need Triton's own launch path
     num_args: int
 
     @staticmethod
@@ -76,9 +76,9 @@ class ArgumentTypes(NamedTuple):
         return ArgumentTypes(tensors, absent, aligned, descriptors, floats, integers, has_others, len(args))
 
     def key(self, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """What the choice of the compiled kernel depends on.
+        """The properties of the arguments that decide which compiled kernel to use.
 
-        None: Triton has to decide, because a tensor is not aligned or a number may be compiled in.
+        None if Triton has to decide, because a tensor is not aligned or a number may be compiled in.
         """
         if self.has_others or len(args) != self.num_args:
             return None
@@ -99,12 +99,12 @@ class ArgumentTypes(NamedTuple):
                 return dtypes
             described = [args[i] for i in self.descriptors]
             return *dtypes, *((each.base.dtype, *each.block_shape, each.layout) for each in described)
-        except (AttributeError, TypeError):  # a number where a tensor was
+        except (AttributeError, TypeError):  # a number where the first launch had a tensor
             return None
 
 
 class Kernel(JITFunction):  # type: ignore[misc]
-    """A `JITFunction` that remembers its compiled kernels by the types of their arguments.
+    """A `JITFunction` that caches its compiled kernels by the types of their arguments.
 
     Positional arguments are tensors and numbers, keyword arguments are constants and compile options.
     """
@@ -122,7 +122,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
         self.hooks = triton_internals.pre_run_hooks(self)
         self._num_parameters = len(parameters)
         self._unspecialized = tuple(parameter.name in unspecialized for parameter in parameters)
-        self._types: ArgumentTypes | None = None  # from the first launch; all others have the same
+        self._types: ArgumentTypes | None = None  # set by the first launch; later ones have the same types
         self._constants = [parameter.name for parameter in parameters if parameter.is_constexpr]
         self._constants_come_last = all(
             parameter.is_constexpr for parameter in parameters[len(parameters) - len(self._constants) :]
@@ -159,7 +159,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
     def launch_by_triton(self, grid: tuple[int, ...], args: Sequence[Any], constants: dict[str, Any]) -> Any:
         """Launch on Triton's own path and return the compiled kernel. While precompiling, only compile."""
         if self.overlaps and _can_overlap():
-            constants = {**constants, "launch_pdl": True}  # direct launches take it from what was compiled
+            constants = {**constants, "launch_pdl": True}  # direct launches read it from the compiled kernel
         return launch_by_triton(self, grid, args, constants, compile_only=_precompiling.get())
 
     def bind(self, tensor_order: tuple[int, ...] | None, **constants: Any) -> BoundKernel:
@@ -170,7 +170,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
         return ArgumentTypes.of(args, self._unspecialized)
 
     def as_compiled(self, compiled: Any, num_args: int, constants: dict[str, Any]) -> Compiled | None:
-        """How to launch what Triton compiled. None: it looks unfamiliar, or some arguments were left out."""
+        """Prepare direct launches of a compiled kernel; None if it is unfamiliar or lacks arguments."""
         has_all = num_args + len(self._constants) == self._num_parameters and self._constants_come_last
         if not has_all or not all(name in constants for name in self._constants):
             return None
@@ -190,11 +190,11 @@ def _can_overlap() -> bool:
 
 
 class GluonKernel(Kernel, GluonJITFunction):  # type: ignore[misc]
-    """A kernel in Gluon, which assigns work to warps and chooses register layouts itself."""
+    """A Gluon kernel, whose source assigns work to warps and chooses register layouts."""
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that compile kernels and load them, since loading one takes as long as compiling it."""
+    """Threads that compile and load kernels. Loading a kernel takes as long as compiling it."""
 
     def __init__(self, threads: int) -> None:
         super().__init__(threads, "penstock-compile", torch.cuda.set_device, (torch.cuda.current_device(),))
@@ -211,10 +211,9 @@ class _Compilers(ThreadPoolExecutor):
 
 @contextmanager
 def precompile(threads: int) -> Iterator[None]:
-    """A context in which launches of this thread only compile, in several threads. Outputs keep their old
-    contents.
+    """A context in which launches of this thread only compile, on `threads` other threads.
 
-    All kernels are compiled when the context ends.
+    Outputs are not written. All kernels are compiled when the context ends.
     """
     with _Compilers(threads) as pool, triton_internals.compile_in(pool):
         token = _precompiling.set(True)
@@ -239,8 +238,8 @@ def is_precompiling() -> bool:
 class BoundKernel:
     """A kernel with its constants, for launches that differ only in tensors and numbers; tensors come first.
 
-    The caller makes one for each set of constants and keeps it. The launcher gets addresses instead of
-    tensors, because it would ask the driver about each tensor.
+    The caller makes one for each set of constants and keeps it. The launcher is passed addresses instead of
+    tensors, because it would query the driver for each tensor.
     """
 
     def __init__(
@@ -251,10 +250,9 @@ class BoundKernel:
         self.compiled_kernels: dict[tuple[Any, ...], Compiled] = {}
         self._tensor_order = tensor_order
         self._reorder = None if tensor_order is None else _picker(tensor_order)
-        self._num_tensors = 0  # leading arguments that are tensors, known from the first launch on
-        self._number_types: tuple[type, ...] | None = (
-            None  # of the arguments after them; None: never launched
-        )
+        self._num_tensors = 0  # leading arguments that are tensors; set by the first launch
+        # Types of the arguments after the tensors; None before the first launch.
+        self._number_types: tuple[type, ...] | None = None
         self._aligned: tuple[int, ...] = ()  # tensors for which Triton specializes on the alignment
         self._integers: tuple[int, ...] = ()
 
@@ -268,14 +266,14 @@ class BoundKernel:
                 return prepared()
             before = self.kernel.num_direct_launches
             found = self(programs, *args)
-            if self.kernel.num_direct_launches > before:  # every check passed, and will pass again
+            if self.kernel.num_direct_launches > before:  # all checks passed, and would pass again
                 prepared = self._prepare(programs, args)
             return found
 
         return launch
 
     def _prepare(self, programs: int, args: tuple[Any, ...]) -> Callable[[], Any]:
-        """A call that repeats the direct launch that was just made."""
+        """Return a callable that repeats the direct launch just made."""
         tensors = args[: self._num_tensors]
         device, stream = current_device_and_stream()
         found = self.compiled_kernels[device, (*map(_dtype, tensors),)]
@@ -297,7 +295,7 @@ class BoundKernel:
         try:
             addresses = [*map(_address, tensors)]
             dtypes = (*map(_dtype, tensors),)
-        except (AttributeError, TypeError):  # a number where a tensor was
+        except (AttributeError, TypeError):  # a number where the first launch had a tensor
             return self._launch_by_triton(programs, args)
         for i in self._aligned:
             if addresses[i] & 15:
@@ -318,7 +316,7 @@ class BoundKernel:
         return None
 
     def _launch_unusual(self, programs: int, args: tuple[Any, ...]) -> Any:
-        """Launch through Triton, except for the very first launch, which shows the arguments' types."""
+        """Launch through Triton. The very first launch only records the argument types and tries again."""
         if self._number_types is not None:
             return self._launch_by_triton(programs, args)
         types = self.kernel.types_of(self._kernel_args(args))
@@ -343,7 +341,7 @@ class BoundKernel:
 
 
 def _picker(indices: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function that returns the values at these indices, as a tuple even of one."""
+    """Return a function that selects the values at these indices, as a tuple even for one index."""
     if len(indices) > 1:
         return itemgetter(*indices)
     return lambda values: tuple(values[i] for i in indices)

@@ -26,7 +26,7 @@ _off_gpu = (9, 0)  # the capability assumed for tensors that are not on a GPU
 
 
 def limits_for(capability: tuple[int, int]) -> Limits:
-    """The limits of a compute capability of `SHARED_BYTES`."""
+    """The limits of a compute capability listed in `SHARED_BYTES`."""
     return Limits(SHARED_BYTES[capability], capability[0] in _ASYNC_PRODUCTS)
 
 
@@ -58,8 +58,8 @@ def treat_others_as(capability: tuple[int, int]) -> None:
 def num_stages(wanted: int, tile_bytes: int, limits: Limits, other_bytes: int = 0) -> int:
     """The number of stages, at most `wanted`, that fit into shared memory.
 
-    A stage loads `tile_bytes`. Asynchronous products still read the tiles of the current product, so one
-    stage fewer can be loaded ahead. `other_bytes` of shared memory are used otherwise.
+    Each stage loads `tile_bytes`. Asynchronous products still read the tiles of the current product, so one
+    stage fewer can be loaded ahead. `other_bytes` is the shared memory that the kernel uses for other data.
     """
     buffers = max(0, limits.shared_bytes - other_bytes) // tile_bytes
     return max(1, min(wanted, buffers if limits.has_async_products else buffers + 1))

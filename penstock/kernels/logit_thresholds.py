@@ -1,9 +1,9 @@
 """Top-k, top-p and min-p as a threshold on each row's logits, without sorting or copying the row.
 
-The k-th largest of the maxima of all 256-token segments is a lower bound of the k-th largest logit. So few
-candidates remain, and the threshold is found among them. If the top-p set has too many candidates, the whole
-row is searched, two bits per pass. Weights are summed as integers, so results do not depend on the order of
-programs.
+The k-th largest of the maxima of all 256-token segments is a lower bound of the k-th largest logit. Only
+logits that reach it are candidates, and the threshold is searched among them. If the top-p set has too many
+candidates, the whole row is searched, two bits per pass. Weights are summed as integers, so results do not
+depend on the order of programs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.kernels.language import cdiv, jit, next_power_of_2, tl
 from penstock.kernels.sampling import SLOT_TABLE_WIDTH, TOKENS_PER_PROGRAM, load_float, load_logits
 
-_SEGMENT = 256  # tokens per segment, of which the maximum is kept
+_SEGMENT = 256  # tokens per segment
 _MAX_CANDIDATES = 4096  # candidates of a row; with more, the whole row is searched
 _TOP_P_REACH = 12.0  # top-p candidates are at most this far below the maximum, in units of temperature
 
@@ -26,7 +26,7 @@ def logit_thresholds_reference(
     top_p: Tensor,  # [rows]
     min_p: Tensor,  # [rows]
 ) -> Tensor:
-    """The smallest logit that is kept in each row, by sorting; equal logits are kept together. fp32 [rows]"""
+    """Find the smallest logit to keep in each row, by sorting; equal logits are kept together. fp32 [rows]"""
     x = logits.float().sort(dim=1, descending=True).values
     most = x[:, :1]
     least = (most[:, 0] + temperatures * min_p.log()).masked_fill(min_p <= 0, float("-inf"))
@@ -55,7 +55,7 @@ def _from_ordered_key(key: tl.tensor) -> tl.tensor:
 
 @jit()
 def _weight(x, most, temperature):  # type: ignore[no-untyped-def]
-    """exp in units of 2^-40, because sums of integers do not depend on their order."""
+    """exp((x − most) / temperature) in units of 2^-40. Sums of integers do not depend on their order."""
     e = tl.exp((x - most) / temperature)
     return (tl.where(x > float("-inf"), e, 0.0) * 1099511627776.0).to(tl.int64)
 
@@ -106,7 +106,7 @@ def _candidate_bounds(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Find the bound from which logits are candidates: at least k logits reach the k-th largest segment
+    """Compute the smallest logit that is a candidate: at least k logits reach the k-th largest segment
     maximum."""
     row = tl.program_id(0)
     line = table + tl.load(slots + row) * WIDTH
@@ -226,7 +226,7 @@ def _find_thresholds(
 ) -> None:
     """Search the threshold among the candidates, or in the whole row if they are too many or too improbable.
 
-    Each pass fixes two bits of an ordered integer key. Keys of 16-bit logits have 16 bits.
+    Each pass fixes two bits of an ordered integer key. Bits that 16-bit logits never use are skipped.
     """
     row = tl.program_id(0)
     line = table + tl.load(slots + row) * WIDTH
@@ -368,7 +368,8 @@ def _find_thresholds(
     tl.store(out + row, base)
 
 
-_UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # low bits of fp32 that such logits never use
+# Number of low fp32 bits that are always 0 in logits of this dtype.
+_UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 
 def logit_thresholds(logits: Tensor, slots: Tensor, table: Tensor, *, work: Tensor | None = None) -> Tensor:

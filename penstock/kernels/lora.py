@@ -1,9 +1,9 @@
-"""Low-rank adapters in a batch where each line has its own or none: y += B (A x), two launches a layer.
+"""Low-rank adapters, one or none for each line of a batch: y += B (A x), in two launches per layer.
 
-The lines of a step are ordered by adapter slot, and cut into tiles of lines with the same slot. Order and
-tiles come from the CPU. `shrink` multiplies each tile by its slot's A, for all parts of a fused layer at
+The lines of a step are ordered by adapter slot, and cut into tiles of lines with the same slot. The CPU
+computes order and tiles. `shrink` multiplies each tile by its slot's A, for all parts of a fused layer at
 once. `expand_` multiplies the result by B, adds it to the layer's output and applies the activation. Programs
-of tiles that have no adapter, or whose adapter does not change the layer, end at once.
+of tiles that have no adapter, or whose adapter does not change the layer, return at once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from penstock.kernels.activation import ACTIVATION_CODES, activate
 from penstock.kernels.language import bind, cdiv, jit, next_power_of_2, tl
 
-MAX_PARTS = 3  # layers that one product is fused from
-SMALL_TILE, LARGE_TILE = 16, 64  # lines
-LARGE_TILES_FROM = 1024  # lines of a step
+MAX_PARTS = 3  # layers fused into one product
+SMALL_TILE, LARGE_TILE = 16, 64  # lines per tile
+LARGE_TILES_FROM = 1024  # lines of a step from which large tiles are used
 _NO_ACT = -1
 
 
@@ -28,8 +28,8 @@ class LineTiles(NamedTuple):
     """The lines of a batch by adapter slot, on the device."""
 
     order: Tensor  # int32 [lines], ordered by slot
-    tiles: Tensor  # int32 [tiles, 3]: begin and end in `order`, and the slot; -1: no adapter
-    tile_lines: int  # of the largest tile: SMALL_TILE or LARGE_TILE
+    tiles: Tensor  # int32 [tiles, 3]: begin and end in `order`, slot (-1: no adapter)
+    tile_lines: int  # maximum lines of a tile: SMALL_TILE or LARGE_TILE
 
 
 class LowRank(NamedTuple):
@@ -39,17 +39,17 @@ class LowRank(NamedTuple):
     up: Tensor  # scale · B, [slots, outputs, max rank]
     ranks: Tensor  # int32 [slots, parts]; 0: the slot's adapter does not change this part
     ends: tuple[int, ...]  # where the outputs of each part end
-    gain: Tensor | None = None  # fp32 [slots, outputs]: what the layer's own output is multiplied by
-    shift: Tensor | None = None  # fp32 [slots, outputs]: what is added to it then
+    gain: Tensor | None = None  # fp32 [slots, outputs]: factor of the layer's own output
+    shift: Tensor | None = None  # fp32 [slots, outputs]: added after that multiplication
 
 
 def tile_lines_for(lines: int) -> int:
-    """The size of a batch's tiles. It follows from the number of lines alone, so a graph can be replayed."""
+    """The tile size of a batch. It depends only on the number of lines, so that graphs can be replayed."""
     return LARGE_TILE if lines >= LARGE_TILES_FROM else SMALL_TILE
 
 
 def rank_bucket(rank: int) -> int:
-    """The rank that kernels are compiled for, for adapters up to `rank`."""
+    """The rank for which kernels are compiled to run adapters up to `rank`."""
     return max(16, next_power_of_2(rank))
 
 
@@ -60,8 +60,10 @@ def apply_reference(
     groups: Sequence[tuple[int, Tensor]],
     ranks: Sequence[Sequence[int]],
 ) -> Tensor:
-    """Change y [lines, outputs], the layer's output for x [lines, inputs], in place. `groups` are the lines
-    of each slot, and `ranks` are those of `adapters`."""
+    """Apply adapters in place to y [lines, outputs], the layer's output for x [lines, inputs].
+
+    `groups` has the lines of each slot, and `ranks` the values of `adapters.ranks`.
+    """
     max_rank = adapters.up.shape[-1]
     for slot, lines in groups:
         if slot < 0 or not any(ranks[slot]):
@@ -86,9 +88,9 @@ def _shrink(
     ranks: tl.tensor,
     order: tl.tensor,
     tiles: tl.tensor,
-    out: tl.tensor,  # [lines in `order`, PARTS · RANK]
+    out: tl.tensor,  # [lines, PARTS · RANK], in the order of `order`
     K: tl.constexpr,
-    STRIDE: tl.constexpr,  # of x
+    STRIDE: tl.constexpr,  # row stride of x
     PARTS: tl.constexpr,
     RANK: tl.constexpr,
     MAX_RANK: tl.constexpr,
@@ -102,9 +104,8 @@ def _shrink(
     tile = tiles + (program // across) * 3
     begin, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     col = (program % across) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rank = tl.load(
-        ranks + tl.maximum(slot, 0) * PARTS + col // RANK, mask=col < PARTS * RANK, other=0
-    )  # of each column's part
+    # The rank of each column's part.
+    rank = tl.load(ranks + tl.maximum(slot, 0) * PARTS + col // RANK, mask=col < PARTS * RANK, other=0)
     if (slot < 0) | (begin >= end) | (tl.max(rank) == 0):
         return
     place = begin + tl.arange(0, TILE)
@@ -128,17 +129,18 @@ def _shrink(
 
 @jit()
 def _change(
-    low: tl.tensor,  # where the lines' rows of A x begin, [TILE, 1]
+    low: tl.tensor,  # pointers to the lines' rows of A x, [TILE, 1]
     here: tl.tensor,
     weight: tl.tensor,  # B of the slot
     col: tl.tensor,
-    own: tl.tensor,  # columns that are computed
+    own: tl.tensor,  # mask of the columns to compute
     rank: tl.tensor,
     RANK: tl.constexpr,
     MAX_RANK: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """B (A x) of some lines and columns, fp32. Long products of fp32 would take too many registers."""
+    """B (A x) of some lines and columns, fp32. With fp32 inputs, the product is computed in short steps,
+    because long ones take too many registers."""
     STEP: tl.constexpr = min(RANK, 16 if PRECISION == "ieee" else 128)
     total = tl.zeros((here.shape[0], col.shape[0]), tl.float32)
     for first in range(0, RANK, STEP):
@@ -153,7 +155,7 @@ def _change(
 
 @jit(unspecialized=("order", "tiles"))
 def _expand(
-    shrunk: tl.tensor,  # [lines in `order`, PARTS · RANK]
+    shrunk: tl.tensor,  # [lines, PARTS · RANK], in the order of `order`
     up: tl.tensor,  # [slots, N, MAX_RANK]
     ranks: tl.tensor,
     order: tl.tensor,
@@ -162,7 +164,7 @@ def _expand(
     gain: tl.tensor,  # [slots, N]
     shift: tl.tensor,  # [slots, N]
     N: tl.constexpr,
-    STRIDE: tl.constexpr,  # of out
+    STRIDE: tl.constexpr,  # row stride of out
     PARTS: tl.constexpr,
     END0: tl.constexpr,  # where the outputs of the first part end
     END1: tl.constexpr,
@@ -171,7 +173,7 @@ def _expand(
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GAIN: tl.constexpr,
-    KIND: tl.constexpr,  # of the activation; -1: none
+    KIND: tl.constexpr,  # activation code; -1: none
     PRECISION: tl.constexpr,
 ) -> None:
     across: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -182,13 +184,13 @@ def _expand(
         return
     first = (program % across) * BLOCK_N
     own_ranks = ranks + tl.maximum(slot, 0) * PARTS
-    rank = 0  # the largest of the parts that have a column here, almost always one
+    rank = 0  # largest rank of the parts with columns in this block, usually one part
     for part in tl.static_range(PARTS):
         start = 0 if part == 0 else (END0 if part == 1 else END1)
         stop = END0 if part == 0 else (END1 if part == 1 else N)
         if (slot >= 0) & (first < stop) & (first + BLOCK_N > start):
             rank = tl.maximum(rank, tl.load(own_ranks + part))
-    if KIND < 0:  # noqa: SIM102 - a constant and a number of the device
+    if KIND < 0:  # noqa: SIM102 - a compile-time constant, then a value on the device
         if rank == 0:
             return
     place = begin + tl.arange(0, TILE)
@@ -220,7 +222,7 @@ def _expand(
 @jit(unspecialized=("order", "tiles"))
 def _expand_gated(
     both: tl.tensor,  # [lines, 2 · N]
-    shrunk: tl.tensor,  # [lines in `order`, PARTS · RANK]
+    shrunk: tl.tensor,  # [lines, PARTS · RANK], in the order of `order`
     up: tl.tensor,  # [slots, 2 · N, MAX_RANK]
     ranks: tl.tensor,
     order: tl.tensor,
@@ -229,8 +231,8 @@ def _expand_gated(
     gain: tl.tensor,  # [slots, 2 · N]
     shift: tl.tensor,
     N: tl.constexpr,
-    STRIDE: tl.constexpr,  # of both
-    PARTS: tl.constexpr,  # 1: one pair for both halves
+    STRIDE: tl.constexpr,  # row stride of both
+    PARTS: tl.constexpr,  # 1: one pair of A and B for both halves
     GATE: tl.constexpr,  # where the gate begins: 0 or N
     RANK: tl.constexpr,
     MAX_RANK: tl.constexpr,
@@ -240,7 +242,7 @@ def _expand_gated(
     KIND: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """act(gate) · up of both halves with their adapters, of one tile."""
+    """Compute act(gate) · up of one tile, after adding the adapters to both halves."""
     across: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
     tile = tiles + (program // across) * 3
@@ -285,7 +287,7 @@ def _replace(
     N: tl.constexpr,
     K: tl.constexpr,
     X_STRIDE: tl.constexpr,
-    STRIDE: tl.constexpr,  # of out
+    STRIDE: tl.constexpr,  # row stride of out
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -327,7 +329,7 @@ def _precision(dtype: torch.dtype) -> str:
 def _bound_shrink(
     inputs: int, stride: int, parts: int, rank: int, max_rank: int, tile: int, dtype: torch.dtype
 ) -> tuple[Callable[..., Any], int]:
-    """The kernel with its constants, and its programs for each tile."""
+    """Return the bound kernel and its number of programs per tile."""
     block = min(next_power_of_2(parts * rank), 128 if tile == LARGE_TILE else 64)
     launch = bind(
         _shrink,
@@ -432,7 +434,7 @@ def _bound_replace(
 
 
 def shrink(x: Tensor, adapters: LowRank, lines: LineTiles, rank: int) -> Tensor:
-    """A x of each line, [lines in their order, parts · rank]. `rank` is a bucket that no slot exceeds."""
+    """Compute A x in the order of `lines`, [lines, parts · rank]. No slot's rank exceeds `rank`, a bucket."""
     parts, max_rank = len(adapters.ends), adapters.up.shape[-1]
     rank = min(rank, max_rank)
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -443,7 +445,7 @@ def shrink(x: Tensor, adapters: LowRank, lines: LineTiles, rank: int) -> Tensor:
 
 
 def expand_(y: Tensor, shrunk: Tensor, adapters: LowRank, lines: LineTiles, act: str | None = None) -> Tensor:
-    """Add B times each line's row of `shrunk` to y [lines, outputs] and apply the activation, in place."""
+    """Add B times each line of `shrunk` to y [lines, outputs] and apply the activation, in place."""
     parts, gain, shift = len(adapters.ends), adapters.gain, adapters.shift
     launch, across = _bound_expand(
         adapters.ends,
@@ -472,8 +474,10 @@ def expand_(y: Tensor, shrunk: Tensor, adapters: LowRank, lines: LineTiles, act:
 def expand_gated(
     both: Tensor, shrunk: Tensor, adapters: LowRank, lines: LineTiles, act: str, *, gate_first: bool
 ) -> Tensor:
-    """act(gate) · up with adapters, [lines, width], from both halves side by side, [lines, 2 · width]. Lines
-    in no tile are left as they are."""
+    """Add adapters to both halves, [lines, 2 · width], and return act(gate) · up, [lines, width].
+
+    Lines in no tile stay uninitialised.
+    """
     parts, gain, shift = len(adapters.ends), adapters.gain, adapters.shift
     out = both.new_empty((len(both), both.shape[1] // 2))
     launch, across = _bound_expand_gated(
@@ -494,8 +498,10 @@ def expand_gated(
 
 
 def replace_(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor, flags: Tensor, lines: LineTiles) -> Tensor:
-    """Overwrite the lines of y whose slot has a whole weight of its own: weight [slots, outputs, inputs],
-    bias [slots, outputs], flags int32 [slots]."""
+    """Overwrite the lines of y whose slot replaces the layer's weight, marked by `flags` int32 [slots].
+
+    `weight` is [slots, outputs, inputs], `bias` [slots, outputs].
+    """
     _, outputs, inputs = weight.shape
     launch, across = _bound_replace(inputs, outputs, x.stride(0), y.stride(0), lines.tile_lines, y.dtype)
     launch(len(lines.tiles) * across, x, weight, bias, flags, lines.order, lines.tiles, y)

@@ -1,10 +1,10 @@
 """A linear layer and the adapters of its lines in one launch: act(x Wᵀ + bias + B (A x)).
 
 A Gluon kernel for Hopper, built like `gate_up`: one warp copies tiles by TMA, and two groups of four warps
-multiply 64 lines each. The tiles of x in shared memory are multiplied by W and by A, for the first slots of
-the 128 lines. Every tile of columns computes A x again. This costs less than another launch, because the
-products wait for copies, not for the tensor cores. After the products each group adds B (A x) slot by slot,
-with zeros for the lines of other slots. If a tile has more slots than fit, x is read again for the rest.
+multiply 64 lines each. Tiles of x in shared memory are multiplied by W, and by A for the first slots of the
+128 lines. Every tile of columns computes A x again. This costs less than another launch, because the kernel
+is limited by copies, not by the tensor cores. After the products each group adds B (A x) slot by slot, with
+zeros for the lines of other slots. If a tile has more slots than fit, x is read again for the rest.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ else:
     gl = None
 
 TILE_LINES = _ROWS = 128
-_OWN = 64  # lines of a group of warps
-_INNER = 64  # values of each line in one copy; the maximum of the shared layout
+_OWN = 64  # lines per multiplying group of warps
+_INNER = 64  # values of each line in one copy; the maximum of the shared-memory layout
 _LOW = 64  # columns of A x that are computed together, for several slots
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -55,7 +55,10 @@ def lora_linear_reference(
     act: str | None = None,
     gate_first: bool | None = None,
 ) -> Tensor:
-    """`slots` [lines]; -1: none. `gate_first`: whether a gate precedes its values; None: no gate."""
+    """Compute the layer with the adapter of each line, by `slots` [lines]; -1: no adapter.
+
+    `gate_first` says whether a gate precedes its values; None: no gate.
+    """
     y = F.linear(x, weight, bias)
     max_rank = adapters.up.shape[-1]
     for slot in range(len(adapters.ranks)):
@@ -111,7 +114,7 @@ def _copy(
     xs, weights, downs, full, free, chunks, chunk_full, chunk_free = shared
     tokens, inner, second, outputs, end0, end1, max_rank, num_slots = sizes
     HALF: gl.constexpr = COLS // 2
-    SLOTS: gl.constexpr = LOW // (PAIRS * RANK)  # that are computed together
+    SLOTS: gl.constexpr = LOW // (PAIRS * RANK)  # slots computed together
     LAYOUT: gl.constexpr = gl.BlockedLayout([ROWS // 32], [32], [1], [0])
     step = 0
     turn = 0
@@ -121,13 +124,13 @@ def _copy(
         row, col = corner(tile, grid, ROWS, STEP)
         following = min(tile + gl.num_programs(0), grid[0] * grid[1] - 1)
         next_row, _ = corner(following, grid, ROWS, STEP)
-        upcoming = _load_slots(slots, next_row, tokens, ROWS, LAYOUT)  # long before they are needed
+        upcoming = _load_slots(slots, next_row, tokens, ROWS, LAYOUT)  # loaded long before use
         part = (col >= end0).to(gl.int32) + (col >= end1).to(gl.int32) if PAIRS == 1 else 0
         first_col = col
         last = gl.to_tensor(-1)
         while last < 2147483647:
-            # Rows past the end are read as zeros, at no cost: for missing slots, and for W in the second
-            # pass.
+            # TMA reads rows past the end as zeros at no cost. Missing slots, and W after the first pass, are
+            # read there.
             chosen = _next_slots(own, last)
             for k in range(0, inner, INNER):
                 stage = step % STAGES
@@ -166,7 +169,7 @@ def _copy(
 
 @gluon_jit()
 def _split(low: gl.tensor, ROWS: gl.constexpr, RANK: gl.constexpr, COUNT: gl.constexpr) -> gl.tuple:
-    """[ROWS, COUNT · RANK] split into pieces of RANK columns. Each value stays in its thread."""
+    """Split [ROWS, COUNT · RANK] into pieces of RANK columns. Each value stays in its thread."""
     if COUNT == 1:
         pieces = (low,)
     elif COUNT == 2:
@@ -224,7 +227,7 @@ def _add_low_rank(
 
 @gluon_jit()
 def _fast_act(x: gl.tensor, KIND: gl.constexpr) -> gl.tensor:
-    """Activations computed with the hardware's tanh, whose error is below half precision."""
+    """Apply an activation with the hardware's tanh, whose error is below half precision."""
     if KIND == 1 or KIND == 2:
         inner = x * (0.7978845608028654 + 0.035677408136300125 * x * x) if KIND == 1 else 0.5 * x
         tanh = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [inner], gl.float32, True, 1)
@@ -264,7 +267,7 @@ def _multiply(
     turn = 0
     for tile in range(gl.program_id(0), grid[0] * grid[1], gl.num_programs(0)):
         row, col = corner(tile, grid, ROWS, STEP)
-        all_slots = _load_slots(slots, row, tokens, ROWS, SPREAD)  # long before they are needed
+        all_slots = _load_slots(slots, row, tokens, ROWS, SPREAD)  # loaded long before use
         line = row + WHICH * OWN + gl.arange(0, OWN, gl.SliceLayout(1, LOW_LAYOUT))
         of_line = gl.load(slots + line, mask=line < tokens, other=-1)
         both = gl.zeros((OWN, COLS), gl.float32, LAYOUT)
@@ -276,7 +279,7 @@ def _multiply(
             transposed = weights.index(stage).permute((1, 0))
             low = warpgroup_mma(rows, downs.index(stage).permute((1, 0)), low, use_acc=k > 0, is_async=True)
             both = warpgroup_mma(rows, transposed, both, use_acc=k > 0, is_async=True)
-            both, low = warpgroup_mma_wait(1, (both, low))  # the product before no longer needs its tiles
+            both, low = warpgroup_mma_wait(1, (both, low))  # the previous product no longer needs its tiles
             mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
             step += 1
         both, low = warpgroup_mma_wait(0, (both, low))
@@ -301,8 +304,8 @@ def _multiply(
             within = gl.arange(0, COLS, gl.SliceLayout(0, LAYOUT))
             at = col + gl.where(within < HALF, within, within - HALF + second)
             both += gl.load(bias + at, mask=at < outputs, other=0.0).to(gl.float32)[None, :]
-        tma.store_wait(0)  # wait until the tile before is written
-        if STEP < COLS:  # a gate and its values
+        tma.store_wait(0)  # wait until the previous tile is written
+        if STEP < COLS:  # half of the tile is the gate
             upper, lower = gl.split(gl.permute(gl.reshape(both, (OWN, 2, HALF)), (0, 2, 1)))
             value = _fast_act(upper, KIND) * lower if GATE_FIRST else _fast_act(lower, KIND) * upper
             place.store(value.to(out.dtype))
@@ -347,13 +350,13 @@ def _lora_linear(
     group: gl.tensor,
     ROWS: gl.constexpr,
     COLS: gl.constexpr,
-    STEP: gl.constexpr,  # columns that a tile writes: COLS, or half of them where half is the gate
+    STEP: gl.constexpr,  # columns that a tile writes: COLS, or half of them if half is the gate
     INNER: gl.constexpr,
     STAGES: gl.constexpr,
     CHUNKS: gl.constexpr,  # tiles of B in shared memory
     RANK: gl.constexpr,
     LOW: gl.constexpr,
-    PAIRS: gl.constexpr,  # of A and B for each slot of a tile: 2 if its two halves are of different parts
+    PAIRS: gl.constexpr,  # pairs of A and B per slot: 2 if the halves of a tile belong to different parts
     PARTS: gl.constexpr,
     KIND: gl.constexpr,
     GATE_FIRST: gl.constexpr,
@@ -425,13 +428,13 @@ def _lora_linear(
             ),
             (_copy, (copying, ROWS, COLS, STEP, INNER, STAGES, CHUNKS, RANK, LOW, PAIRS, PARTS)),
         ],
-        [4, 1],  # warps of the second and third
-        [224, 56],  # registers per thread of both; the first gets the rest
+        [4, 1],  # warps of the second and third partition
+        [224, 56],  # registers per thread of these two; the first partition gets the rest
     )
 
 
 class _Adapters(NamedTuple):
-    """Descriptors of one layer's adapters, for a bucket of ranks."""
+    """TMA descriptors of one layer's adapters, for a rank bucket."""
 
     of: LowRank
     down: Any
@@ -457,7 +460,7 @@ class LoraLinear:
         self.programs = num_programs(weight.device.index or 0)
         self.weights = {half: descriptor(weight, half, _INNER) for half in (64, 128)}
         self.constants = {
-            # `Linear` uses the tanh form of GELU in half precision. It differs by less than rounding.
+            # Like `Linear`, use the tanh form of GELU in half precision. It differs by less than rounding.
             "KIND": -1 if act is None else ACTIVATION_CODES["gelu_new" if act == "gelu" else act],
             "GATE_FIRST": bool(gate_first),
             "HAS_BIAS": bias is not None,
@@ -473,7 +476,7 @@ class LoraLinear:
         act: str | None = None,
         gate_first: bool | None = None,
     ) -> LoraLinear | None:
-        """None: the kernel does not support this layer or this device."""
+        """Return the kernel, or None if it does not support this layer or this device."""
         if not HAS_GLUON or not weight.is_cuda or weight.dtype not in _DTYPES:
             return None
         if not num_programs(weight.device.index or 0) or not can_describe(weight):
@@ -487,7 +490,7 @@ class LoraLinear:
         return cls(weight, bias, ends, act, gate_first) if fits else None
 
     def slots_per_pass(self, rank: int) -> int:
-        """The number of slots of a tile that one pass over x serves; 0: the rank is too large."""
+        """The number of slots of a tile that one pass over x can apply; 0 if the rank is too large."""
         return _LOW // (self.pairs * rank)
 
     def serves(self, x: Tensor, adapters: LowRank, slots: Tensor, rank: int) -> bool:
@@ -497,7 +500,7 @@ class LoraLinear:
         return fits and len(x) > 0
 
     def column_choices(self, rank: int) -> tuple[int, ...]:
-        """The tile widths for which a tile has columns of one part, and B fits into shared memory."""
+        """The tile widths with which a tile has columns of only one part and B fits into shared memory."""
         splits_tiles = not self.is_gated and any(end % 256 for end in self.ends[:-1])
         return (128,) if rank > 32 or splits_tiles else (128, 256)
 
@@ -521,8 +524,10 @@ class LoraLinear:
         out: Tensor | None = None,
         cols: int | None = None,
     ) -> Tensor:
-        """`rank` is a bucket that no slot's rank exceeds. A and B must be zero beyond a slot's own rank.
-        `cols`: 128 or 256, for measurements."""
+        """Run the layer. No slot's rank exceeds the bucket `rank`; A and B must be zero beyond a slot's rank.
+
+        `cols`, 128 or 256, is set in measurements only.
+        """
         lines, cols = len(x), cols or self.columns(len(x), rank)
         if out is None or len(out) != lines or out.shape[1] != self.width or not can_describe(out):
             out = x.new_empty((lines, self.width))
@@ -570,6 +575,6 @@ def _tiling(cols: int, rank: int) -> dict[str, Any]:
         "CHUNKS": 4 if cols * rank <= 2048 else 1 if cols * rank > 8191 else 2,
         "RANK": rank,
         "LOW": _LOW,
-        "num_warps": 4,  # of the first group; the other warps are added to it
-        "maxnreg": 168,  # of all warps on average: the copying warp leaves registers to the others
+        "num_warps": 4,  # warps of the first partition; those of the others are added
+        "maxnreg": 168,  # average over all warps: the copying warp leaves registers to the others
     }

@@ -23,8 +23,8 @@ except ImportError:  # a CPU build of torch comes without Triton
     triton = None
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
-TILE_TOKENS = 8192  # document tokens that the reference multiplies at once,
-TILE_PRODUCTS = 1 << 22  # and products; a single pair may have more
+TILE_TOKENS = 8192  # document tokens per tile of the reference
+TILE_PRODUCTS = 1 << 22  # products per tile of the reference; a single pair may have more
 EXACT_INT8_DIM = 2**24 // 128**2  # up to this width, sums of int8 products are exact in fp32
 
 
@@ -52,8 +52,8 @@ def maxsim(
     `pair_documents`, document i is in pair i. An empty query or document scores 0.
 
     Scales multiply the products of the vectors, for example of int8 vectors; they must not be negative. The
-    maximum lengths only choose tile sizes, so upper bounds will do. On CUDA nothing waits for the device.
-    Pairs start in the given order there: put the longest documents first to balance the load.
+    maximum lengths only affect tile sizes, so upper bounds suffice. On CUDA the call does not wait for the
+    device, and pairs start in the given order: put the longest documents first to balance the load.
     """
     run = maxsim_triton if queries.is_cuda else maxsim_reference
     return run(
@@ -109,7 +109,7 @@ def maxsim_reference(
     max_document_length: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`maxsim` in torch: a product for each query and tile of its documents, then maxima by segment."""
+    """Compute `maxsim` in torch: a product per query and tile of its documents, then maxima by segment."""
     spans = (query_starts, query_lengths), (document_starts, document_lengths)
     pairs = _check(queries, documents, *spans, pair_queries, pair_documents, out)
     scores = queries.new_zeros(pairs, dtype=torch.float32) if out is None else out.zero_()
@@ -137,7 +137,7 @@ def maxsim_reference(
 def _by_query(
     pair_queries: Tensor | None, num_queries: int, pairs: int, device: torch.device
 ) -> Iterator[tuple[int, Tensor]]:
-    """Each query that is in a pair, and the indices of its pairs."""
+    """Yield each query that has pairs, and the indices of its pairs."""
     numbers = torch.arange(pairs, device=device)
     if pair_queries is None:
         yield from [(0, numbers)] if num_queries == 1 else enumerate(numbers.split(1))
@@ -156,7 +156,7 @@ def _tiles(members: Tensor, lengths: Tensor, tile_tokens: int) -> Iterator[Tenso
 
 
 def _rows(starts: Tensor, lengths: Tensor) -> Tensor | slice:
-    """Rows of the documents, one document after the other: a slice, which copies nothing, if they are
+    """Indices of the documents' rows, in the order of documents; a slice, which copies nothing, if they are
     packed."""
     ends = starts + lengths
     if torch.equal(starts[1:], ends[:-1]):
@@ -209,7 +209,7 @@ def _check(
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Query tokens, document tokens and components that the kernel takes at a time, and its compile
+    """Number of query tokens, document tokens and components in a tile of the kernel, and its compile
     options."""
 
     query: int
@@ -267,7 +267,7 @@ def maxsim_triton(
     out: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """`maxsim` in the Triton kernel."""
+    """Compute `maxsim` with the Triton kernel."""
     spans = (query_starts, query_lengths), (document_starts, document_lengths)
     pairs = _check(queries, documents, *spans, pair_queries, pair_documents, out)
     if triton is None:
@@ -330,7 +330,7 @@ if triton is not None:
         """Documents are the first operand, so that a short query fills the tensor cores."""
         return tl.dot(documents, queries.T, found, input_precision="ieee", out_dtype=found.dtype)
 
-    # Alignment of the small arrays and the number of pairs change with every call and must not compile again.
+    # The number of pairs and the alignment of small arrays change from call to call and must not recompile.
     _UNSPECIALIZED = (
         *("query_starts", "query_lengths", "document_starts", "document_lengths", "pairs"),
         *("pair_queries", "pair_documents", "query_scales", "document_scales", "scores"),
@@ -362,8 +362,8 @@ if triton is not None:
     ) -> None:
         """Score GROUP pairs of one query per program.
 
-        One loop walks the tiles of all their documents, so that tiles of the next document are loaded while
-        those of this one are multiplied.
+        One loop iterates over the tiles of all their documents, so that tiles of the next document are loaded
+        while tiles of the current one are multiplied.
         """
         members = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
         real = members < pairs
@@ -372,7 +372,7 @@ if triton is not None:
             numbers = tl.load(pair_documents + members, mask=real, other=0)
         starts = tl.load(document_starts + numbers, mask=real, other=0).to(tl.int32)
         lengths = tl.load(document_lengths + numbers, mask=real, other=0).to(tl.int32)
-        ends = tl.cumsum(tl.cdiv(lengths, BLOCK_D), 0)  # of each document, in tiles
+        ends = tl.cumsum(tl.cdiv(lengths, BLOCK_D), 0)  # end of each document, in tiles
         begins = ends - tl.cdiv(lengths, BLOCK_D)
         num_tiles = tl.max(ends, 0)
 
@@ -395,7 +395,7 @@ if triton is not None:
                 held = tl.load(query_rows, mask=asked[:, None] & (columns < DIM)[None, :], other=0)
             if query_scales is not None:
                 weights = tl.load(query_scales + query_start + tokens, mask=asked, other=0)
-            # Each position of a tile keeps its maximum. They are reduced once, at the end of the document.
+            # Each position in a tile keeps its maximum. The maxima are reduced once, at the document's end.
             best = tl.full([BLOCK_D, BLOCK_Q], float("-inf"), tl.float32)
             # Without explicit stages, scales would not be loaded ahead, because no product uses them.
             for tile in tl.range(num_tiles, num_stages=STAGES):

@@ -41,8 +41,10 @@ def _add_norm(
     KEEP: tl.constexpr,
     QUANTIZE: tl.constexpr,
 ) -> None:
-    """With KEEP 1 write the sum to `total`, with 2 the normalised sum, with 0 nothing. With QUANTIZE `out`
-    is fp8."""
+    """Add and normalise one row. `total` gets the sum (KEEP 1), the normalised sum (2) or nothing (0).
+
+    With QUANTIZE, `out` is fp8.
+    """
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     at = row * WIDTH
@@ -124,9 +126,9 @@ def add_norm_quantized(
     rms: bool,
     post: bool = False,
 ) -> tuple[Tensor, Quantized]:
-    """(x + residual, its normalisation in fp8); `x` is overwritten with the first.
+    """Return x + residual and its normalisation in fp8; `x` is overwritten with the sum.
 
-    With `post` the first is normalised too.
+    With `post`, `x` is overwritten with the normalised sum instead.
     """
     assert x.is_contiguous() and residual.is_contiguous()
     tokens, width = x.shape

@@ -1,6 +1,4 @@
-"""Quantisation of output vectors in one pass: scaled to 8-bit integers, or packed to one bit per
-component.
-"""
+"""Quantisation of output vectors in one pass, to 8-bit integers or to one bit per component."""
 
 from __future__ import annotations
 
@@ -12,15 +10,14 @@ from penstock.kernels.language import jit, next_power_of_2, num_warps_for, tl
 
 
 def to_int8_reference(vectors: Tensor, signed: bool) -> Tensor:
-    """Scale each vector so that its largest component becomes ±127, and round. Unsigned: plus 128. [n,
-    width]"""
+    """Scale each vector [n, width] to a largest component of ±127, and round. Add 128 if unsigned."""
     largest = vectors.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12)
     scaled = (vectors * (127.0 / largest)).round()
     return scaled.to(torch.int8) if signed else (scaled + 128).to(torch.uint8)
 
 
 def to_binary_reference(vectors: Tensor, signed: bool) -> Tensor:
-    """Pack the signs of the components, eight per byte, the first in the highest bit. Signed: minus 128."""
+    """Pack the signs of components, eight per byte, the first in the highest bit. Subtract 128 if signed."""
     rows, width = vectors.shape
     bits = F.pad((vectors > 0).to(torch.uint8), (0, -width % 8)).view(rows, -1, 8)
     shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=vectors.device)

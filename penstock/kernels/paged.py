@@ -17,8 +17,10 @@ from penstock.kernels.language import from_fp8, jit, next_power_of_2, tl, wait_f
 
 
 def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the last axis of scores [rows, heads, queries, keys], beside one more score per head that
-    takes its share and has no value."""
+    """Softmax over the last axis of scores [rows, heads, queries, keys], with one sink per head.
+
+    An attention sink is an additional score without a value.
+    """
     if sinks is None:
         return scores.softmax(dim=-1)
     sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
@@ -33,11 +35,11 @@ def paged_attention_reference(
     *,
     block_size: int,
     scale: float,
-    window: int | None = None,  # number of earlier tokens that a token sees
+    window: int | None = None,  # number of earlier tokens that a token attends to
     softcap: float | None = None,
-    sinks: Tensor | None = None,  # fp32 [heads], a score without a value for each head
+    sinks: Tensor | None = None,  # fp32 [heads], attention sinks: scores without a value
 ) -> Tensor:
-    """Attention of each row, [rows, heads · dim]. Rows are padded to the longest and masked beyond their
+    """Attention of each row, [rows, heads · dim]. Rows are padded to the longest one and masked past their
     end."""
     rows, heads, dim = query.shape
     positions = torch.arange(tables.shape[1] * block_size, device=query.device)
@@ -78,7 +80,7 @@ def paged_attention_runs(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """`paged_attention_reference` that gathers the keys of a run once, because gathering takes most of the
+    """Compute `paged_attention_reference`, but gather the keys of each run once: gathering takes most of the
     time on a CPU."""
     (_, heads, dim), width = query.shape, rows.shape[1]
     index = torch.arange(tables.shape[1] * block_size, device=query.device)
@@ -100,13 +102,13 @@ def _paged(
     query: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
-    key_scales: tl.tensor,  # fp32 [slots, KV_HEADS], with FP8
+    key_scales: tl.tensor,  # fp32 [slots, KV_HEADS], if FP8
     value_scales: tl.tensor,
     tables: tl.tensor,
     counts: tl.tensor,
-    out: tl.tensor,  # [rows, heads, dim], or with SPLITS fp32 [rows, heads, SPLITS, dim]
+    out: tl.tensor,  # [rows, heads, dim]; if SPLITS > 1, fp32 [rows, heads, SPLITS, dim]
     sums: tl.tensor,  # fp32 [rows, heads, SPLITS, 2]: largest score and sum of weights of each part
-    sinks: tl.tensor,  # fp32 [heads], with SINKS
+    sinks: tl.tensor,  # fp32 [heads], if SINKS
     width: tl.tensor,
     scale: tl.tensor,
     cap: tl.tensor,
@@ -126,7 +128,7 @@ def _paged(
     SINKS: tl.constexpr,
     FP8: tl.constexpr,
 ) -> None:
-    """One program per row, key/value head and part of the keys, for all query heads that share them."""
+    """Each program computes a row, key/value head and part of the keys, for all query heads that share it."""
     program = tl.program_id(0)
     part = program % SPLITS
     kv = (program // SPLITS) % KV_HEADS
@@ -146,13 +148,13 @@ def _paged(
     comp = tl.arange(0, BLOCK_DIM)
     heads = kv * GROUP + group
     whole = (group[:, None] < GROUP) & (comp[None, :] < DIM)
-    wait_for_inputs()  # not needed for counts and block tables, which the host has copied before
+    wait_for_inputs()  # not needed for counts and block tables, which the host copied earlier
     q = tl.load(
         query + row.to(tl.int64) * QUERY_STRIDE + heads[:, None] * DIM + comp[None, :], mask=whole, other=0.0
     )
     largest = tl.full((BLOCK_GROUP,), -1.0e30, tl.float32)
     total = tl.zeros((BLOCK_GROUP,), tl.float32)
-    if SINKS:  # the first part counts the sink
+    if SINKS:  # only the first part counts the sink
         sink = tl.load(sinks + heads, mask=group < GROUP, other=0.0) * 1.4426950408889634
         largest = tl.where(part == 0, sink, largest)
         total = tl.where(part == 0, 1.0, total)
@@ -172,7 +174,7 @@ def _paged(
             scores = tl.dot(q, tl.trans(from_fp8(k, q))) * (scale * by_key)[None, :]
         else:
             scores = tl.dot(q, tl.trans(k)) * scale
-        if CAPPED:  # tanh through exp, which stays finite for any cap in use
+        if CAPPED:  # tanh computed by exp, which stays finite for any cap in use
             scaled = scores / cap
             scores = cap * (1.0 - 2.0 / (tl.exp(2.0 * scaled) + 1.0))
         scores = tl.where(inside[None, :], scores * 1.4426950408889634, -1.0e30)
@@ -244,7 +246,7 @@ def tiling_for(dim: int) -> PagedTiling:
 def num_splits_for(rows: int, kv_heads: int, most: int) -> int:
     """The number of parts that a row's keys are split into, so that a few long rows fill the GPU.
 
-    It depends only on numbers of the plan, which are known before anything is launched.
+    It depends only on the plan of the step, so the host knows it before the launch.
     """
     splits = 1
     while splits < 16 and rows * kv_heads * splits < _MIN_PROGRAMS and most > _MIN_SPLIT_KEYS * splits:
@@ -269,7 +271,7 @@ def paged_attention(
 ) -> None:
     """Compute `paged_attention_reference` into `out` [rows, heads · dim], whose rows may be strided.
 
-    The heads of a token must be contiguous. Rows without keys are padding, for which nothing is written.
+    The heads of a token must be contiguous. Rows without keys are padding rows: nothing is written for them.
     """
     rows, heads, dim = query.shape
     keys, values, key_scales, value_scales = cache

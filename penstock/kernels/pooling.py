@@ -19,8 +19,8 @@ from penstock.kernels.language import bind, cdiv, jit, next_power_of_2, num_warp
 
 METHODS = {"cls": 0, "last": 1, "mean": 2, "mean_sqrt_len": 3, "weighted_mean": 4, "max": 5}
 _EPS = 1e-12  # the same as F.normalize
-_MAX_WIDTH = 4096  # most components of a row that one program holds
-_LONG_ROW = 128  # tokens; up to this length one program reads a row
+_MAX_WIDTH = 4096  # maximum components of a row per program
+_LONG_ROW = 128  # tokens; rows up to this length are read by one program
 _MANY_ROWS = 264  # from this number of rows on, one program per row fills any GPU
 _SLICE_WIDTH = 64  # components per program if programs share a row
 
@@ -98,7 +98,7 @@ def _pool(
     if SKIP:
         first += tl.load(skip + row)
     if METHOD < 2:
-        last = tl.maximum(end - 1, 0)  # a graph is captured with empty rows in front
+        last = tl.maximum(end - 1, 0)  # a graph is captured with empty rows at the front
         token = tl.minimum(first, last) if METHOD == 0 else last
         value = tl.load(hidden + token.to(tl.int64) * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -124,7 +124,7 @@ def _pool(
             value /= count
         if METHOD == 3:
             value /= tl.sqrt(count)
-        if METHOD == 4:  # weights are 1 … length, without those left out
+        if METHOD == 4:  # weights are 1 … length, without those of skipped tokens
             taken_from = (first - begin).to(tl.float32)
             length = (end - begin).to(tl.float32)
             weights = 0.5 * (length * (length + 1.0) - taken_from * (taken_from + 1.0))
@@ -180,7 +180,7 @@ def pool(
 def normalize_rows_reference(
     vectors: Tensor, chosen: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Vectors of length 1 in `dtype`, [n, width]: of the chosen rows, or of all."""
+    """Normalise the chosen rows, or all, to length 1, [n, width] in `dtype`."""
     vectors = vectors if chosen is None else vectors.index_select(0, chosen)
     return F.normalize(vectors.float(), dim=-1).to(dtype)
 

@@ -16,7 +16,7 @@ from penstock.kernels.language import jit, next_power_of_2, num_warps_for, tl, u
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # largest value of e4m3
-_MIN_MAGNITUDE = 1e-12  # so that a row of zeros has a scale
+_MIN_MAGNITUDE = 1e-12  # prevents a scale of 0 for a row of zeros
 
 
 class Quantized(NamedTuple):
@@ -66,7 +66,7 @@ def store_quantized(
     inside: tl.tensor,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Quantise and store one whole row, which is fp32 and 0 outside."""
+    """Quantise and store one whole row. `value` is fp32, and 0 past the end of the row."""
     largest = tl.maximum(tl.max(tl.abs(value), axis=0), 1e-12)
     scaled = value * (448.0 / largest)
     tl.store(values + row * WIDTH + cols, scaled.to(values.dtype.element_ty), mask=inside)
@@ -91,7 +91,7 @@ def _quantize_rows(
 
 
 def quantize_rows(x: Tensor) -> Quantized:
-    """Compute `quantize_rows_reference`, in a kernel where the device has one; rows may be strided."""
+    """Compute `quantize_rows_reference`, with the kernel if the device supports it; rows may be strided."""
     if not use_kernel(x):
         return quantize_rows_reference(x)
     rows, width = x.shape

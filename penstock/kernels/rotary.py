@@ -87,7 +87,7 @@ def _keep(
     is_first: tl.tensor,
     FP8: tl.constexpr,
 ) -> None:
-    """Write both halves of some heads to the KV cache; in fp8 with one scale for each head."""
+    """Write both halves of some heads to the KV cache; in fp8, with one scale per head."""
     if FP8:
         wide, other = tl.where(is_kept, one, 0.0).to(tl.float32), tl.where(is_kept, two, 0.0).to(tl.float32)
         largest = tl.max(tl.maximum(tl.abs(wide), tl.abs(other)), axis=1)
@@ -109,13 +109,13 @@ def _rotate(
     keys: tl.tensor,
     values: tl.tensor,
     slots: tl.tensor,
-    key_scales: tl.tensor,  # fp32 [slots, kv heads], with FP8
+    key_scales: tl.tensor,  # fp32 [slots, kv heads], if FP8
     value_scales: tl.tensor,
     eps: tl.tensor,
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
     ROTATED: tl.constexpr,
-    TOTAL: tl.constexpr,  # with KEEP the value heads follow the rotated heads
+    TOTAL: tl.constexpr,  # heads per token that are read: with KEEP, value heads follow the rotated heads
     DIM: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
@@ -123,7 +123,7 @@ def _rotate(
     INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
     KEEP: tl.constexpr,
-    FP8: tl.constexpr,  # the cache is
+    FP8: tl.constexpr,  # the KV cache is fp8
 ) -> None:
     wait_for_inputs()
     parts: tl.constexpr = (TOTAL + HEADS - 1) // HEADS
@@ -190,7 +190,7 @@ def _bound_rotate(
     keep: bool,
     is_fp8: bool,
 ) -> tuple[Callable[..., Any], int]:
-    """The bound kernel, and the number of programs per token."""
+    """Return the bound kernel and its number of programs per token."""
     if (norm or keep) and size != dim:
         raise ValueError(f"head norms and KV cache writes rotate whole heads, not {size} of {dim} components")
     pairs = next_power_of_2(size // 2)
@@ -232,7 +232,7 @@ def rotate_qkv_(
     norms: HeadNorms | None = None,
     keep: KVCacheWrite | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `rotate_qkv_reference` in place, with tables of all positions.
+    """Compute `rotate_qkv_reference` in place, with `cos` and `sin` for all positions.
 
     With `norms` or `keep`, `size` must be the whole head.
     """

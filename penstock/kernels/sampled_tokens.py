@@ -1,4 +1,4 @@
-"""Put tokens that an earlier step sampled into this step's input, without a copy through the host."""
+"""Copy of tokens that an earlier step sampled into this step's input, on the device."""
 
 from __future__ import annotations
 

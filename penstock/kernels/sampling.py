@@ -6,7 +6,7 @@ edited rows have an fp32 copy, `work`.
 
 Noise is Philox of (seed, stream, position, token), so it does not depend on the other rows of the batch.
 
-A row from which no token can be sampled gets a negative id, `NON_FINITE_LOGITS` or `ALL_TOKENS_MASKED`.
+If no token can be sampled from a row, it gets a negative id, `NON_FINITE_LOGITS` or `ALL_TOKENS_MASKED`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ PHILOX_ROUNDS = 7  # enough to pass BigCrush
 IN_PROMPT = 1 << 30  # bit of a token count: the token is in the prompt; lower bits: how often it was sampled
 NON_FINITE_LOGITS = -1  # instead of a token: a logit is NaN or +inf
 ALL_TOKENS_MASKED = -2  # instead of a token: every logit is −inf
-MAX_SEQUENCE_ROWS = 32  # rows of one sequence in a step with proposals
+MAX_SEQUENCE_ROWS = 32  # maximum rows of one sequence in a step with proposals
 SLOT_TABLE_WIDTH = 15  # columns of the slot table, which kernels address by number:
 # 0 temperature, 1 top-p, 2 min-p, 3 repetition, 4 presence, 5 frequency, 6–9 seed and stream, 10 top-k,
 # 11 row of `counts`, 12 row of `masks`, 13 row of `work`, 14 min tokens.
 
 
 def philox_reference(keys: Tensor, positions: Tensor, width: int) -> Tensor:
-    """32-bit words as int64 [rows, width]. `keys` int32 [rows, 4]: seed and stream, two words each."""
+    """Random 32-bit words as int64 [rows, width]. `keys` int32 [rows, 4]: seed and stream, two words each."""
     low = 0xFFFFFFFF
     tiles = cdiv(width, TOKENS_PER_PROGRAM)
     words = keys.long() & low
@@ -87,7 +87,7 @@ def load_float(pointer: tl.tensor) -> tl.tensor:
 
 @jit()
 def load_logits(logits, stride, row, work, work_row, cols, inside, VOCAB: tl.constexpr, EDITED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 logits of a row: the edited ones if it has any, else those of the model."""
+    """fp32 logits of a row: the edited copy if there is one, otherwise the model's."""
     at = row.to(tl.int64) * stride
     if EDITED:
         if work_row >= 0:
@@ -106,7 +106,7 @@ def sample_tokens_reference(
     positions: Tensor,  # [rows], number of tokens sampled before
     thresholds: Tensor | None = None,  # [rows], smallest logit that may be sampled; ignored for greedy rows
 ) -> Tensor:
-    """argmax of logit / temperature + noise, or the reason why there is none, int32 [rows]."""
+    """argmax of logit / temperature + noise, or a negative code if there is none, int32 [rows]."""
     x = logits.float()
     noisy = x / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
     if thresholds is not None:
@@ -172,7 +172,7 @@ def _sample_parts(
         for j in tl.static_range(4):
             cols = part * LANES * 4 + j * LANES + lanes
             x = load_logits(logits, stride, row, work, work_row, cols, cols < VOCAB, VOCAB, EDITED)
-            x = tl.where(x == x, x, float("inf"))  # so that `_sample_rows` notices
+            x = tl.where(x == x, x, float("inf"))  # `_sample_rows` reports it as non-finite
             if FILTERED:
                 x = tl.where(x < bound, float("-inf"), x)  # the threshold of a non-finite row may be NaN
             word = w0 if j == 0 else (w1 if j == 1 else (w2 if j == 2 else w3))
@@ -256,12 +256,12 @@ def sample_tokens(
 ) -> Tensor:
     """Compute `sample_tokens_reference` with the settings of the slots, and record the tokens in the slots.
 
-    That advances the position and the count, and writes the ring of recent tokens and the last token. The
-    recorded token is always in the vocabulary, even if the row has no valid token. Rows may be strided,
-    logits may not.
+    Recording advances the slot's position and the token's count, and writes the ring of recent tokens and the
+    last token. The recorded token is always in the vocabulary, even if the row has no valid token. Rows may
+    be strided, logits may not.
 
-    With `offsets`, a slot may have several rows, each at its own position. Then this kernel records neither
-    positions nor last tokens; `accept_proposals` does. Slots with counts or a ring have one row.
+    With `offsets`, a slot may have several rows, each at its own position. In that case `accept_proposals`,
+    not this kernel, records positions and last tokens. Slots with counts or a ring have one row.
     """
     rows, vocab = logits.shape
     parts = cdiv(vocab, TOKENS_PER_PROGRAM)
@@ -481,7 +481,7 @@ def _edit_tokens(
     begin = tl.load(entries + slot * 2)
     end = tl.load(entries + slot * 2 + 1)
     target = work + tl.load(line + 13).to(tl.int64) * VOCAB
-    for start in range(begin, end, BLOCK):  # biases come before penalties, so start again from the logit
+    for start in range(begin, end, BLOCK):  # biases come before penalties, so start from the model's logit
         entry = start + tl.arange(0, BLOCK)
         kind = tl.load(entries + first_entry + entry * 4, mask=entry < end, other=-1)
         added = kind == 0
@@ -500,7 +500,7 @@ def _edit_tokens(
                 count = tl.load(counts + count_row.to(tl.int64) * VOCAB + token, mask=added, other=0)
                 x = _apply_penalties(x, count, line, IN_PROMPT)
         tl.store(target + token, x, mask=added)
-    tl.debug_barrier()  # a token may have a bias and be forbidden
+    tl.debug_barrier()  # a token may have a bias and also be forbidden
     position = tl.load(positions + slot)
     early = position < tl.load(line + 14)
     for start in range(begin, end, BLOCK):
@@ -587,7 +587,7 @@ def edit_logits(
 def logsumexp_and_ranks_reference(logits: Tensor, rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """For `rows` [n] of the logits: fp32 logsumexp, and int32 rank of the `chosen` [n] token.
 
-    Ranks start at 1; equal logits count as ranked before.
+    Ranks start at 1; tokens with an equal logit rank before the chosen one.
     """
     taken = logits[rows.long()].float()
     value = taken.gather(1, chosen.long()[:, None])

@@ -1,4 +1,4 @@
-"""SPLADE pooling: from the logits of tokens to one weight per vocabulary entry and row, in one pass."""
+"""SPLADE pooling: token logits to one weight per row and vocabulary entry, in one pass."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _splade_pool(
     inside = cols < WIDTH
     begin = tl.load(cu_lengths + row) - first
     end = tl.load(cu_lengths + row + 1) - first
-    partial = tl.zeros([TILE, BLOCK], tl.float32)  # no weight is below 0
+    partial = tl.zeros([TILE, BLOCK], tl.float32)  # the smallest weight is 0
     for start in range(begin, end, TILE):
         tokens = start + tl.arange(0, TILE)
         at = tokens.to(tl.int64)[:, None] * WIDTH + cols[None, :]
@@ -77,7 +77,7 @@ def splade_pool(
 ) -> Tensor:
     """Compute `splade_pool_reference`; `logits` is contiguous.
 
-    Row 0 of `logits` is token `first_token` of the batch that `cu_lengths` counts.
+    Row 0 of `logits` is token `first_token` of the batch that `cu_lengths` describes.
     """
     rows, width = len(cu_lengths) - 1, logits.shape[1]
     out = torch.empty((rows, width), dtype=torch.float32, device=logits.device)

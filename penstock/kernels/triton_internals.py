@@ -1,8 +1,8 @@
 """All uses of Triton's undocumented names. Callers of this module do not depend on Triton's release.
 
-`launch` calls compiled kernels directly, which saves most of the host time of a launch. That needs to know
-how Triton calls its own launcher. `find_mismatch` says whether the installed release does what this module
-expects; where it does not, `language` launches every kernel with the public `kernel[grid](…)`.
+`launch` calls compiled kernels directly, which saves most of the host time of a launch. This relies on how
+Triton calls its own launcher. `find_mismatch` checks that the installed release behaves as this module
+expects; if it does not, `language` launches every kernel with the public `kernel[grid](…)`.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class DirectLauncher(NamedTuple):
 
 
 def find_mismatch() -> str | None:
-    """Say what in the installed Triton differs from what this module expects. None: nothing does.
+    """Describe how the installed Triton differs from what this module expects; None if it does not.
 
-    The order of the launcher's arguments cannot be read off the names below, so releases that were not tested
-    count as different.
+    The names checked below do not show the order of the launcher's arguments, so an untested release always
+    counts as different.
     """
     release = triton.__version__
     if not release.startswith(TESTED_RELEASES):
@@ -112,13 +112,13 @@ def launch_by_triton(
 
 
 def direct_launcher(compiled: Any) -> DirectLauncher | None:
-    """How to call what `launch_by_triton` returned. None: it does not look as expected."""
+    """How to call a kernel that `launch_by_triton` returned; None if it does not look as expected."""
     run, function, metadata = (
         getattr(compiled, name, None) for name in ("run", "function", "packed_metadata")
     )
     if run is None or function is None or metadata is None:
         return None
-    # Behind the packed metadata come the launch metadata and the two hooks, none of which is used.
+    # After the packed metadata come the launch metadata and two hooks, which are not used.
     trailing = (metadata, None, None, None)
     launch = getattr(run, "launch", None)
     sizes = [getattr(run, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
@@ -130,7 +130,7 @@ def direct_launcher(compiled: Any) -> DirectLauncher | None:
 
 
 def has_launch_hooks() -> bool:
-    """Whether something, such as a profiler, has asked Triton to report every launch."""
+    """Whether something, such as a profiler, has installed hooks that Triton calls at every launch."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     if enter is not None and getattr(enter, "calls", True):
@@ -153,6 +153,6 @@ _getters: tuple[Callable[[], int], Callable[[int], int]] | None = None
 
 
 def compile_in(pool: Executor) -> AbstractContextManager[Any]:
-    """A context in which launches with `compile_only` compile in `pool`; errors wait for the real launch."""
+    """A context in which launches with `compile_only` compile in `pool`; the real launch raises errors."""
     mode: AbstractContextManager[Any] = AsyncCompileMode(pool, ignore_errors=True)
     return mode

@@ -1,7 +1,7 @@
-"""A linear layer with the adapters of all slots beside its weight.
+"""A linear layer with the weights of LoRA adapters for all slots.
 
-It keeps them from the first adapter on that changes it. While the step that runs now has none, it is its
-plain self, epilogues and all.
+Adapter weights are allocated when the first adapter changes the layer. A step without adapters runs the base
+layer, with its fused epilogue.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from penstock.layers.parallel import ModuleShare
 from penstock.weights.adapters import PartWeights
 
 FUSES_PRODUCTS = True  # False: separate launches for the product and its adapters, for measurements
-# Measured from here on. Fewer lines do not fill the multiprocessors with tiles of 128.
+# The smallest number of lines that was measured. Fewer do not fill the multiprocessors with tiles of 128.
 MIN_FUSED_LINES = 2048
 SumOverRanks = Callable[[Tensor], Tensor]
 _ALL_ROWS = slice(None)
-_IDENTITY_ROWS = 1024  # of the identity matrix that a weight is read with at a time
+_IDENTITY_ROWS = 1024  # rows of the identity matrix that are multiplied at a time to read a weight
 
 
 def plain_form(layer: LinearLayer) -> LinearLayer:
-    """The same layer without its activation; the two share their weight."""
+    """Return the layer without its activation. Both share the weight."""
     plain: Any = copy(layer)
     if hasattr(plain, "fuses_activation"):
         plain.fuses_activation, plain.op, plain.algorithm = True, "none", ""
@@ -55,13 +55,13 @@ def plain_form(layer: LinearLayer) -> LinearLayer:
 
 
 def base_weight(layer: LinearLayer, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A layer's weight, fp32 [outputs, inputs], in whatever form it is kept."""
+    """Read a layer's weight as fp32 [outputs, inputs], whatever form it is stored in."""
     plain: Any = plain_form(layer)
     weight = getattr(plain, "weight", None)
     if isinstance(weight, Tensor) and weight.layout is torch.strided and weight.dtype == dtype:
         return weight.float()
     if isinstance(bias := getattr(plain, "bias", None), Tensor):
-        plain.bias = torch.zeros_like(bias)  # to add one and subtract it again would round the weight
+        plain.bias = torch.zeros_like(bias)  # adding and subtracting the bias would round the weight
     parts = []
     for first in range(0, layer.in_features, _IDENTITY_ROWS):
         count = min(_IDENTITY_ROWS, layer.in_features - first)
@@ -72,7 +72,7 @@ def base_weight(layer: LinearLayer, dtype: torch.dtype, device: torch.device) ->
 
 
 class AdaptedLinear:
-    """A layer, or several fused along their outputs, with the adapters of the step that runs now."""
+    """A layer, or several fused along their outputs, with the adapters of the current step."""
 
     def __init__(
         self,
@@ -86,9 +86,11 @@ class AdaptedLinear:
         is_transposed: bool = False,
         shares: Sequence[ModuleShare] = (),
     ) -> None:
-        """`base` applies the activation `act`; `sizes` are the outputs of the fused layers. `is_transposed`:
-        the checkpoint stores the weight as inputs × outputs. `shares`: what `base` has of each fused layer,
-        where it is one rank's part."""
+        """`base` applies the activation `act`. `sizes` are the numbers of outputs of the fused layers.
+
+        With `is_transposed`, the checkpoint stores the weight as inputs × outputs. On one of several ranks,
+        `shares` says which part of each fused layer `base` has.
+        """
         assert len(sizes) <= MAX_PARTS
         self.in_features, self.out_features = base.in_features, base.out_features
         self.base = base
@@ -102,26 +104,27 @@ class AdaptedLinear:
         self.shares = tuple(shares) or tuple(ModuleShare.whole(size, base.in_features) for size in sizes)
         self.ends = tuple(sum(sizes[: i + 1]) for i in range(len(sizes)))
         self.dtype, self.device = like
-        self.gate: tuple[str, bool] | None = None  # of a gated block: its activation, and whether it is first
-        self.rank_factor = 1  # how many adapted modules may be joined in one part
-        # Of each slot's parts, once one has an adapter that changes this layer; (): the slot has none.
+        # In a gated block: its activation, and whether the gate is first.
+        self.gate: tuple[str, bool] | None = None
+        self.rank_factor = 1  # number of adapted modules that one part may join
+        # For each slot, the ranks of the parts; () if no adapter in the slot changes this layer.
         self.ranks: list[tuple[int, ...]] = []
-        self.replaces: list[bool] = []  # whether a slot has a whole weight of its own
+        self.replaces: list[bool] = []  # for each slot, whether it replaces the whole weight
         self._low: LowRank | None = None
         self._whole: tuple[Tensor, Tensor, Tensor] | None = None  # weight, bias and flag of each slot
-        self._fused: LoraLinear | None = None  # None: this layer has no adapters yet, or does not support it
+        self._fused: LoraLinear | None = None  # None: no adapters yet, or not supported
 
     @property
     def storage_rank(self) -> int:
         return rank_bucket(self.rank_factor * self.room.max_rank)
 
     def part_size(self, number: int) -> int:
-        """The outputs of one of the fused layers that are computed here."""
+        """The number of outputs of one of the fused layers that are computed here."""
         return self.ends[number] - (self.ends[number - 1] if number else 0)
 
     @property
     def is_active(self) -> bool:
-        """Whether the step that runs now has adapters, and one of those on the device changes this layer."""
+        """Whether the current step has adapters, and any adapter on the device changes this layer."""
         return self.state.lines is not None and (self._low is not None or self._whole is not None)
 
     def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -142,8 +145,8 @@ class AdaptedLinear:
         return y if residual is None else y + residual
 
     def gated(self, x: Activations, act: str, gate_first: bool, out: Tensor | None) -> Tensor | None:
-        """act(gate) · up, where this layer computes both halves and one kernel can do all that follows it;
-        else None. The layer is active; `out` is for both halves."""
+        """Compute act(gate) · up if this layer computes both halves and a kernel can do the rest; otherwise
+        return None. The layer must be active. `out` is for both halves."""
         lines, low = self.state.lines, self._low
         if lines is None or low is None or self._whole is not None or not use_kernel(low.up):
             return None
@@ -156,8 +159,11 @@ class AdaptedLinear:
         return expand_gated(both, shrunk, low, lines.tiled, act, gate_first=gate_first)
 
     def _fused_product(self, x: Tensor, lines: AdapterLines) -> LoraLinear | None:
-        """The product with the adapters inside, where it can take these lines and is the faster way. It was
-        in all layers measured while x is read once; where tiles have more slots, separate launches win."""
+        """The product with the adapters inside, if it supports these lines and is faster; otherwise None.
+
+        In all layers measured it was faster while x is read once. With more slots per tile, separate launches
+        are faster.
+        """
         fused = self._fused
         if fused is None or self._low is None or self._whole is not None or not FUSES_PRODUCTS:
             return None
@@ -177,7 +183,7 @@ class AdaptedLinear:
         return LoraLinear.of(plain.weight, plain.bias, self.ends, self.fused_act)
 
     def compile_kernels(self, rank: int, *, has_gain: bool) -> None:
-        """Compile what a step would launch for an adapter of this rank, so that none has to wait for it."""
+        """Compile the kernels for steps with an adapter of this rank, so that no step waits for them."""
         width, parts = self.storage_rank, len(self.ends)
         pair = self._zeros(1, parts * width, self.in_features), self._zeros(1, self.out_features, width)
         scaled = torch.ones((1, self.out_features), device=self.device) if has_gain else None
@@ -191,7 +197,7 @@ class AdaptedLinear:
             expand_(y, shrunk, low, tiled, self.fused_act)
             if self.gate is not None:
                 expand_gated(y, shrunk, low, tiled, self.gate[0], gate_first=self.gate[1])
-        # Not the one of steps: its counts must not be used on two streams at once.
+        # Not `self._fused`, which caches descriptors of the layer's own adapters and may be in use by a step.
         fused = self._make_fused()
         if fused is not None and fused.serves(x, low, lines[0, :1], rank):
             for cols in fused.column_choices(min(rank, width)):
@@ -219,7 +225,7 @@ class AdaptedLinear:
         return y if self.act is None else self.act(y)
 
     def write(self, slot: int, parts: dict[int, PartWeights]) -> bool:
-        """Put an adapter into a slot; whether that took memory."""
+        """Write an adapter to a slot. Return whether memory was allocated."""
         grew = self.reserve(parts)
         if self._low is not None:
             self._write_low(self._low, slot, parts)
@@ -228,7 +234,7 @@ class AdaptedLinear:
         return grew
 
     def reserve(self, parts: dict[int, PartWeights]) -> bool:
-        """Have memory for an adapter in any slot; whether that took some."""
+        """Allocate memory for an adapter in any slot. Return whether any was needed."""
         grew = False
         if any(part.down is not None for part in parts.values()):
             grew |= self._reserve_low(any(part.gain is not None for part in parts.values()))
@@ -237,7 +243,7 @@ class AdaptedLinear:
         return grew
 
     def clear(self, slot: int) -> None:
-        """Leave a slot without an adapter on this layer."""
+        """Clear a slot, so that it has no adapter on this layer."""
         if self._low is not None and self.ranks[slot]:
             self.ranks[slot] = ()
             for values in (self._low.ranks, self._low.down, self._low.up):
@@ -291,14 +297,14 @@ class AdaptedLinear:
             if part.down is not None and part.up is not None:
                 down[: part.rank].copy_(part.down, non_blocking=True)
                 up[:, : part.rank].copy_(part.up, non_blocking=True)
-            down[part.rank :].zero_()  # the fused product does not ask for ranks
+            down[part.rank :].zero_()  # the fused product does not read `ranks`
             up[:, part.rank :].zero_()
             low.ranks[slot, number].fill_(part.rank)
         ranks = tuple(parts[number].rank if number in parts else 0 for number in range(len(self.ends)))
         self.ranks[slot] = ranks if any(ranks) else ()
 
     def base_rows(self, number: int) -> Tensor:
-        """The weight of one of the fused layers, fp32 in host memory."""
+        """Read the weight of one of the fused layers, fp32 in host memory."""
         begin = self.ends[number - 1] if number else 0
         return base_weight(self.base, self.dtype, self.device)[begin : self.ends[number]].cpu()
 
@@ -310,9 +316,12 @@ class AdaptedLinear:
         rows: slice | Tensor = _ALL_ROWS,
         sum_over_ranks: SumOverRanks | None = None,
     ) -> PartWeights:
-        """DoRA gives every row of W + B A its own length. So W x is multiplied by length / |row|, B too, and
-        the bias, which is in the product already, is made up for. `rows` are those that the part changes.
-        `sum_over_ranks` is needed where each rank has some of a row's inputs."""
+        """Apply DoRA's lengths of the rows of W + B A to a part.
+
+        W x and B are multiplied by length / |row|. The product includes the bias, which must not be scaled,
+        so `shift` corrects it. `rows` are the rows that the part changes. `sum_over_ranks` is needed if a
+        rank has only some of a row's inputs.
+        """
         assert part.down is not None and part.up is not None
         begin, end = self.ends[number - 1] if number else 0, self.ends[number]
         weight = self.base_rows(number)[rows]
@@ -345,10 +354,10 @@ class AdaptedLinear:
 
 
 def unwrap(layer: Any) -> Any:
-    """The layer without its adapters."""
+    """Return the layer without its adapters."""
     return layer.base if isinstance(layer, AdaptedLinear) else layer
 
 
 def current_form(layer: LinearLayer) -> LinearLayer:
-    """The plain layer, unless the step that runs now has adapters that change it."""
+    """Return the base layer, unless adapters change the layer in the current step."""
     return layer.base if isinstance(layer, AdaptedLinear) and not layer.is_active else layer

@@ -1,4 +1,4 @@
-"""The change that adapters make to rows of an embedding table: low-rank, or new rows for old ones."""
+"""Changes that adapters make to the rows of an embedding table: low-rank updates, or replaced rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.weights.adapters import TableWeights
 
 
 class AdaptedTable:
-    """The change that adapters make to rows of an embedding table."""
+    """Applies the changes that adapters make to the rows of an embedding table."""
 
     def __init__(self, weight: Tensor, room: AdapterSlots) -> None:
         self.weight = weight  # [rows, width]
@@ -23,7 +23,7 @@ class AdaptedTable:
         self.ranks: list[int] = []
         self._down: Tensor | None = None  # [slots, rows, max rank]
         self._low: LowRank | None = None
-        # Where the new row of each row is in `_new`, of each slot; -1: it keeps the old one.
+        # For each slot and row, the index of the new row in `_new`; -1: the row is not replaced.
         self._index: Tensor | None = None  # int32 [slots, rows]
         self._new: Tensor | None = None  # [slots, replaced, width]
 
@@ -32,7 +32,7 @@ class AdaptedTable:
         return self.state.lines is not None and (self._low is not None or self._new is not None)
 
     def change_(self, embedded: Tensor, ids: Tensor | None) -> Tensor:
-        """Change rows [tokens, width] of the table in place, at `ids`; None: all are row 0."""
+        """Change embedded rows [tokens, width] in place. `ids` are their indices; None: all 0."""
         lines = self.state.lines
         if lines is None or (self._low is None and self._new is None):
             return embedded
@@ -64,7 +64,7 @@ class AdaptedTable:
         embedded.copy_(torch.where(at[:, None] >= 0, new, embedded))
 
     def write(self, slot: int, weights: TableWeights) -> bool:
-        """Put an adapter into a slot; whether that took memory."""
+        """Write an adapter to a slot. Return whether memory was allocated."""
         grew = self.reserve(weights)
         if self._low is not None:
             self._write_low(self._low, slot, weights)
@@ -73,12 +73,12 @@ class AdaptedTable:
         return grew
 
     def reserve(self, weights: TableWeights) -> bool:
-        """Have memory for an adapter in any slot; whether that took some."""
+        """Allocate memory for an adapter in any slot. Return whether any was needed."""
         grew = self._reserve_low() if weights.rank else False
         return grew | (self._reserve_rows(len(weights.rows)) if weights.rows is not None else False)
 
     def clear(self, slot: int) -> None:
-        """Leave a slot without an adapter on this table."""
+        """Clear a slot, so that it has no adapter on this table."""
         if self._low is not None and self.ranks[slot]:
             self.ranks[slot] = 0
             self._low.ranks[slot].fill_(0)
@@ -93,7 +93,7 @@ class AdaptedTable:
         self._down = torch.zeros((slots, self.rows, rank), dtype=self.dtype, device=self.device)
         up = torch.zeros((slots, self.width, rank), dtype=self.dtype, device=self.device)
         ranks = torch.zeros(slots, dtype=torch.int32, device=self.device)
-        self._low = LowRank(up, up, ranks, (self.width,))  # nothing is shrunk: A x is a row of the table
+        self._low = LowRank(up, up, ranks, (self.width,))  # A is not multiplied: A x is one row of `_down`
         return True
 
     def _reserve_rows(self, count: int) -> bool:

@@ -1,5 +1,4 @@
-"""Which lines of a batch have which adapter slot, ordered and cut into tiles: every integer that kernels
-need, in NumPy."""
+"""Order and tiles of a batch's lines by adapter slot: all integers that adapter kernels need, in NumPy."""
 
 from __future__ import annotations
 
@@ -11,15 +10,15 @@ from penstock.kernels.lora import tile_lines_for
 from penstock.kernels.lora_linear import TILE_LINES
 from penstock.types import Ints, cumulative, runs
 
-MANY_SLOTS = 8  # more than 5 in most tiles of the fused product
+MANY_SLOTS = 8  # stands for an average of more than 5 slots per tile
 
 
 class LinePlan(NamedTuple):
-    """The lines of a batch, ordered by slot. The lines of one run of a slot stay in their order."""
+    """The lines of a batch, ordered by slot. Within a run, lines keep their order."""
 
     slots: Ints  # [lines]; -1: no adapter
     order: Ints  # [lines]
-    tiles: Ints  # [tiles · 3]: begin and end in `order`, and the slot
+    tiles: Ints  # [tiles · 3]: begin and end in `order`, slot
     tile_lines: int
     groups: tuple[tuple[int, int, int], ...]  # slot, begin and end in `order`
 
@@ -28,7 +27,7 @@ class LinePlan(NamedTuple):
 
 
 def plan_lines(slots: Ints, lengths: Ints, tile_lines: int | None = None) -> LinePlan:
-    """Plan runs of lines, each with one slot. `tile_lines`: for a batch that is padded to another size."""
+    """Plan runs of lines, each with one slot. Set `tile_lines` if the batch is padded to another size."""
     if not len(slots):
         nothing = slots[:0]
         return LinePlan(nothing, nothing, nothing, tile_lines or tile_lines_for(0), ())
@@ -58,18 +57,20 @@ def _tiles(slots: Ints, begins: Ints, ends: Ints, size: int) -> Ints:
 
 
 def max_tiles(lines: int, num_slots: int) -> int:
-    """The most tiles that so many lines can need."""
+    """The largest number of tiles that this many lines can need."""
     return -(-lines // tile_lines_for(lines)) + min(num_slots + 1, lines)
 
 
 def slots_per_tile(slots: Ints, lengths: Ints) -> int:
-    """About how many slots a tile of the fused product has on average: 1, 2, 4 or `MANY_SLOTS`. A graph
-    serves only steps with the same number."""
+    """The average number of slots in a tile of the fused product, rounded to 1, 2, 4 or `MANY_SLOTS`.
+
+    A graph replays only steps with the same number.
+    """
     if not len(slots):
         return MANY_SLOTS
     ends = np.cumsum(lengths)
     is_last = np.ones(len(slots), dtype=bool)
-    is_last[:-1] = slots[1:] != slots[:-1]  # neighbours with one slot are one run
+    is_last[:-1] = slots[1:] != slots[:-1]  # neighbours with the same slot are one run
     run_ends = ends[is_last]
     run_begins = np.concatenate([np.zeros(1, dtype=run_ends.dtype), run_ends[:-1]])
     has_adapter = (slots[is_last] >= 0) & (run_ends > run_begins)

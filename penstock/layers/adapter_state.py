@@ -1,4 +1,4 @@
-"""The adapter slot of each line of the current step, which layers with adapters read."""
+"""The adapter slot of each line of the current step. Adapted layers read it."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ class AdapterLines:
 
     slots: Tensor  # int32 [lines]; -1: none
     tiled: LineTiles
-    # Slots with their part of `tiled.order`, on the CPU; None in a graph, which is replayed for any step.
+    # Slot, begin and end in `tiled.order`, on the CPU; None in a graph, which is replayed for other steps.
     groups: tuple[tuple[int, int, int], ...] | None
 
     @classmethod
     def take(cls, plan: LinePlan, sent: Iterator[Tensor]) -> AdapterLines:
-        """A plan whose arrays were sent to the device, in their order."""
+        """Make lines from a plan whose arrays were sent to the device, in the same order."""
         slots, order, tiles = next(sent), next(sent), next(sent)
         return cls(slots, LineTiles(order, tiles.view(-1, 3), plan.tile_lines), plan.groups)
 
     @classmethod
     def send(cls, plan: LinePlan, device: torch.device) -> AdapterLines:
-        """A plan that is not among what a step sends."""
+        """Send a plan separately from the other integers of a step."""
         return cls.take(plan, iter([torch.from_numpy(array).to(device) for array in plan.arrays()]))
 
     def by_slot(self) -> list[tuple[int, Tensor]]:
-        """The lines of each slot."""
+        """Return the lines of each slot."""
         assert self.groups is not None
         order = self.tiled.order.long()
         return [(slot, order[begin:end]) for slot, begin, end in self.groups]
 
 
 class AdapterState:
-    """The adapters of the lines that the layers of a model are given next."""
+    """The adapters of the lines that the model's layers process next."""
 
     def __init__(self) -> None:
-        self.lines: AdapterLines | None = None  # None: no line has one
-        self.rank = 0  # a bucket that no adapter of the step exceeds
-        self.tile_slots = MANY_SLOTS  # of the lines; see `slots_per_tile`
+        self.lines: AdapterLines | None = None  # None: no line has an adapter
+        self.rank = 0  # rank bucket that no adapter of the step exceeds
+        self.tile_slots = MANY_SLOTS  # of these lines; see `slots_per_tile`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,18 +61,18 @@ class StepAdapters:
     state: AdapterState
     rank: int
     tokens: AdapterLines
-    rows: AdapterLines | None = None  # of what heads read: pooled rows, or the rows that sample
-    outputs: AdapterLines | None = None  # of the tokens that are left behind the last attention
+    rows: AdapterLines | None = None  # lines that heads read: pooled rows, or rows that sample
+    outputs: AdapterLines | None = None  # output tokens, the only lines after the last attention
     row_slots: Ints | None = None  # [rows], on the CPU; None in a graph
-    tile_slots: int = MANY_SLOTS  # of the tokens; see `slots_per_tile`
+    tile_slots: int = MANY_SLOTS  # of `tokens`; see `slots_per_tile`
 
     def use(self, kind: LineKind) -> None:
-        """Say which lines the layers are given from here on."""
+        """Set which lines the layers process from now on."""
         self.state.lines, self.state.rank = getattr(self, kind), self.rank
         self.state.tile_slots = self.tile_slots if kind == "tokens" else MANY_SLOTS
 
     def use_runs(self, slots: Ints, lengths: Ints) -> None:
-        """Say that the layers are given other lines: runs with a slot each."""
+        """Set other lines for the layers to process: runs of `lengths` lines, each with one slot."""
         lines = AdapterLines.send(plan_lines(slots, lengths), self.tokens.slots.device)
         self.state.lines, self.state.rank, self.state.tile_slots = lines, self.rank, MANY_SLOTS
 
@@ -80,13 +80,13 @@ class StepAdapters:
         self.state.lines = None
 
     def of_outputs(self) -> StepAdapters:
-        """Those of a batch that has only its output tokens."""
+        """Return the adapters for a batch that is reduced to its output tokens."""
         if self.outputs is None:
             return self
         return replace(self, tokens=self.outputs, outputs=None, tile_slots=MANY_SLOTS)
 
     def distinct_slots(self) -> tuple[Ints, Tensor]:
-        """The slots of the step, and which of them each row has, int64 [rows]."""
+        """Return the distinct slots of the step, and each row's index into them, int64 [rows]."""
         assert self.row_slots is not None
         slots, of_row = np.unique(self.row_slots, return_inverse=True)
         return slots, torch.from_numpy(of_row).to(self.tokens.slots.device)
@@ -94,7 +94,7 @@ class StepAdapters:
 
 @contextmanager
 def adapting(adapters: StepAdapters | None) -> Iterator[None]:
-    """Run a model and its heads with the adapters of a step, its tokens first."""
+    """A context in which a model and its heads run with the adapters of a step, beginning with its tokens."""
     if adapters is None:
         yield
         return
@@ -106,7 +106,7 @@ def adapting(adapters: StepAdapters | None) -> Iterator[None]:
 
 
 class AdapterSlots:
-    """The slots that every adapted layer has room for, and what says which of them a step uses."""
+    """The size of the slots of all adapted layers, and the state that selects the slots of a step."""
 
     def __init__(self, num_slots: int, max_rank: int) -> None:
         self.num_slots = num_slots
@@ -114,5 +114,5 @@ class AdapterSlots:
         self.state = AdapterState()
 
     def grow(self, num_slots: int, max_rank: int) -> None:
-        """Have at least this room; before anything is written."""
+        """Increase the number and rank of slots to at least these. Call it before any slot is written."""
         self.num_slots, self.max_rank = max(self.num_slots, num_slots), max(self.max_rank, max_rank)

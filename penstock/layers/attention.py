@@ -1,4 +1,4 @@
-"""Attention over a ragged run of tokens: a thin call that takes the cheapest correct path.
+"""Attention over a ragged batch of tokens, by the cheapest correct path.
 
 Rows arrive ordered by length, so rows of equal length form a dense block without any padding. On a
 CPU each block is one library call. On CUDA the short rows, which come first, go to one kernel and the
@@ -53,8 +53,11 @@ ScoreBias = Callable[[int], Tensor]  # length → [heads, length, length], added
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """Which tokens attend to which. `window` is how far a token sees to each side, itself excluded;
-    with causal attention it sees nothing to the right."""
+    """Which tokens attend to which.
+
+    `window` is the number of tokens that a token attends to on each side of itself. In causal attention it
+    never attends to later tokens.
+    """
 
     causal: bool = False
     window: int | None = None
@@ -64,10 +67,11 @@ class AttentionKind:
 
 
 _MAX_CPU_SHORT = 64  # tokens; on a CPU plain products are faster for rows up to this length
-# Tokens; on CUDA rows up to this length go to our kernels, which benchmarks/gpu_kernels.py found faster.
+# Tokens; on CUDA, Penstock's kernels take rows up to this length, as they were faster in
+# benchmarks/gpu_kernels.py.
 _MAX_OWN_LENGTH = 1 << 30
-_MIN_SHORT_ROWS = 17  # fewer short rows among longer ones are not worth a launch of their own
-_MAX_LIBRARY_HEAD_DIM = 256  # of the heads that the library's kernel takes
+_MIN_SHORT_ROWS = 17  # with fewer short rows among longer ones, a separate launch does not pay
+_MAX_LIBRARY_HEAD_DIM = 256  # largest head size that the library's kernel supports
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 BIDIRECTIONAL = AttentionKind()
@@ -85,16 +89,19 @@ def attend(
     kv_written: bool = False,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention within each row → [tokens, heads · dim]. `layer` selects the layer's part of the KV cache;
-    `kv_written` says that the step's own keys and values are there already (`KVAccess.write_target`).
-    `sinks` fp32 [heads] are scores of a key without a value, which every token of a head sees."""
+    """Attention within each row → [tokens, heads · dim].
+
+    `layer` selects the layer's part of the KV cache. `kv_written` says that it already has the step's own
+    keys and values (`KVAccess.write_target`). `sinks` fp32 [heads] are attention sinks: scores without a
+    value.
+    """
     if (kv := batch.kv) is not None:
         if kv.paged is not None:
             if not kv_written:
                 kv.write(layer, key, value)
             return _attend_generation(query, key, value, batch, kv, kv.paged, kind, layer, sinks)
         if bias is None and kind.softcap is None and reads_in_place(kv.store):
-            if not kv_written:  # before reading: a row may share a prefix that another writes in this step
+            if not kv_written:  # before reading: rows may share a prefix that this step writes
                 write_kv_cache(key, value, kv.store.layer(layer), kv.token_slots)
             return _attend_cached(query, key, value, batch, kv, kind, layer, sinks)
         key, value = kv.write_and_gather(layer, key, value)
@@ -120,8 +127,11 @@ def _attend_generation(
     layer: int,
     sinks: Tensor | None,
 ) -> Tensor:
-    """A generation step, whose keys and values are written already: the leading rows of one token read the
-    cache through block tables; the others are chunks of prompts."""
+    """Attention of a generation step whose keys and values are already in the cache.
+
+    The leading rows have one token each and read the cache through block tables. The others are chunks of
+    prompts.
+    """
     (tokens, heads, dim), decodes = query.shape, paged.num_rows
     out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
     if decodes == tokens:
@@ -149,8 +159,10 @@ def _attend_prompts(
     sinks: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Write attention of the prompt rows to `out` [tokens, heads · dim]. They follow the paged rows, which
-    have one token each. The part of `out` before the prompt rows may be overwritten."""
+    """Write attention of the prompt rows to `out` [tokens, heads · dim].
+
+    They follow the paged rows, which have one token each. The part of `out` before them may be overwritten.
+    """
     dim, first_row = query.shape[2], 0 if kv.paged is None else kv.paged.num_rows
     if kind.softcap is None and query.dtype in _HALF_DTYPES and use_kernel(query):
         flash_attention(
@@ -208,7 +220,7 @@ def _attend_paged(
 def attend_fused(
     qkv: Tensor, heads: int, batch: Batch, kind: AttentionKind = BIDIRECTIONAL, bias: ScoreBias | None = None
 ) -> Tensor:
-    """The same for queries, keys and values in one tensor: qkv [tokens, 3 · heads · dim]."""
+    """`attend` for queries, keys and values in one tensor, qkv [tokens, 3 · heads · dim]."""
     views = batch.scratch.qkv_views
     if views is None or views.qkv is not qkv or views.num_heads != heads:
         views = QKVViews(qkv, heads, *qkv.view(qkv.shape[0], 3, heads, -1).unbind(1))
@@ -226,7 +238,7 @@ def _attend_groups(
     bias: ScoreBias | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """[tokens, heads · dim]; tokens before the first group are left uninitialised."""
+    """Attention of groups, [tokens, heads · dim]. Tokens before the first group stay uninitialised."""
     tokens, heads, dim = query.shape
     out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
     _fill_groups(out, groups, query, key, value, kind, bias, sinks)
@@ -243,7 +255,7 @@ def _fill_groups(
     bias: ScoreBias | None,
     sinks: Tensor | None = None,
 ) -> None:
-    """Write the tokens of these groups, with one call for each group."""
+    """Write attention of these groups to `out`, with one library call per group."""
     _, heads, dim = query.shape
     is_gqa = key.shape[1] != heads
     on_cpu = query.device.type == "cpu"
@@ -271,7 +283,7 @@ def _fill_groups(
 
 
 def _biased(query: Tensor, key: Tensor, value: Tensor, scale: float | None, bias: DistanceBias) -> Tensor:
-    """A bias by distance, for query [rows, heads, length, dim] and keys from the first of the row on."""
+    """Attention with a bias by distance: query [rows, heads, length, dim], keys from the row's first on."""
     length, keys = query.shape[2], key.shape[2]
     parts = []
     for first in range(0, length, MAX_BIASED_QUERIES):
@@ -291,7 +303,7 @@ def _by_products(
     kind: AttentionKind,
     sinks: Tensor | None,  # [heads]
 ) -> Tensor:
-    """Plain products, because no library call has a softcap or sinks. Rows are short, or cut into chunks."""
+    """Attention by plain products: no library call has softcap or sinks. Rows are short or in chunks."""
     (_, heads, length, dim), kv_heads = query.shape, key.shape[1]
     k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
     scale, cap = dim**-0.5 if kind.scale is None else kind.scale, kind.softcap
@@ -305,8 +317,10 @@ def _by_products(
 
 
 def _short_rows_on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Plain batched products for query [rows, heads, length, dim], and key and value of at most as many
-    tokens. The scores of short rows fit the CPU's cache, so the library's tiling costs more than it saves."""
+    """Attention by plain batched products: query [rows, heads, length, dim], at most as many keys.
+
+    The scores of short rows fit in the CPU's cache, so the library's tiling costs more than it saves.
+    """
     rows, heads, length, dim = query.shape
     q, k, v = (x.reshape(rows * heads, -1, dim) for x in (query, key, value))
     scores = torch.baddbmm(
@@ -322,7 +336,7 @@ def _short_rows_on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float |
 def _mask(
     length: int, num_cached: int, kind: AttentionKind, bias: ScoreBias | None, like: Tensor
 ) -> tuple[Tensor | None, bool]:
-    """A mask for the library, and whether its causal flag alone is enough instead."""
+    """Return a mask for the library, or None and whether to set its causal flag."""
     is_windowed = kind.window is not None and kind.window < length + num_cached - 1
     if bias is None and not is_windowed and not num_cached:
         return None, kind.causal and length > 1
@@ -337,7 +351,7 @@ def _mask(
 
 
 def forget_masks() -> None:
-    """Free the masks that are kept for later steps."""
+    """Free the masks cached for later steps."""
     _visible.cache_clear()
 
 
@@ -356,7 +370,7 @@ def _visible(length: int, num_cached: int, causal: bool, window: int | None, dev
 
 @lru_cache(maxsize=2)
 def _gqa_flag(is_gqa: bool) -> dict[str, Any]:
-    """Newer releases need a flag where keys have fewer heads; older ones detect it themselves."""
+    """Newer releases of torch need a flag if keys have fewer heads; older ones detect it."""
     from torch.nn.attention.varlen import varlen_attn
 
     is_known = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -381,7 +395,7 @@ def _on_cuda(
 
 
 def _route(batch: Batch, window_covers_short: bool) -> AttentionRoute:
-    """Found once a step for all its layers. `window_covers_short` says that no window cuts a short row."""
+    """Route rows to kernels, once per step. `window_covers_short`: no window is shorter than a short row."""
     key = (window_covers_short, _MAX_OWN_LENGTH)
     if (route := batch.scratch.routes.get(key)) is None:
         short, max_short_length = _rows_up_to(MAX_SHORT_LENGTH, batch) if window_covers_short else (0, 0)
@@ -402,7 +416,7 @@ def _route(batch: Batch, window_covers_short: bool) -> AttentionRoute:
 def _attend_by_kernels(
     query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind, sinks: Tensor | None = None
 ) -> Tensor:
-    """Rows are ordered by length: each kernel takes consecutive rows and writes their part of one output."""
+    """Rows are ordered by length. Each kernel takes consecutive rows and writes its part of one output."""
     repeated = batch.scratch.repeated
     if repeated is not None and repeated.query is query and repeated.kind is kind:
         repeated.launch()
@@ -462,7 +476,7 @@ def _attend_cached(
     layer: int,
     sinks: Tensor | None,
 ) -> Tensor:
-    """One launch whatever was cached: a kernel reads cached keys and values from their slots."""
+    """Attention in one launch: the kernel reads cached keys and values from their slots."""
     return flash_attention(
         query,
         key,
@@ -479,7 +493,7 @@ def _attend_cached(
 
 
 def _rows_up_to(length: int, batch: Batch) -> tuple[int, int]:
-    """How many leading rows have at most `length` tokens, and the length of the longest of them."""
+    """The number of leading rows with at most `length` tokens, and the length of the longest of them."""
     groups = batch.groups
     if batch.max_length <= length:
         return batch.num_rows, batch.max_length
@@ -490,7 +504,7 @@ def _rows_up_to(length: int, batch: Batch) -> tuple[int, int]:
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind, first_row: int = 0
 ) -> Tensor:
-    """By the library. The tokens of rows before `first_row` are left uninitialised."""
+    """Attention by the library. The tokens of rows before `first_row` stay uninitialised."""
     from torch.nn.attention.varlen import varlen_attn
 
     left = -1 if kind.window is None else kind.window
@@ -523,18 +537,18 @@ def _redo_limited_rows(
     limits: KeyLimitTensors,
     kind: AttentionKind,
 ) -> None:
-    """Compute rows with a key limit again, with their own keys. Such rows are few and short.
+    """Compute rows with a key limit again, with only their visible keys. Such rows are few and short.
 
-    The library measures a window from a row's end, so fewer keys would shift it. Rows that fit in the
-    window run without one. Longer rows run group by group, and so do causal ones, those with a bias, and
-    heads that the library does not take.
+    The library measures a window from a row's end, so fewer keys would shift it. Rows that fit in the window
+    run without one. Rows that do not fit run group by group. The same applies to causal attention, to a bias,
+    and to head sizes that the library does not support.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     is_cut = kind.window is not None and kind.window < limits.max_length - 1
     if is_cut or kind.causal or kind.bias is not None or query.shape[2] > _MAX_LIBRARY_HEAD_DIM:
         limited = [group for group in batch.groups if group.key_limit]
-        with sdpa_kernel(SDPBackend.MATH):  # the only one that gives zeros for a token that sees no key
+        with sdpa_kernel(SDPBackend.MATH):  # the only one that returns zeros for a token without visible keys
             _fill_groups(out.view(len(out), -1), limited, query, key, value, kind, None)
         return
     own = varlen_attn(

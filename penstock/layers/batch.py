@@ -1,4 +1,4 @@
-"""The ragged batch as the model sees it: device tensors, made from a plan before the first launch."""
+"""The ragged batch that the model reads: device tensors, made from a plan before the first launch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from penstock.layers.images import ImageTokens
 from penstock.layers.scratch import StepScratch
 from penstock.types import LengthGroup
 
-MAX_HEAD_DIM = 128  # of the heads that our attention kernels are tuned for
+MAX_HEAD_DIM = 128  # largest head size that Penstock's attention kernels are tuned for
 
 
 def reads_in_place(store: KVStore) -> bool:
-    """Whether attention reads cached keys from their slots, by a kernel, instead of gathering them first."""
+    """Whether an attention kernel reads cached keys from their slots, so that they are not gathered first."""
     is_half = store.keys.dtype in (torch.bfloat16, torch.float16, FP8)
     return is_half and store.keys.shape[-1] <= MAX_HEAD_DIM and use_kernel(store.keys)
 
@@ -44,12 +44,12 @@ class PagedTensors:
     block_tables: Tensor  # int32 [rows, max blocks]
     num_keys: Tensor  # int32 [rows]
     block_size: int
-    runs: PagedRuns | None = None  # on a CPU, where sequences have several rows
+    runs: PagedRuns | None = None  # set on a CPU if sequences have several rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CarryTensors:
-    """A `CarryPlan` on the device, with the running sums of all rows that run over several steps."""
+    """A `CarryPlan` on the device, with the running sums of all rows that run in several steps."""
 
     sums: Tensor  # [blocks, hidden] fp32
     rows: Tensor  # int [rows that carry]
@@ -57,7 +57,7 @@ class CarryTensors:
     resumed: Tensor  # int [rows that carry]
 
     def add(self, sums: Tensor) -> Tensor:
-        """Add the sums of earlier steps to those of this one [rows, hidden], and keep the totals."""
+        """Add the sums of earlier steps to those of this step [rows, hidden], and store the totals."""
         rows, slots = self.rows.long(), self.slots.long()
         before = self.sums.index_select(0, slots) * self.resumed[:, None]
         sums = sums.index_add(0, rows, before)
@@ -74,15 +74,15 @@ class KVAccess:
     max_keys: int
     read_slots: Tensor  # int [cached]
     token_slots: Tensor  # int [tokens]; -1: not written
-    new_key_at: Tensor  # int [tokens]; this and the next three are for `write_and_gather` alone
+    new_key_at: Tensor  # int [tokens]; this and the next three are for `write_and_gather` only
     cached_key_at: Tensor  # int [cached]
     write_tokens: Tensor  # int [written]
     write_slots: Tensor  # int [written]
     carry: CarryTensors | None = None
-    paged: PagedTensors | None = None  # of a generation step
+    paged: PagedTensors | None = None  # None: not a generation step
 
     def write_target(self, layer: int, *, capped: bool) -> KVCacheWrite | None:
-        """Where the kernel that makes keys and values may write them itself; None: attention writes them."""
+        """Where the rotation kernel may write keys and values; None if attention has to write them."""
         if not use_kernel(self.store.keys) or (
             self.paged is None and (capped or not reads_in_place(self.store))
         ):
@@ -98,7 +98,7 @@ class KVAccess:
             self.store.write(layer, self.write_slots, key[:count], value[:count])
 
     def write_and_gather(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write what later steps need, and put cached keys and values before the step's own."""
+        """Write what later steps need, and return keys and values with the cached ones, as `gather` does."""
         if len(self.write_slots):
             tokens = self.write_tokens
             slots = self.write_slots.long()
@@ -106,7 +106,7 @@ class KVAccess:
         return self.gather(layer, key, value)
 
     def gather(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Cached keys and values before the step's own, row by row."""
+        """Gather keys and values row by row, with cached ones before the step's own."""
         if not len(self.read_slots):
             return key, value
         cached_key, cached_value = self.store.read(layer, self.read_slots, key.dtype)
@@ -137,7 +137,7 @@ class OutputTokens:
     """The tokens whose final hidden states are read, row by row."""
 
     tokens: Tensor  # int32 [output tokens]
-    cu_lengths: Tensor  # int32 [rows + 1], of these
+    cu_lengths: Tensor  # int32 [rows + 1], cumulative numbers of output tokens
     lengths: Tensor  # int32 [rows]
     max_length: int
 
@@ -150,24 +150,26 @@ class Batch:
     cu_lengths: Tensor  # int32 [rows + 1]
     lengths: Tensor  # int32 [rows], tokens of each row in this step
     skip: Tensor | None  # int32 [rows], leading tokens that pooling leaves out
-    groups: tuple[LengthGroup, ...]  # rows of equal length, known on the CPU
+    groups: tuple[LengthGroup, ...]  # rows of equal length, on the CPU
     max_length: int
     num_tokens: int
     num_rows: int
     kv: KVAccess | None = None
-    adapters: StepAdapters | None = None  # None: no row has one
-    limits: KeyLimitTensors | None = None  # rows whose tokens attend to the leading ones only
-    images: ImageTokens | None = None  # tokens that take features of the vision tower; None: no row has any
-    rope_positions: Tensor | None = None  # int32 [3, tokens], in time, down and across; None: `positions`
-    is_generation: bool = False  # attention is causal, whatever the model does when it pools
-    reuses_buffers: bool = False  # layers write to the same scratch buffers one after another
-    output_tokens: OutputTokens | None = None  # None: the states of all tokens are read
+    adapters: StepAdapters | None = None  # None: no row has an adapter
+    limits: KeyLimitTensors | None = None  # rows whose tokens attend only to leading tokens
+    images: ImageTokens | None = None  # tokens with features of the vision tower; None: no images
+    rope_positions: Tensor | None = None  # int32 [3, tokens]: time, down, across; None: `positions`
+    is_generation: bool = False  # attention is causal, even if it is bidirectional for pooling
+    reuses_buffers: bool = False  # all layers write to the same scratch buffers
+    output_tokens: OutputTokens | None = None  # None: hidden states of all tokens are read
     scratch: StepScratch = field(default_factory=StepScratch, init=False)
 
     def scratch_buffers(self, widths: tuple[int, ...], like: Tensor) -> tuple[Tensor | None, ...]:
-        """A buffer [tokens, width] for each width. All layers of the step that ask for the same widths get
-        the same buffers, because an allocation costs the host as much as a launch. None, also for a width
-        of 0, means that the layer allocates its own."""
+        """Return a buffer [tokens, width] for each width.
+
+        All layers that request the same widths get the same buffers, because an allocation costs the host as
+        much as a launch. If an entry is None, as for a width of 0, the layer allocates its own.
+        """
         if not self.reuses_buffers:
             return (None,) * len(widths)
         if (buffers := self.scratch.buffers.get(widths)) is None:
@@ -176,7 +178,7 @@ class Batch:
         return buffers
 
     def is_scratch(self, x: Tensor) -> bool:
-        """Whether `x` is a scratch buffer, so that the next layer writes to the same tensor."""
+        """Whether `x` is a scratch buffer, to which the next layer writes too."""
         return any(x is buffer for buffers in self.scratch.buffers.values() for buffer in buffers)
 
     def padded(self, size: int) -> Batch:
@@ -192,8 +194,10 @@ class Batch:
         )
 
     def select_outputs(self, context: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The last layer's attention and its residual, of the output tokens alone: what follows attention
-        works on each token by itself."""
+        """Reduce the last layer's attention output and residual to the output tokens.
+
+        All computation after attention is per token.
+        """
         if self.output_tokens is None:
             return context, hidden
         if self.adapters is not None:
@@ -202,8 +206,10 @@ class Batch:
         return context.index_select(0, tokens), hidden.index_select(0, tokens)
 
     def output_batch(self) -> Batch:
-        """The batch of the output tokens alone, as the pooler sees it. Ids and positions stay those of the
-        whole run: methods that read them are given all tokens."""
+        """Reduce the batch to its output tokens, for the pooler.
+
+        Ids and positions remain those of all tokens. Pooling methods that read them run with all tokens.
+        """
         if (outputs := self.output_tokens) is None:
             return self
         return replace(
@@ -219,8 +225,10 @@ class Batch:
         )
 
     def leading_rows(self, num_rows: int) -> Batch:
-        """The first rows alone, which end where a group ends. Of a batch without KV cache, whose rows have
-        one output token each if it names any."""
+        """Reduce the batch to its first rows, which must end with a group.
+
+        The batch has no KV cache. If it has output tokens, it has one for each row.
+        """
         groups = tuple(group for group in self.groups if group.first_row < num_rows)
         num_tokens = sum(group.num_rows * group.length for group in groups)
         outputs = self.output_tokens

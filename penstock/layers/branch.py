@@ -10,10 +10,10 @@ import torch
 
 
 class Branch:
-    """A part of a step whose output is not read before `join`. Outside of a capture it runs inline, because a
-    second stream would cost the host more time than the device saves.
+    """A part of a step whose output is not read before `join`.
 
-    Work in a branch must not allocate: memory belongs to the stream that it was allocated on.
+    Outside a capture it runs inline, because a second stream would cost the host more time than the device
+    saves. Work in a branch must not allocate: memory belongs to the stream that it was allocated on.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -24,23 +24,23 @@ from penstock.layers.parallel import ModuleShare, RowParallelLinear, Shard, Unit
 from penstock.weights.quantized import IntGroups, QuantizedReader, ScaledFp8, StoredPart, dequantize_part
 from penstock.weights.stream import Wanted, WeightSource
 
-_LAYER_NUMBER = re.compile(r"(?:^|\.)(?:block|layers?)\.(\d+)\.")  # in the name of a tensor
+_LAYER_NUMBER = re.compile(r"(?:^|\.)(?:block|layers?)\.(\d+)\.")  # matches names of tensors
 
 
 class LayerBuilder:
-    """Builds whole layers, or with a `shard` one rank's share of those that are divided."""
+    """Builds whole layers, or with a `shard` one rank's share of divided layers."""
 
     def __init__(
         self, weights: WeightSource, quantization: str | None = None, unquantized: Collection[int] = ()
     ) -> None:
-        """`unquantized` lists the layers, by number, that quantisation skips."""
+        """`unquantized` has the numbers of layers that quantisation skips."""
         self.weights = weights
         self.quantization = quantization
         self.unquantized = unquantized
-        self.folder: Path | None = None  # of the checkpoint
-        self.stored: QuantizedReader | None = None  # of a checkpoint that is quantised
+        self.folder: Path | None = None  # folder of the checkpoint
+        self.stored: QuantizedReader | None = None  # set if the checkpoint is quantised
         self.shard: Shard | None = None  # None: this process computes the whole model
-        self.adapters: AdapterSites | None = None  # None: the model takes no adapters
+        self.adapters: AdapterSites | None = None  # None: the model supports no adapters
         self._scratch = WeightScratch()
 
     def linear(
@@ -52,7 +52,7 @@ class LayerBuilder:
         *,
         bias: bool = True,
     ) -> LinearLayer:
-        """One layer, or several fused along their outputs. `outputs` is one size for all, or one for each."""
+        """Build a layer, or several fused along their outputs. `outputs` is one size for all or one each."""
         names = [names] if isinstance(names, str) else list(names)
         sizes = [outputs] * len(names) if isinstance(outputs, int) else outputs
         layer = self._plain_linear(names, inputs, sizes, act, bias=bias)
@@ -81,8 +81,11 @@ class LayerBuilder:
         is_transposed: bool = False,
         shares: Sequence[ModuleShare] = (),
     ) -> LinearLayer:
-        """A layer that adapters may change, if the model takes any. It may be fused from several; `act` is
-        the activation that it applies. `shares`: what it has of each, where it is one rank's part."""
+        """Wrap a layer so that adapters can change it, if the model supports adapters.
+
+        It may be fused from the modules `names`. `act` is the activation that it applies. On one of several
+        ranks, `shares` says which part of each module it has.
+        """
         if (sites := self.adapters) is None:
             return layer
         like = self.weights.dtype, self.weights.device
@@ -100,13 +103,13 @@ class LayerBuilder:
         return found
 
     def without_adapters(self) -> LayerBuilder:
-        """A builder of layers that no adapter may change."""
+        """Return a builder of layers that adapters cannot change."""
         plain = copy(self)
         plain.adapters = None
         return plain
 
     def alias(self, prefix: str, names: Sequence[str], other_prefix: str, others: Sequence[str]) -> None:
-        """Let adapters name modules as another layout of the model's checkpoints does."""
+        """Let adapters name modules as in another layout of the model's checkpoints."""
         if self.adapters is not None:
             self.adapters.add_aliases(
                 [prefix + name for name in names], [other_prefix + name for name in others]
@@ -119,7 +122,7 @@ class LayerBuilder:
             self.adapters.add_aliases(names, [other + name.removeprefix(prefix) for name in names])
 
     def adapted_table(self, name: str, weight: Tensor) -> AdaptedTable | None:
-        """What adapters may change about a table; None if the model takes none."""
+        """Make a table adaptable; None if the model supports no adapters."""
         if (sites := self.adapters) is None:
             return None
         return sites.tables.setdefault(name, AdaptedTable(weight, sites))
@@ -133,8 +136,10 @@ class LayerBuilder:
         *,
         bias: bool = True,
     ) -> LinearLayer:
-        """A layer whose outputs are divided among ranks: fused along its outputs from one tensor for each
-        entry of `outputs`, or from one tensor that has all of them."""
+        """Build a layer whose outputs are divided among ranks.
+
+        It is fused along its outputs, from one tensor for each entry of `outputs` or from a single tensor.
+        """
         names = [names] if isinstance(names, str) else list(names)
         sizes = [units.total for units in outputs]
         if self.shard is None:
@@ -152,7 +157,7 @@ class LayerBuilder:
     def _column_shares(
         shard: Shard, num_names: int, inputs: int, outputs: Sequence[Units]
     ) -> list[ModuleShare]:
-        """What this rank has of each module that a column layer is fused from."""
+        """This rank's share of each module that a column layer is fused from."""
         held = [shard.outputs(units) for units in outputs]
         whole = (0, inputs)
         if num_names > 1 or len(outputs) == 1:
@@ -173,14 +178,16 @@ class LayerBuilder:
         for number, units in enumerate(outputs):
             begin, end = self.shard.outputs(units)
             name, rows, first = names[number % len(names)], sizes[number], 0
-            if len(names) == 1:  # the tensor has the outputs of all units, one kind after another
+            if len(names) == 1:  # the tensor has the outputs of all kinds of units, one kind after another
                 rows, first = sum(sizes), sum(sizes[:number])
             wanted.append(Wanted(name, (rows, *rest), ((first + begin, first + end),)))
         return wanted
 
     def row(self, name: str, inputs: Units, outputs: int, *, bias: bool = True) -> LinearLayer:
-        """A layer whose inputs are divided among ranks, as the outputs of a column layer are; its own outputs
-        are whole on every rank."""
+        """Build a layer whose inputs are divided among ranks like the outputs of a column layer.
+
+        Every rank has all of its outputs.
+        """
         if (shard := self.shard) is None:
             return self.linear(name, inputs.total, outputs, bias=bias)
         shape, ranges = (outputs, inputs.total), ((0, outputs), shard.inputs(inputs))
@@ -198,15 +205,15 @@ class LayerBuilder:
         return RowParallelLinear(part, shard.group)
 
     def num_heads(self, count: int) -> int:
-        """How many of the model's `count` attention heads are computed here."""
+        """The number of the model's `count` attention heads that are computed here."""
         return count if self.shard is None else len(self.shard.divide(count))
 
     def num_kv_heads(self, count: int) -> int:
-        """How many of the model's `count` heads of keys and values are computed here."""
+        """The number of the model's `count` key/value heads that are computed here."""
         return count if self.shard is None else len(self.shard.hold(count))
 
     def own_heads(self, table: Tensor) -> Tensor:
-        """The columns of a table [.., attention heads] of the heads that are computed here."""
+        """Select the columns of a table [.., attention heads] for the heads that are computed here."""
         if self.shard is None:
             return table
         held = self.shard.divide(table.shape[-1])
@@ -230,8 +237,10 @@ class LayerBuilder:
         act: str,
         quantization: str | None,
     ) -> LinearLayer:
-        """A layer that keeps the stored form if all parts have the same and the device can multiply it. The
-        others are dequantised, and quantised again if `--quantization` asks for it."""
+        """Build a layer that keeps the stored format if all parts share it and the device supports it.
+
+        Otherwise parts are dequantised, and quantised again if `--quantization` is set.
+        """
         dtype, device = self.weights.dtype, self.weights.device
         blocks = [part for part in parts if isinstance(part, BlockQuantized)]
         if len(blocks) == len(parts) and supports_fp8_blocks(device):
@@ -254,11 +263,11 @@ class LayerBuilder:
         )
 
     def is_quantized(self, name: str) -> bool:
-        """Whether the checkpoint stores this module's weight in a quantised form."""
+        """Whether the checkpoint stores this module's weight in a quantised format."""
         return self.stored is not None and self.stored.find(name) is not None
 
     def is_stored_in_blocks(self, name: str) -> bool:
-        """Whether this module is one of the repeated layers, and its weight is stored in fp8 blocks."""
+        """Whether this module is in a repeated layer and its weight is stored in fp8 blocks."""
         if self.stored is None or _LAYER_NUMBER.search(name) is None:
             return False
         return self.stored.is_in_blocks(name)
@@ -267,23 +276,23 @@ class LayerBuilder:
         return self.weights.has(f"{name}.weight") or self.is_quantized(name)
 
     def plain_weight(self, name: str, outputs: int, inputs: int) -> Tensor:
-        """A module's weight in the model's dtype, dequantised if the checkpoint stores it otherwise."""
+        """Read a module's weight in the model's dtype, and dequantise it if necessary."""
         if self.stored is None:
             return self.weights.take(f"{name}.weight", outputs, inputs)
         return self.stored.read_plain(name, outputs, inputs)
 
     def expert_weight(self, name: str, outputs: int, inputs: int) -> Tensor | BlockQuantized:
-        """The weight of one of many modules that will be stacked: in fp8 blocks, or not quantised."""
+        """Read the weight of a module that will be stacked with others: in fp8 blocks, or not quantised."""
         part = self._read_part(name, outputs, inputs)
         return part if isinstance(part, Tensor | BlockQuantized) else part.dequantize(self.weights.dtype)
 
     def tied(self, weight: Tensor, bias: str | None) -> LinearLayer:
-        """A layer that shares another layer's weight, with a bias of its own or none."""
+        """Build a layer that shares another layer's weight and has its own bias or none."""
         added = None if bias is None else self.weights.take(bias, len(weight))
         return make_linear(weight, added, "identity", self.precision(""))
 
     def precision(self, name: str) -> str | None:
-        """The quantisation of a module. fp8 covers the repeated layers only: heads cost little."""
+        """The quantisation of a module. fp8 applies only to repeated layers, because heads cost little."""
         found = _LAYER_NUMBER.search(name)
         if found is None:
             return None if self.quantization == "fp8" else self.quantization
@@ -294,14 +303,14 @@ class LayerBuilder:
         return LayerNorm(self.weights.take(f"{name}.weight", size), added, eps)
 
     def rms_norm(self, name: str, size: int, eps: float, *, plus_one: bool = False) -> RMSNorm:
-        """`plus_one`: the checkpoint stores weight − 1; the 1 is added before rounding."""
+        """With `plus_one`, the checkpoint stores weight − 1, and 1 is added before rounding."""
         if not plus_one:
             return RMSNorm(self.weights.take(f"{name}.weight", size), eps)
         weight = self.weights.read(f"{name}.weight", (size,)).float() + 1
         return RMSNorm(weight.to(dtype=self.weights.dtype, device=self.weights.device), eps)
 
     def adapt_embedding(self, embedding: EncoderEmbedding, tables: str) -> EncoderEmbedding:
-        """Let adapters change the words and segments of an encoder's embedding."""
+        """Let adapters change the word and segment tables of an encoder's embedding."""
         words = self.adapted_table(tables + "word_embeddings", embedding.words)
         segments = None
         if embedding.segments is not None:
@@ -310,7 +319,7 @@ class LayerBuilder:
         return embedding
 
     def share_table(self, weight: Tensor, *modules: str) -> None:
-        """Note that a head reads this weight, and that adapters cannot change these modules."""
+        """Record that a head shares this weight, and that adapters cannot change these modules."""
         if self.adapters is not None:
             self.adapters.share_table(weight)
             self.adapters.fixed.update(modules)

@@ -1,4 +1,4 @@
-"""The experts of gpt-oss: biases everywhere, and a gated activation whose inputs are clamped."""
+"""The experts of gpt-oss, with biases in all products and a gated activation whose inputs are clamped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.build import LayerBuilder
 
-# What the sixteen codes of a 4-bit float stand for: one bit of sign, two of exponent, one of mantissa.
+# Magnitudes of a 4-bit float's codes: one sign bit, two exponent bits, one mantissa bit.
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPONENT_BIAS = 127
 
@@ -21,22 +21,23 @@ class ClampedExpertShape:
     num_experts: int
     num_chosen: int  # experts of each token
     intermediate: int  # width of each expert
-    alpha: float  # gain of the sigmoid
-    limit: float  # of gate and up
-    interleaved: bool  # the checkpoint stores gate and up in turn, not one after the other
+    alpha: float  # factor inside the sigmoid
+    limit: float  # clamp of gate and up
+    interleaved: bool  # outputs of gate and up alternate in the checkpoint; otherwise gate comes first
 
 
 class ClampedExperts:
-    """The sum of weight · down((up(x) + 1) · gate(x) · sigmoid(alpha · gate(x))) over each token's experts.
+    """The experts of a layer.
 
-    Tokens are sorted by expert, so that each expert is one product over its own tokens. On CUDA in bf16
-    nothing is read back from the device.
+    They compute the sum of weight · down((up(x) + 1) · gate(x) · sigmoid(alpha · gate(x))) over each token's
+    experts. Tokens are sorted by expert, so that each expert is one product over its own tokens. On CUDA in
+    bf16, nothing is read back from the device.
     """
 
     def __init__(self, build: LayerBuilder, prefix: str, hidden: int, shape: ClampedExpertShape) -> None:
         weights, count, width = build.weights, shape.num_experts, shape.intermediate
         self.shape = shape
-        # In fp32, because rounding would choose other experts.
+        # In fp32, because rounding could change which experts are chosen.
         self.router = weights.take(prefix + "router.weight", count, hidden).float()
         self.router_bias = weights.take(prefix + "router.bias", count).float()
         gate_up = _read_experts(build, prefix + "experts.gate_up_proj", count, 2 * width, hidden)
@@ -63,7 +64,7 @@ class ClampedExperts:
         return total if residual is None else total.add_(residual)
 
     def _experts(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """x [tokens · chosen, hidden], sorted by expert; `chosen` is the expert of each row."""
+        """Run x [tokens · chosen, hidden], sorted by expert; `chosen` is the expert of each row."""
         counts = torch.zeros(self.shape.num_experts, dtype=torch.int32, device=x.device)
         counts.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32))
         if x.is_cuda and x.dtype == torch.bfloat16:
@@ -87,8 +88,11 @@ class ClampedExperts:
 
 
 def _read_experts(build: LayerBuilder, name: str, count: int, outputs: int, inputs: int) -> Tensor:
-    """The weights of all experts, [experts, outputs, inputs]. Stored plainly, inputs come before outputs; in
-    MXFP4, blocks of 32 inputs share an exponent, and a byte holds two of them, the first in its low bits."""
+    """Read the weights of all experts, [experts, outputs, inputs].
+
+    Unquantised tensors are stored with inputs before outputs. In MXFP4, blocks of 32 inputs share an
+    exponent, and a byte holds two inputs, the first in its low bits.
+    """
     weights = build.weights
     if weights.has(name) or not weights.has(name + "_blocks"):
         return weights.take(name, count, inputs, outputs).transpose(1, 2).contiguous()

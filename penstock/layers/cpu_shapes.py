@@ -1,7 +1,7 @@
-"""The few numbers of tokens that products on a CPU are padded to.
+"""Padding of products on a CPU to a few numbers of tokens.
 
 The matrix library generates code for every shape of product, which takes 0.3 ms and 0.5 MB, and caches it.
-With these sizes all shapes of a model fit in its cache, so memory has a ceiling and steps find their code.
+With few sizes, all shapes of a model fit in its cache, so memory is bounded and steps reuse generated code.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _OptionalTensor = TypeVar("_OptionalTensor", Tensor, Tensor | None)
 def padded_size(tokens: int) -> int:
     """The size that a number of tokens is padded to: 192 sizes up to 1,024, and 32 more for each doubling.
 
-    A product's time is proportional to its tokens, so sizes are close: padding adds at most 3 %, and up to 64
-    tokens nothing.
+    The time of a product is proportional to its tokens, so the sizes are close together. Padding adds at most
+    3 %, and nothing up to 64 tokens.
     """
     if tokens <= MAX_EXACT_TOKENS:
         return tokens
@@ -31,7 +31,7 @@ def padded_size(tokens: int) -> int:
 
 
 def pad_rows(x: _OptionalTensor, size: int) -> _OptionalTensor:
-    """`x` [rows, …] padded with zeros to `size` rows."""
+    """Pad `x` [rows, …] with zeros to `size` rows."""
     if x is None or len(x) == size:
         return x
     out = x.new_empty((size, *x.shape[1:]))
@@ -41,8 +41,10 @@ def pad_rows(x: _OptionalTensor, size: int) -> _OptionalTensor:
 
 
 def zero_padding(out: Tensor, groups: tuple[LengthGroup, ...]) -> Tensor:
-    """Zero the rows of `out` [tokens, …] behind the last group, in place: padding tokens belong to no group,
-    and what they hold must be finite."""
+    """Zero the rows of `out` [tokens, …] after the last group, in place.
+
+    These are padding tokens, whose values must be finite.
+    """
     end = 0
     if groups:
         end = groups[-1].first_token + groups[-1].num_rows * groups[-1].length
@@ -52,5 +54,5 @@ def zero_padding(out: Tensor, groups: tuple[LengthGroup, ...]) -> Tensor:
 
 
 def pads_steps(device: torch.device) -> bool:
-    """Whether the device's products are cached by shape."""
+    """Whether steps are padded, because the device's products are cached by shape."""
     return device.type == "cpu" and torch.backends.mkldnn.is_available()

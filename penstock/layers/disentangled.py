@@ -1,7 +1,7 @@
-"""Disentangled attention: scores content against content, content against distance, distance against content.
+"""Disentangled attention: content–content, content–distance and distance–content scores.
 
-Both distance terms depend on i − j alone. They are computed against the few table rows that a length can
-reach, and gathered into a bias for all rows of equal length at once.
+Both distance terms depend only on i − j. They are computed for the few table rows that a length can reach,
+and gathered into a bias for all rows of equal length at once.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from penstock.layers.batch import Batch
 from penstock.layers.cpu_shapes import zero_padding
 
-_MAX_SCORES = 1 << 26  # in memory at a time; a larger group is split
+_MAX_SCORES = 1 << 26  # maximum number in memory at a time; a larger group is split
 
 
 class Distances:
-    """The row of a table of 2 · span rows for the distance i − j of two tokens.
+    """Maps the distance i − j of two tokens to a row of a table with 2 · span rows.
 
-    Near distances have a row each. With `buckets`, far ones share rows by their logarithm.
+    Each near distance has its own row. With `buckets`, far distances share rows on a logarithmic scale.
     """
 
     MAX_CACHED_LENGTHS = 32
@@ -33,7 +33,8 @@ class Distances:
         distances = torch.arange(max_length)
         if buckets > 0:
             distances = log_bucket(distances, buckets, max_distance)
-        self.to_later = distances.clamp_max(span).tolist()  # by distance to a later token, on the CPU
+        # Row offsets by distance to a later or earlier token, on the CPU.
+        self.to_later = distances.clamp_max(span).tolist()
         self.to_earlier = distances.clamp_max(span - 1).tolist()
         self.span = span
         self.device = device
@@ -45,7 +46,7 @@ class Distances:
         return slice(self.span - self.to_later[length - 1], self.span + self.to_earlier[length - 1] + 1)
 
     def index(self, length: int) -> Tensor:
-        """[length, length], indices into that part."""
+        """Indices into that part, [length, length]."""
         if length not in self._by_length:
             if len(self._by_length) >= self.MAX_CACHED_LENGTHS:
                 self._by_length.pop(next(iter(self._by_length)))
@@ -69,10 +70,10 @@ class DistanceTerms:
     distances: Distances
     key: Tensor | None  # [heads, 2 · span, dim], multiplied by queries
     query: Tensor | None  # [heads, 2 · span, dim], multiplied by keys
-    of_row: Tensor | None = None  # int64 [rows]: where adapters change the projections, which a row uses
+    of_row: Tensor | None = None  # int64 [rows], index of each row's projections, if adapters change them
 
     def of_rows(self, first: int, count: int) -> DistanceTerms:
-        """The projections for some rows."""
+        """Select the projections of some rows."""
         if self.of_row is None:
             return self
         own = self.of_row[first : first + count]
@@ -114,7 +115,7 @@ def attend_disentangled(
 
 
 def distance_bias(query: Tensor, key: Tensor, terms: DistanceTerms) -> Tensor:
-    """[rows, heads, length, length] from query and key [rows, heads, length, dim]."""
+    """The bias [rows, heads, length, length] for query and key [rows, heads, length, dim]."""
     rows, heads, length, _ = query.shape
     part, index = terms.distances.rows(length), terms.distances.index(length)
     shape = (rows, heads, length, length)

@@ -1,7 +1,7 @@
-"""A bias on attention scores that depends on the distance of key and query alone: ALiBi, T5's buckets.
+"""Biases on attention scores that depend only on the distance of key and query: ALiBi, T5's buckets.
 
-Kernels compute it from a few numbers a head. Library calls need it as a matrix, which is made for some of the
-queries at a time: for a long row it would be larger than the model.
+Kernels compute a bias from a few numbers per head. Library calls need it as a matrix, which is made for a
+part of the queries at a time, because for a long row it would be larger than the model.
 """
 
 from __future__ import annotations
@@ -12,22 +12,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_LOG2E = 1.4426950408889634  # kernels work with powers of 2
-MAX_BIASED_QUERIES = 512  # of a matrix at a time
+_LOG2E = 1.4426950408889634  # kernels compute exp2 instead of exp
+MAX_BIASED_QUERIES = 512  # maximum queries of a matrix
 
 
 class DistanceBias:
-    """With `reach` 0, each head has a slope by which scores fall with the distance; otherwise a value for
-    each distance from -reach to reach, and distances beyond count as these."""
+    """With `reach` 0, each head has a slope, by which scores fall with the distance.
+
+    Otherwise each head has a value for each distance from -reach to reach, and larger distances use the
+    outermost values.
+    """
 
     def __init__(self, values: Tensor, reach: int) -> None:
         self.values = values.float()  # [heads], or [heads, 2 · reach + 1]
         self.reach = reach
         self.kernel_values = (self.values * _LOG2E).contiguous()
-        self._square: Tensor | None = None  # [heads, queries, keys]; shorter rows use its corner
+        self._square: Tensor | None = None  # [heads, queries, keys]; shorter rows use its top-left part
 
     def matrix(self, first: int, stop: int, keys: int, dtype: torch.dtype) -> Tensor:
-        """The bias of queries `first` to `stop` of a row on its leading keys, [heads, queries, keys]."""
+        """The bias for queries `first` to `stop` of a row and its leading keys, [heads, queries, keys]."""
         size = max(stop, keys)
         if size > MAX_BIASED_QUERIES:
             return self._make(first, stop, keys).to(dtype)
@@ -45,8 +48,10 @@ class DistanceBias:
 
 
 def alibi_slopes(heads: int) -> Sequence[float]:
-    """A geometric series; of a number of heads that is no power of 2, the rest comes from between the steps
-    of the next larger series."""
+    """ALiBi's slopes: a geometric series for a power of 2 of heads.
+
+    For other numbers of heads, the remaining slopes are every second value of the next larger series.
+    """
     power = 1 << (heads.bit_length() - 1)
     start = 2.0 ** -(2.0 ** -(math.log2(power) - 3))
     slopes = [start ** (n + 1) for n in range(power)]
@@ -56,7 +61,10 @@ def alibi_slopes(heads: int) -> Sequence[float]:
 
 
 def distance_bucket(distance: Tensor, buckets: int, max_distance: int = 128) -> Tensor:
-    """Near distances have a bucket each, far ones share logarithmic buckets. The sign selects the half."""
+    """T5's bucket of each distance: near ones have their own, far ones share logarithmic buckets.
+
+    The sign selects the half of the buckets.
+    """
     half = buckets // 2
     side = (distance > 0).long() * half
     distance = distance.abs()

@@ -1,4 +1,4 @@
-"""The sum of token, position and segment embeddings for a ragged batch; image features replace
+"""The sum of token, position and segment embeddings of a ragged batch. Image features replace
 placeholders."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EncoderEmbedding:
         self.words = words  # [vocabulary, hidden]
         self.segments = segments  # [segments, hidden]
         self.positions: Tensor | None = None  # [positions, hidden]; row 0 is position 0
-        self.plain_positions: Tensor | None = None  # with segment 0 added
+        self.plain_positions: Tensor | None = None  # `positions` with segment 0 added
         if positions is not None:
             self.positions = positions[first_position:]
             self.plain_positions = self.positions if segments is None else self.positions + segments[0]

@@ -1,8 +1,8 @@
-"""fp8 linear layers for CUDA. Weights are scaled per output row at load, activations per token in each step;
-or both in the blocks of the checkpoint.
+"""fp8 linear layers for CUDA. Weights are scaled per output at load, and activations per token in each step;
+or both are scaled in the blocks of the checkpoint.
 
-A layer takes rows that a norm or an activation has quantised, or quantises them itself. On other devices the
-product is computed from the dequantised values: slow, for comparison only.
+A layer accepts rows that a norm or an activation has quantised, or quantises them itself. On other devices
+the product is computed from dequantised values, which is slow and for comparison only.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from penstock.kernels.quantize import (
 )
 from penstock.layers.activation import activation
 
-_MULTIPLE = 16  # of inputs and of outputs; the library has no kernel for other sizes
+_MULTIPLE = 16  # inputs and outputs must be multiples: the library has no kernel for other sizes
 
 
 class Fp8Linear:
     def __init__(
         self,
-        weight: Tensor | Quantized,  # quantised here, or as the checkpoint stores it
+        weight: Tensor | Quantized,  # a Tensor is quantised here
         bias: Tensor | None,
         act: str = "identity",
-        dtype: torch.dtype | None = None,  # of the output; None: of the weight
+        dtype: torch.dtype | None = None,  # output dtype; None: the weight's
     ) -> None:
         # The original weight is freed with the caller's reference.
         self.weight = weight if isinstance(weight, Quantized) else quantize_rows(weight)
@@ -58,7 +58,7 @@ class Fp8Linear:
         return out if residual is None else out + residual
 
     def quantized(self, x: Activations) -> Quantized:
-        """As `__call__`, quantised for another fp8 layer. An activation kernel quantises its own output."""
+        """Compute `__call__` with quantised output, for another fp8 layer."""
         if self.kernel is not None and use_kernel(self.weight.values):
             return bias_act_quantized(self._product(x, None), self.bias, self.kernel)
         return quantize_rows(self(x))
@@ -81,7 +81,7 @@ class Fp8Linear:
 
 
 class BlockLinear:
-    """A layer on a weight that the checkpoint stores in fp8 blocks. It quantises its input in groups."""
+    """A layer whose weight the checkpoint stores in fp8 blocks. It quantises its input in groups."""
 
     def __init__(self, weight: BlockQuantized, bias: Tensor | None, act: str, dtype: torch.dtype) -> None:
         self.out_features, self.in_features = weight.values.shape

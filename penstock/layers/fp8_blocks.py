@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores in fp8, in blocks or with a scale for each output."""
+"""Weights that a checkpoint stores in fp8, with a scale per block or per output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_blocks(weights: WeightSource, name: str, outputs: int, inputs: int) -> 
 
 
 def join_blocks(parts: Sequence[BlockQuantized]) -> BlockQuantized:
-    """Concatenate along the outputs. Where blocks would not align, each output row gets its own scales."""
+    """Concatenate along the outputs. If blocks would not align, each output row gets its own scales."""
     values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(FP8)
     if all(len(part.values) % GROUP == 0 for part in parts[:-1]):
         return BlockQuantized(values, torch.cat([part.scales for part in parts]))
@@ -39,13 +39,13 @@ def join_blocks(parts: Sequence[BlockQuantized]) -> BlockQuantized:
 
 
 def join_rows(parts: Sequence[ScaledFp8]) -> Quantized:
-    """Concatenate weights with a scale for each output."""
+    """Concatenate weights that have a scale per output."""
     values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(FP8)
     return Quantized(values, torch.cat([part.scales for part in parts]))
 
 
 class ExpertStack:
-    """The weights of all experts in one tensor, filled in place, so that no layer is in memory twice."""
+    """The weights of all experts in one tensor. It is filled in place, so no layer is in memory twice."""
 
     def __init__(
         self, experts: int, halves: int, outputs: int, inputs: int, weights: WeightSource, *, blocks: bool
@@ -54,7 +54,7 @@ class ExpertStack:
         shape, device = (experts, halves * outputs, inputs), weights.device
         self.weights = weights
         self.halves, self.outputs, self.inputs = halves, outputs, inputs
-        self.scale_shape = (cdiv(outputs, GROUP), cdiv(inputs, GROUP))  # of one weight
+        self.scale_shape = (cdiv(outputs, GROUP), cdiv(inputs, GROUP))  # scales of one weight
         self.all: Tensor | BlockQuantized
         if blocks:
             scales = (experts, halves * self.scale_shape[0], self.scale_shape[1])
@@ -66,8 +66,10 @@ class ExpertStack:
             self.all = torch.empty(shape, dtype=weights.dtype, device=device)
 
     def fill(self, modules: Sequence[str]) -> None:
-        """Read the weights of all experts together, in the order of experts and halves. They have to be
-        stored as they are kept: all of them in fp8 blocks, or none."""
+        """Read the weights of all experts together, in the order of experts and halves.
+
+        The checkpoint must store all of them in this stack's format: in fp8 blocks, or not quantised.
+        """
         names = [f"{module}.weight" for module in modules]
         wanted = [Wanted(name, (self.outputs, self.inputs)) for name in names]
         if isinstance(self.all, Tensor):

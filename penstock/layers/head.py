@@ -1,4 +1,4 @@
-"""A model's head for one task: which tokens it reads, and how it projects them."""
+"""A model's head for one task: the tokens that it reads, and their projection."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from penstock.layers.labels import LabelTensors
 
 @dataclass(frozen=True, slots=True)
 class TaskHead:
-    """`method` is a pooling method, or "all" to project every token.
+    """A head. `method` is a pooling method, or "all" to project every token.
 
-    The head of a model that reads labels from the prompt has `score_labels`, with `outputs` for each label.
+    A model that reads labels from the prompt has a head with `score_labels` and `outputs` values per label.
     """
 
     method: str
     project: Callable[[Tensor], Tensor]  # [n, hidden] → [n, outputs]
     outputs: int
-    pools_outputs: bool = False  # every token is projected, and the outputs are pooled
+    pools_outputs: bool = False  # whether every token is projected before pooling
     # hidden states → [n, outputs · labels]
     score_labels: Callable[[Tensor, LabelTensors], Tensor] | None = None
 

@@ -1,4 +1,4 @@
-"""Linear layers on 4-bit weights, for devices with kernels. Elsewhere weights are dequantised at load."""
+"""Linear layers with 4-bit weights, for devices with kernels. On others, weights are dequantised at load."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
 from penstock.weights.quantized import IntGroups
 
-MAX_KERNEL_ROWS = 64  # with more, dequantising the weight for the matrix library is faster
+MAX_KERNEL_ROWS = 64  # with more rows, dequantising the weight for the matrix library is faster
 
 
 class WeightScratch:
-    """Memory for one dequantised weight, shared by all layers of a model: they run one after another.
+    """Memory for one dequantised weight, shared by all layers of a model, which run one after another.
 
-    It is allocated while the model is built, so that a captured graph finds it at the same address.
+    It is allocated while the model is built, so that its address does not change after a graph is captured.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class WeightScratch:
 
     def reserve(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         if self.values is None or len(self.values) < size:
-            self.values = None  # free it first
+            self.values = None  # free the smaller tensor first
             self.values = torch.empty(size, dtype=dtype, device=device)
 
     def take(self, rows: int, cols: int) -> Tensor:
@@ -45,7 +45,7 @@ class WeightScratch:
 
 
 class Int4Linear:
-    """`order` lists the inputs so that those of a group are neighbours, as the weight has them."""
+    """A linear layer with 4-bit weights. `order` permutes inputs into the weight's order, group by group."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Int4Linear:
         return out if residual is None else out + residual
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if is_precompiling():  # every form that a step may use
+        if is_precompiling():  # compile every variant that a step may use
             for _, tile in INT4_TILES:
                 int4_matmul(x[: tile.rows], self.weight, bias, tile)
             dequantize_int4(self.weight, self.scratch.take(self.out_features, self.in_features))
@@ -89,13 +89,15 @@ class Int4Linear:
 
 
 def supports_int4(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether kernels multiply 4-bit weights here. In fp32 a GPU would round the rows."""
+    """Whether kernels multiply 4-bit weights here. Not on a GPU in fp32, because it would round the rows."""
     return use_kernel(torch.empty(0, device=device)) and (device.type == "cpu" or dtype != torch.float32)
 
 
 def join_int4(parts: Sequence[IntGroups]) -> tuple[PackedInt4, Tensor | None] | None:
-    """Pack weights as one, concatenated along the outputs, and the order that its inputs need. None: these
-    weights do not fit together, or no kernel reads them."""
+    """Pack weights as one, concatenated along the outputs. Return it with the order that its inputs need.
+
+    None if the weights do not fit together, or no kernel can read them.
+    """
     first = parts[0]
     inputs, groups = first.codes.shape[1], len(first.scales)
     for part in parts:

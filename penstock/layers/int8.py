@@ -1,8 +1,8 @@
 """Dynamic int8 linear layers for CPUs: weights scaled per output channel, activations per token.
 
-A token's scale and zero point depend on its own values alone, so a row's result does not depend on its
-batch. The product runs on unsigned levels. The zero points add an outer product of two vectors to it,
-which is subtracted before scale and bias are applied.
+A token's scale and zero point depend only on its own values, so a row's result does not depend on its batch.
+The product runs on unsigned levels. The zero points add an outer product of two vectors to the result, which
+is subtracted before scale and bias are applied.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.layers.activation import activation
 from penstock.layers.cpu_shapes import pad_rows, padded_size
 from penstock.layers.yield_points import yield_point
 
-_MAGIC = float(1 << 23)  # added to a float, it leaves the value rounded to an integer in the low bits
+_MAGIC = float(1 << 23)  # adding it to a float leaves the value, rounded to an integer, in the low bits
 
 
 class Int8Linear:

@@ -1,4 +1,4 @@
-"""Labels and words of rows whose prompt names labels, gathered from a step's hidden states."""
+"""States of labels and words of rows whose prompt names labels, gathered from a step's hidden states."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LabelTensors(NamedTuple):
 
     @classmethod
     def take(cls, plan: LabelPlan, sent: Iterator[Tensor]) -> LabelTensors:
-        """The arrays of the plan, in its order."""
+        """Take the arrays of the plan, which were sent in its order."""
         return cls(
             label_tokens=next(sent),
             word_tokens=next(sent),
@@ -46,13 +46,13 @@ class LabelTensors(NamedTuple):
         return found.view(self.num_rows, self.num_labels, -1)
 
     def words(self, states: Tensor) -> Tensor:
-        """The states of the words, [rows, max words, width], with zeros behind the last word of a row."""
+        """The states of the words, [rows, max words, width], with zeros after the last word of a row."""
         padded = states.new_zeros((self.num_rows * self.max_words, states.shape[-1]))
         padded.index_copy_(0, self.word_slots.long(), states.index_select(0, self.word_tokens))
         return padded.view(self.num_rows, self.max_words, -1)
 
     def by_token(self, values: Tensor) -> Tensor:
-        """Values of the words [rows, max words, width] as those of all tokens, with zeros for the others."""
+        """Scatter values of words [rows, max words, width] to all tokens, with zeros for other tokens."""
         flat = values.reshape(self.num_rows * self.max_words, -1).index_select(0, self.word_slots)
         out = flat.new_zeros((self.num_tokens, flat.shape[-1]))
         return out.index_copy_(0, self.output_rows.long(), flat)

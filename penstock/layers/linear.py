@@ -28,8 +28,10 @@ class LinearLayer(Protocol):
     out_features: int
 
     def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """x [tokens, in] → [tokens, out]; `residual` [tokens, out] is added last. A layer may write to `out`,
-        which nothing else reads, or ignore it."""
+        """x [tokens, in] → [tokens, out]; `residual` [tokens, out] is added last.
+
+        A layer may write to `out`, which nothing else reads, or ignore it.
+        """
         ...
 
 
@@ -41,7 +43,7 @@ class Linear:
         self.bias = bias
         self.act = None if act == "identity" else activation(act)
         self.kernel = act if act in ACTIVATION_CODES else None
-        # The library's epilogue is the tanh form. In half precision the two differ by less than rounding.
+        # The library's epilogue has the tanh form. In half precision it differs by less than rounding.
         self.gelu = act.startswith("gelu") and weight.dtype in (torch.bfloat16, torch.float16)
 
     def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -71,9 +73,9 @@ def scratch_width(layer: LinearLayer) -> int:
 
 
 class PackedLinear:
-    """A CPU linear layer on the matrix library's weight layout, with fused epilogues.
+    """A CPU linear layer that uses the matrix library's weight layout and fused epilogues.
 
-    The runner pads whole steps. Other numbers of rows, such as those of a head, are padded here.
+    The runner pads whole steps. Other numbers of rows, such as the rows of a head, are padded here.
     """
 
     FUSED: ClassVar[dict[str, tuple[str, str]]] = {
@@ -111,7 +113,7 @@ class PackedLinear:
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, act: str, quantization: str | None) -> LinearLayer:
-    """The form of layer for the weight's device and for `quantization`."""
+    """Choose the form of a layer by the weight's device and `quantization`."""
     if quantization == "fp8" and Fp8Linear.fits(weight):
         return Fp8Linear(weight, bias, act)
     if weight.device.type != "cpu":

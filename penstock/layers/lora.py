@@ -1,4 +1,4 @@
-"""Every layer and table of a model that an adapter may change, by the names of its modules."""
+"""The layers and tables of a model that adapters can change, by module name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.weights.adapters import ModuleWeights, PartWeights, TableWeights
 
 
 class SiteRows(NamedTuple):
-    """Outputs of a layer that another layout of the model's checkpoints has as a module of its own."""
+    """Outputs of a layer that are a separate module in another layout of the model's checkpoints."""
 
     site: str
     begin: int
@@ -22,20 +22,20 @@ class SiteRows(NamedTuple):
 
 
 class AdapterSites(AdapterSlots):
-    """Every layer and table of a model that an adapter may change, by the names of its modules."""
+    """The layers and tables of a model that adapters can change, by module name."""
 
     def __init__(self, num_slots: int, max_rank: int) -> None:
         super().__init__(num_slots, max_rank)
-        self.layers: dict[str, tuple[AdaptedLinear, int]] = {}  # with the number of the part
+        self.layers: dict[str, tuple[AdaptedLinear, int]] = {}  # layer, and number of the part
         self.tables: dict[str, AdaptedTable] = {}
         self.aliases: dict[str, SiteRows] = {}  # names of the same modules in other layouts
         self.own: list[ModuleWeights] = []  # adapters of the checkpoint itself
         self.tied: set[str] = set()  # tables whose weight a head shares
-        self.fixed: set[str] = set()  # modules that are used, but cannot be adapted
-        self.ignored: tuple[str, ...] = ()  # parts of names of modules that the model leaves out
+        self.fixed: set[str] = set()  # modules of the model that adapters cannot change
+        self.ignored: tuple[str, ...] = ()  # name fragments of modules that the model does not build
 
     def share_table(self, weight: Tensor) -> None:
-        """Note that a head has the weight of a table."""
+        """Record that a head shares the weight of a table."""
         self.tied.update(name for name, table in self.tables.items() if table.weight is weight)
 
     def names(self) -> Iterable[str]:
@@ -44,7 +44,7 @@ class AdapterSites(AdapterSlots):
         yield from self.aliases
 
     def add_aliases(self, names: Sequence[str], others: Sequence[str]) -> None:
-        """Know modules by other names too: one for each, or several for the parts of one."""
+        """Add other names of modules: one for each module, or several for parts of one module."""
         if any(name not in self.layers for name in names):
             return
         if len(names) > 1 and len(names) != len(others):
@@ -53,14 +53,14 @@ class AdapterSites(AdapterSlots):
             site = names[number] if len(names) == len(others) else names[0]
             layer, part = self.layers[site]
             size = layer.shares[part].outputs
-            if len(names) < len(others):  # the parts of one are joined into a pair of higher rank
+            if len(names) < len(others):  # parts of one module are joined into a pair of higher rank
                 layer.rank_factor = len(others)
                 size //= len(others)
             begin = number * size if len(names) < len(others) else 0
             self.aliases[other] = SiteRows(site, begin, begin + size)
 
     def compile_kernels(self, weights: ModuleWeights, rank: int) -> None:
-        """Compile what steps with an adapter launch, before the first one does."""
+        """Compile the kernels of steps with an adapter before its first step."""
         layers: dict[int, tuple[AdaptedLinear, bool]] = {}
         for name, each in weights.items():
             if isinstance(each, PartWeights) and each.down is not None:
@@ -71,7 +71,7 @@ class AdapterSites(AdapterSlots):
             layer.compile_kernels(rank, has_gain=has_gain)
 
     def reserve(self, weights: ModuleWeights) -> None:
-        """Have memory for an adapter in any slot, before it is written to one."""
+        """Allocate memory for an adapter in any slot, before it is written to one."""
         for name, each in weights.items():
             if isinstance(each, TableWeights):
                 self.tables[name].reserve(each)
@@ -79,7 +79,7 @@ class AdapterSites(AdapterSlots):
             layer.reserve(parts)
 
     def _by_layer(self, weights: ModuleWeights) -> dict[int, tuple[AdaptedLinear, dict[int, PartWeights]]]:
-        """What an adapter does to the parts of each layer, by the layer's `id`."""
+        """Group an adapter's weights by layer and part. The keys are the `id` of the layer."""
         layers: dict[int, tuple[AdaptedLinear, dict[int, PartWeights]]] = {}
         for name, each in weights.items():
             if isinstance(each, PartWeights):
@@ -88,8 +88,10 @@ class AdapterSites(AdapterSlots):
         return layers
 
     def write(self, slot: int, weights: ModuleWeights) -> bool:
-        """Put an adapter into a slot, in the order of the device's work. True: a layer took memory, so that
-        graphs of steps with adapters no longer hold."""
+        """Write an adapter to a slot, on the current stream.
+
+        Return whether a layer allocated memory. Graphs of steps with adapters are then no longer valid.
+        """
         grew = False
         layers = self._by_layer(weights)
         for name, each in weights.items():

@@ -1,4 +1,4 @@
-"""Bidirectional LSTM over rows of different lengths, without a length that the host has to read."""
+"""Bidirectional LSTM over rows of different lengths. The host reads no lengths from the device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from penstock.weights.stream import WeightSource
 
 
 class BiLSTM:
-    """Both directions of each layer are run forwards, the second over reversed rows: padding stays behind the
-    last step of either, so it changes nothing. Runs in fp32."""
+    """A bidirectional LSTM in fp32.
+
+    Both directions run forwards, the second over reversed rows. So padding comes after the last step of
+    either direction and has no effect.
+    """
 
     def __init__(self, weights: WeightSource, prefix: str, inputs: int, hidden: int, num_layers: int) -> None:
         if weights.device.type == "cuda":
@@ -30,7 +33,7 @@ class BiLSTM:
     def __call__(self, x: Tensor, lengths: Tensor) -> Tensor:
         """x [rows, steps, inputs], lengths [rows] → [rows, steps, 2 · hidden]."""
         steps = torch.arange(x.shape[1], device=x.device)
-        behind = lengths.long()[:, None] - 1 - steps  # the step that each takes in a reversed row
+        behind = lengths.long()[:, None] - 1 - steps  # index in the reversed row; negative for padding
         order = torch.where(behind >= 0, behind, steps)[:, :, None]
         for forwards, backwards in self.layers:
             reversed_x = x.gather(1, order.expand(-1, -1, x.shape[2]))

@@ -26,7 +26,7 @@ class MLP:
 
     @property
     def input_layer(self) -> LinearLayer:
-        """The layer that reads the input."""
+        """The linear layer that reads the input."""
         return self.up
 
     def __call__(
@@ -36,16 +36,20 @@ class MLP:
         out: Tensor | None = None,
         scratch: Tensor | None = None,
     ) -> Tensor:
-        """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last. `out` and
-        `scratch` are optional tensors for the result and for the output of `up`."""
+        """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last.
+
+        `out` and `scratch` are optional tensors for the result and for the output of `up`.
+        """
         if self.quantized is not None and not _is_adapted(self.up):
             return self.down(self.quantized.quantized(x), residual, out)
         return self.down(self.up(x, out=scratch), residual, out)
 
 
 class GatedMLP:
-    """down(act(gate(x)) · up(x)). `gate_up` computes gate and up in one product; `gate_first` says which half
-    is the gate."""
+    """down(act(gate(x)) · up(x)).
+
+    `gate_up` computes gate and up in one product. `gate_first` says whether the first half is the gate.
+    """
 
     def __init__(self, gate_up: LinearLayer, down: LinearLayer, act: str, gate_first: bool = True) -> None:
         self.gate_up = gate_up
@@ -62,7 +66,7 @@ class GatedMLP:
 
     @property
     def input_layer(self) -> LinearLayer:
-        """The layer that reads the input."""
+        """The linear layer that reads the input."""
         return self.gate_up
 
     def __call__(
@@ -72,7 +76,7 @@ class GatedMLP:
         out: Tensor | None = None,
         scratch: Tensor | None = None,
     ) -> Tensor:
-        """As `MLP`; `scratch` is as wide as gate and up together."""
+        """Compute the block as in `MLP`; `scratch` is as wide as gate and up together."""
         if self.fused_gate_up is not None and not _is_adapted(self.gate_up) and self.fused_gate_up.serves(x):
             return self.down(self.fused_gate_up(x), residual, out)
         down_form = current_form(self.down)
@@ -98,5 +102,5 @@ class GatedMLP:
 
 
 def _is_adapted(layer: LinearLayer) -> bool:
-    """Whether adapters change this layer in the step that runs now."""
+    """Whether adapters change this layer in the current step."""
     return isinstance(layer, AdaptedLinear) and layer.is_active

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router chooses a few feed-forward blocks for each token and weighs their outputs."""
+"""Mixture of experts: a router chooses feed-forward blocks for each token and weights their outputs."""
 
 from __future__ import annotations
 
@@ -35,12 +35,8 @@ from penstock.layers.fp8_blocks import ExpertStack, supports_fp8_blocks
 from penstock.layers.parallel import Group
 from penstock.weights.stream import Wanted
 
-ROUTED_SLOTS = (
-    1,
-    1025,
-    2049,
-    4097,
-)  # chosen experts of all tokens; each size compiles another routing variant
+# Numbers of slots (chosen experts of all tokens) that each compile another variant of the routing kernels.
+ROUTED_SLOTS = (1, 1025, 2049, 4097)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +44,22 @@ class ExpertShape:
     num_experts: int
     num_chosen: int  # experts of each token
     intermediate: int  # width of each expert
-    normalize: bool  # the weights of a token's experts sum to one
-    gated: bool = True  # experts are down(act(gate(x)) · up(x)), otherwise down(act(up(x)))
+    normalize: bool  # whether the weights of a token's experts sum to one
+    gated: bool = True  # experts compute down(act(gate(x)) · up(x)); otherwise down(act(up(x)))
 
 
 class SparseMLP:
-    """The sum of weight · down(act(gate(x)) · up(x)) over each token's experts. Without a gate, act(up(x))
-    takes the place of the product.
+    """Computes the sum of weight · down(act(gate(x)) · up(x)) over each token's experts.
 
-    Tokens are sorted by expert, so that each expert is one product over its own tokens. The kernels read no
-    count back from the device. In fp8 blocks, gate and up share no scales.
+    Experts without a gate compute down(act(up(x))). Tokens are sorted by expert, so that each expert is one
+    product over its own tokens. With kernels, the host reads no count from the device. In fp8 blocks, gate
+    and up share no scales.
     """
 
     def __init__(
         self,
         router: Tensor,  # [experts, hidden]
-        gate_up: Tensor | BlockQuantized,  # [experts, 2 · intermediate, hidden], the gate first; or up alone
+        gate_up: Tensor | BlockQuantized,  # [experts, 2 · intermediate, hidden], the gate first; or only up
         down: Tensor | BlockQuantized,  # [experts, hidden, intermediate]
         shape: ExpertShape,
         act: str,
@@ -79,11 +75,11 @@ class SparseMLP:
         fits = shape.num_experts <= MAX_EXPERTS and shape.num_chosen <= MAX_CHOSEN_EXPERTS
         self.kernel = act if act in ACTIVATION_CODES and fits else None
 
-    first_expert: int | None = None  # of those whose weights are here; None: they are all here
+    first_expert: int | None = None  # first expert with weights on this rank; None: all are here
 
     @property
     def input_layer(self) -> None:
-        """No linear layer reads the input alone: the router and the experts do."""
+        """None: both the router and the experts read the input."""
 
     def __call__(
         self,
@@ -92,8 +88,10 @@ class SparseMLP:
         out: Tensor | None = None,
         scratch: Tensor | None = None,
     ) -> Tensor:
-        """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last. `out` and
-        `scratch` are ignored."""
+        """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last.
+
+        `out` and `scratch` are ignored.
+        """
         x = dequantize(x, self.router.dtype)
         if (kernel := self._kernel_for(x)) is not None:
             return self._run(kernel, x.contiguous(), residual)
@@ -110,8 +108,8 @@ class SparseMLP:
         return out if self.bias is None else out.add_(self.bias)
 
     def compile(self) -> None:
-        """Compile every form of the kernels that a step may use, so that no request waits for it."""
-        x = self.router[:1]  # any row works
+        """Compile all variants of the kernels that a step may use, so that no request waits for them."""
+        x = self.router[:1]  # any row will do
         kernel = self._kernel_for(x)
         if not x.is_cuda or kernel is None:
             return
@@ -123,8 +121,10 @@ class SparseMLP:
             self._run(kernel, x.expand(tokens, -1).contiguous(), None)
 
     def _kernel_for(self, x: Tensor) -> str | None:
-        """The activation that the kernels apply; None where the library runs the experts. On CUDA it runs
-        fp32, because fp32 tiles are too large for the kernels."""
+        """The activation that the kernels apply; None if the library runs the experts.
+
+        On CUDA the library runs them in fp32, because fp32 tiles are too large for the kernels.
+        """
         return self.kernel if use_kernel(x) and not (x.is_cuda and x.dtype == torch.float32) else None
 
     def _run(
@@ -146,7 +146,7 @@ class SparseMLP:
         )
 
     def _experts(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x [tokens · chosen, hidden], sorted by expert."""
+        """Run x [tokens · chosen, hidden], sorted by expert; `counts` are the rows of each expert."""
         gate_up, down = self.gate_up, self.down
         if (
             isinstance(gate_up, Tensor)
@@ -173,12 +173,12 @@ class SparseMLP:
 
 
 class ShardedExperts(SparseMLP):
-    """One rank's share of the experts. The router is the same on every rank, and the sums are added up."""
+    """One rank's share of the experts. Every rank has the whole router, and sums are added over ranks."""
 
     def __init__(
         self,
         router: Tensor,
-        gate_up: Tensor | BlockQuantized,  # of the experts in `held`
+        gate_up: Tensor | BlockQuantized,  # weights of the experts in `held`
         down: Tensor | BlockQuantized,
         shape: ExpertShape,
         act: str,
@@ -229,7 +229,7 @@ def make_sparse_mlp(
     act: str,
     bias: Tensor | None = None,
 ) -> SparseMLP:
-    """A mixture of experts from the weights of those that are computed here."""
+    """Build a mixture of experts from the weights of the experts that are computed here."""
     if (shard := build.shard) is None:
         return SparseMLP(router, gate_up, down, shape, act, bias)
     held = build.experts(shape.num_experts)
@@ -237,7 +237,7 @@ def make_sparse_mlp(
 
 
 def _product(x: Tensor, weight: Tensor | BlockQuantized, expert: int, halves: int = 1) -> Tensor:
-    """x times one expert's weight; in fp8, the product of the dequantised values."""
+    """Multiply x by one expert's weight; in fp8, multiply the dequantised values."""
     if isinstance(weight, Tensor):
         return F.linear(x, weight[expert])
     wide = dequantize_groups(quantize_groups_reference(x))
@@ -247,7 +247,7 @@ def _product(x: Tensor, weight: Tensor | BlockQuantized, expert: int, halves: in
 
 
 class CompilingBeside:
-    """Compiles the kernels of the first sparse layer on threads while the weights of other layers are
+    """Compiles the kernels of the first sparse layer on threads, while the weights of other layers are
     read."""
 
     def __init__(self) -> None:
@@ -260,10 +260,10 @@ class CompilingBeside:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True)
         if self._compiled is not None:
-            self._compiled.result()  # raises what the thread raised
+            self._compiled.result()  # raises an error of the thread
 
     def start(self, mlp: object) -> None:
-        """Begin, if this is a sparse layer and none has begun."""
+        """Start compiling if this is the first sparse layer."""
         if self._compiled is None and isinstance(mlp, SparseMLP):
             self._compiled = self._pool.submit(self._compile, mlp)
 
@@ -282,12 +282,11 @@ class CompilingBeside:
 def read_experts(
     build: LayerBuilder, prefix: str, shape: ExpertShape, hidden: int, act: str
 ) -> tuple[Tensor | BlockQuantized, Tensor | BlockQuantized]:
-    """(gate and up, down) of the experts that are computed here. Most files have tensors per expert; in some
-    all experts share one.
+    """Read (gate and up, down) of the experts that are computed here.
 
-    Weights stay in fp8 blocks if the checkpoint or `--quantization` has them so and the device can multiply
-    them. A CPU does so only for weights that `--quantization` quantised here, for comparison. Other quantised
-    forms are dequantised.
+    Most checkpoints have tensors per expert; in some, all experts share a tensor. Weights are kept in fp8
+    blocks if the checkpoint or `--quantization` has that format and the device supports it. A CPU keeps them
+    only for `--quantization`, for comparison. Other quantised formats are dequantised.
     """
     weights, width = build.weights, shape.intermediate
     blocks = _keeps_blocks(build, prefix, act, stored=build.is_stored_in_blocks(prefix + "0.gate_proj"))
@@ -324,8 +323,10 @@ def read_experts(
 def read_joined_experts(
     build: LayerBuilder, prefix: str, names: tuple[str, str], shape: ExpertShape, hidden: int, act: str
 ) -> tuple[Tensor | BlockQuantized, Tensor | BlockQuantized]:
-    """(up, down) of the experts that are computed here, which are not gated, from two tensors
-    [experts · intermediate, hidden]: that of `down` is stored transposed."""
+    """Read (up, down) of the experts that are computed here and have no gate.
+
+    The checkpoint has two tensors [experts · intermediate, hidden], in which `down` is transposed.
+    """
     weights, count, width = build.weights, shape.num_experts, shape.intermediate
     blocks, held = _keeps_blocks(build, prefix, act, stored=False), build.experts(count)
     up = ExpertStack(len(held), 1, width, hidden, weights, blocks=blocks)

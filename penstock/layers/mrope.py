@@ -1,5 +1,5 @@
-"""Rotary positions along several axes: M-RoPE of a decoder that reads images, and the axial form of a vision
-tower."""
+"""Rotary embedding along several axes: M-RoPE of decoders that read images, and the axial form of vision
+towers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ NUM_AXES = 3  # time, down, across
 
 
 class SectionedRotary(Rotary):
-    """M-RoPE: each pair of components turns with the position along one of three axes.
+    """M-RoPE: each pair of components rotates with the position along one of three axes.
 
-    A text token has the same position on all of them, so a step of text alone runs exactly as by `Rotary`.
+    A text token has the same position on all axes, so a step with only text runs as in `Rotary`.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class SectionedRotary(Rotary):
         size: int,
         limit: int,
         base: float,
-        axes: Sequence[int],  # of each pair
+        axes: Sequence[int],  # axis of each pair
         *,
         device: torch.device,
         dtype: torch.dtype,
@@ -46,7 +46,7 @@ class SectionedRotary(Rotary):
 
 
 class AxialRotary(Rotary):
-    """The rotation of a vision tower: half of the pairs turn with a patch's row, half with its column."""
+    """The rotation of a vision tower: half of the pairs rotate with a patch's row, half with its column."""
 
     def __init__(self, size: int, base: float, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(size, 1, base, device=device, dtype=dtype)
@@ -54,21 +54,24 @@ class AxialRotary(Rotary):
         self.frequencies = (1.0 / base**exponents).to(device)  # [size / 4]
 
     def angles_of(self, coordinates: Tensor) -> Angles:
-        """`coordinates` int [patches, 2]. Computed, not looked up: a side has no limit."""
+        """Compute the angles of `coordinates`, int [patches, 2], without a table: sides are unlimited."""
         angles = (coordinates[:, :, None] * self.frequencies).flatten(1)  # [patches, size / 2]
         return angles_of_tokens(angles.cos(), angles.sin(), self.dtype)
 
 
 def angles_of_tokens(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Angles:
-    """Angles from tables fp32 [tokens, size / 2] that have one entry for each token of the step."""
+    """Make angles from fp32 tables [tokens, size / 2] with one entry for each token of the step."""
     if use_kernel(cos):
         return Angles(torch.arange(len(cos), dtype=torch.int32, device=cos.device), cos, sin, gathered=False)
     return Angles(torch.empty(0), cos[:, None].to(dtype), sin[:, None].to(dtype))
 
 
 def pair_axes(rope: Mapping[str, Any], num_pairs: int, *, is_interleaved: bool) -> tuple[int, ...]:
-    """The axis of each pair: blocks of `mrope_section` pairs, or, interleaved, one of every three pairs down
-    and one across as far as their sections go, and all others in time."""
+    """The axis of each pair.
+
+    Pairs form blocks of `mrope_section` pairs. With `is_interleaved`, each group of three pairs has one pair
+    down and one across, as far as their sections reach; all others are in time.
+    """
     sections = rope.get("mrope_section")
     if not isinstance(sections, list) or len(sections) != NUM_AXES or not all(map(_is_count, sections)):
         raise ModelLoadError(

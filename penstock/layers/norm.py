@@ -21,7 +21,7 @@ from penstock.layers.fp8 import Fp8Linear
 
 
 class Norm:
-    """Normalises the last axis in fp32. A norm that only an fp8 layer reads quantises its output."""
+    """Normalises the last axis in fp32. If only an fp8 layer reads the output, the norm quantises it."""
 
     rms: ClassVar[bool] = False
 
@@ -33,21 +33,21 @@ class Norm:
         self.quantizes = False
 
     def quantize_for(self, layer: object) -> None:
-        """Quantise the output if `layer`, the only one to read it, takes fp8."""
+        """Quantise the output if `layer`, its only reader, is an fp8 layer."""
         self.quantizes = isinstance(getattr(layer, "base", layer), Fp8Linear)
 
     def __call__(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
     def pre_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Activations]:
-        """(x + residual, the sum normalised for the next layer). May overwrite `x`."""
+        """Return (x + residual, the normalised sum for the next layer). May overwrite `x`."""
         if not use_kernel(x):
             return add_norm_reference(x, residual, self.weight, self.bias, self.eps, rms=self.rms)
         kernel = add_norm_quantized if self.quantizes else add_norm
         return kernel(x, residual, self.weight, self.bias, self.eps, rms=self.rms)
 
     def post_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Activations]:
-        """x + residual normalised: as the next residual, and for the next layer. May overwrite `x`."""
+        """Return x + residual normalised, as the next residual and for the next layer. May overwrite `x`."""
         if not use_kernel(x):
             out = self(x + residual)
             return out, out
@@ -62,7 +62,7 @@ class LayerNorm(Norm):
 
 
 class RMSNorm(Norm):
-    """Families that store weight − 1 add the 1 at load."""
+    """RMS norm. If a family stores weight − 1, the 1 is added at load."""
 
     rms = True
 
@@ -74,7 +74,7 @@ class RMSNorm(Norm):
 
 
 def sandwich(x: Tensor, residual: Tensor, before: RMSNorm, after: RMSNorm) -> tuple[Tensor, Activations]:
-    """(before(x) + residual, the sum normalised by `after`). May overwrite `x`."""
+    """Return (before(x) + residual, the sum normalised by `after`). May overwrite `x`."""
     if after.quantizes and use_kernel(x):
         return norm_add_norm_quantized(x, residual, before.weight, after.weight, after.eps)
     kernel = norm_add_norm if use_kernel(x) else norm_add_norm_reference

@@ -1,8 +1,8 @@
 """Layers that several ranks compute together, each with a share of the weights.
 
-A column layer has a share of the outputs: whole attention heads, or some neurons of a feed-forward block. The
-row layer behind it has the same share of the inputs, so its products are summed over the ranks, once for each
-row layer. Everything else of a layer is the same on every rank.
+In a column layer, a rank has a share of the outputs: whole attention heads, or some neurons of a feed-forward
+block. In the row layer that follows, it has the same share of the inputs, and one all-reduce sums the
+products of all ranks. All other parts of a layer are the same on every rank.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ class Group(Protocol):
     size: int
 
     def all_reduce(self, x: Tensor) -> None:
-        """Replace `x`, which is contiguous, by its sum over all ranks."""
+        """Replace contiguous `x` by its sum over all ranks."""
         ...
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """On rank 0, the `x` of every rank, all of one shape; elsewhere nothing."""
+        """Return every rank's `x`, all of one shape, on rank 0, and an empty list on others."""
         ...
 
     def broadcast(self, x: Tensor) -> None:
-        """Replace `x`, which is contiguous, by that of rank 0."""
+        """Replace contiguous `x` by the `x` of rank 0."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Outputs or inputs of a layer, which are divided among ranks in whole units."""
+    """Outputs or inputs of a layer, divided among ranks in whole units."""
 
     count: int  # attention heads, or neurons of a feed-forward block
-    size: int = 1  # outputs or inputs of each
+    size: int = 1  # outputs or inputs per unit
 
     @property
     def total(self) -> int:
@@ -56,14 +56,14 @@ class Shard:
     group: Group
 
     def divide(self, count: int) -> range:
-        """This rank's part of `count` units, which every rank has as many of."""
+        """This rank's part of `count` units. All parts are equally large."""
         rank, size = self.group.rank, self.group.size
         if count % size:
             raise ValueError(f"{count} units cannot be divided among {size} ranks")
         return range(rank * count // size, (rank + 1) * count // size)
 
     def hold(self, count: int) -> range:
-        """As `divide`, but several ranks hold the same unit where there are fewer units than ranks."""
+        """Like `divide`, but several ranks hold the same unit if there are fewer units than ranks."""
         rank, size = self.group.rank, self.group.size
         if count >= size:
             return self.divide(count)
@@ -72,12 +72,12 @@ class Shard:
         return range(rank * count // size, rank * count // size + 1)
 
     def outputs(self, units: Units) -> tuple[int, int]:
-        """The outputs of these units that this rank has, (begin, end)."""
+        """The outputs of these units on this rank, (begin, end)."""
         held = self.hold(units.count)
         return held.start * units.size, held.stop * units.size
 
     def inputs(self, units: Units) -> tuple[int, int]:
-        """The inputs of these units that this rank has, (begin, end); no other rank has them."""
+        """The inputs of these units on this rank, (begin, end). No other rank has them."""
         held = self.divide(units.count)
         return held.start * units.size, held.stop * units.size
 
@@ -89,13 +89,13 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class ModuleShare:
-    """Which outputs and inputs of a module are computed here. By default all of them."""
+    """The outputs and inputs of a module that are computed here."""
 
     outputs: int  # of the whole module
-    inputs: int
+    inputs: int  # of the whole module
     own_outputs: tuple[tuple[int, int], ...]  # (begin, end), in ascending order
     own_inputs: tuple[int, int]
-    has_bias: bool = True  # this rank adds the module's bias, if there is one
+    has_bias: bool = True  # whether this rank adds the module's bias, if there is one
 
     @classmethod
     def whole(cls, outputs: int, inputs: int) -> ModuleShare:
@@ -103,11 +103,11 @@ class ModuleShare:
 
     @property
     def is_summed(self) -> bool:
-        """Whether the module's output is the sum of what all ranks compute."""
+        """Whether the module's output is the sum over all ranks."""
         return self.own_inputs != (0, self.inputs)
 
     def rows(self, begin: int, end: int) -> ShareRows:
-        """The outputs from `begin` to `end` of the module, as far as they are computed here."""
+        """The module's outputs from `begin` to `end` that are computed here."""
         if self.own_outputs == ((0, self.outputs),):
             return ShareRows(slice(None), slice(begin, end))
         own = torch.cat([torch.arange(*each) for each in self.own_outputs])
@@ -116,15 +116,17 @@ class ModuleShare:
 
 
 class ShareRows(NamedTuple):
-    """Some outputs of a module: where they are among those that were asked for, and in a rank's part."""
+    """Indices of some outputs of a module: within the requested range, and within the rank's part."""
 
     of_asked: slice | Tensor
     of_part: slice | Tensor
 
 
 class RowParallelLinear:
-    """A layer on this rank's share of the inputs; the products of all ranks are summed. Only one rank's
-    `part` has the bias, so that it is added once."""
+    """A layer that reads this rank's share of the inputs and sums the products of all ranks.
+
+    Only one rank's `part` has the bias, so that it is added once.
+    """
 
     def __init__(self, part: LinearLayer, group: Group) -> None:
         self.part = part
@@ -138,7 +140,7 @@ class RowParallelLinear:
 
 
 class VocabularyParallelLinear:
-    """Logits of this rank's share of the vocabulary; on rank 0 those of all ranks side by side."""
+    """Computes logits of this rank's share of the vocabulary, and gathers all logits on rank 0."""
 
     def __init__(self, part: LinearLayer, group: Group, vocabulary: int) -> None:
         self.part = part
@@ -147,7 +149,7 @@ class VocabularyParallelLinear:
         self.in_features, self.out_features = part.in_features, vocabulary
 
     def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """[n, vocabulary] on rank 0; elsewhere this rank's share alone, which nothing reads."""
+        """Return [n, vocabulary] on rank 0. Other ranks return their own share, which nothing reads."""
         own = self.part(x).contiguous()
         if not (parts := self.group.gather(own)):
             return own
@@ -155,6 +157,6 @@ class VocabularyParallelLinear:
 
 
 def pad_vocabulary(weight: Tensor, shard: Shard, vocabulary: int) -> Tensor:
-    """This rank's rows of a head, with zero rows so that every rank has as many."""
+    """Pad this rank's rows of a head with zero rows, so that all ranks have the same number."""
     missing = -(-vocabulary // shard.group.size) - len(weight)
     return F.pad(weight, (0, 0, 0, missing) if weight.dim() == 2 else (0, missing)) if missing else weight

@@ -12,7 +12,7 @@ from penstock.layers.cpu_shapes import zero_padding
 
 
 class RaggedConv1d:
-    """Rows are padded with zeros at both ends. The kernel size is odd, so rows keep their length."""
+    """A convolution that pads each row with zeros at both ends. An odd kernel size keeps row lengths."""
 
     def __init__(self, weight: Tensor, bias: Tensor, act: str, groups: int = 1) -> None:
         self.weight = weight  # [out, in / groups, kernel]

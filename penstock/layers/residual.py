@@ -1,7 +1,7 @@
-"""Residual connections: a part of a layer, the residual it is added to, and the norm that follows.
+"""Residual connections: a part of a layer, the residual that it is added to, and the norm that follows.
 
-On a CPU the matrix kernel adds the residual while its tile is in registers. On CUDA the addition costs a pass
-over memory anywhere else, so the norm does it in the pass that it makes anyway.
+On a CPU the matrix kernel adds the residual while its tile is in registers. On CUDA the norm kernel adds it;
+a separate addition would cost another pass over memory.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ class ScaledPart:
 def post_norm_residual(
     part: Part, norm: Norm, x: Activations, residual: Tensor, out: Tensor | None = None
 ) -> tuple[Tensor, Activations]:
-    """norm(part(x) + residual), for post-norm models: as the next residual, and as the next part's input.
-    `part` may write to `out`, which must not be the residual."""
+    """Compute norm(part(x) + residual) for post-norm models: the next residual, and the next part's input.
+
+    `part` may write to `out`, which must not be the residual.
+    """
     if use_kernel(residual):
         return norm.post_norm(part(x, out=out), residual)
     out = norm(part(x, residual))
@@ -52,7 +54,7 @@ def post_norm_residual(
 
 
 def pre_norm_residual(part: Part, norm: Norm, x: Activations, residual: Tensor) -> tuple[Tensor, Activations]:
-    """(part(x) + residual, the sum normalised), for pre-norm models: the next residual and the next input."""
+    """Return (part(x) + residual, the normalised sum) for pre-norm models: the next residual and input."""
     if use_kernel(residual):
         return norm.pre_norm(part(x), residual)
     hidden = part(x, residual)
@@ -71,7 +73,7 @@ class PostNormLayer(Protocol):
 
 
 def connect_post_norms(layers: Sequence[PostNormLayer]) -> None:
-    """Let each norm quantise for the layer that reads it. A pooler or head reads the last one."""
+    """Set each norm to quantise for the layer that reads it. A pooler or head reads the last norm."""
     for layer in layers:
         layer.attention_norm.quantize_for(layer.mlp.input_layer)
     for layer, following in pairwise(layers):

@@ -23,15 +23,18 @@ from penstock.layers.norm import RMSNorm
 
 
 class Rope(NamedTuple):
-    """How positions become angles: the base of the wavelengths, and how these are scaled."""
+    """The mapping of positions to angles: the base of the wavelengths, and their scaling."""
 
     base: float
     scaling: Mapping[str, Any]  # config.json's `rope_scaling` or `rope_parameters`
 
 
 class Angles(NamedTuple):
-    """(cos, sin) for the tokens of a step: gathered to [tokens, 1, size / 2] in the model's precision, or the
-    whole fp32 tables [positions, size / 2] for a kernel that indexes them itself."""
+    """cos and sin for the tokens of a step.
+
+    Either they are gathered to [tokens, 1, size / 2] in the model's dtype, or they are the whole fp32 tables
+    [positions, size / 2], which the kernel indexes itself.
+    """
 
     positions: Tensor  # int32 [tokens]
     cos: Tensor
@@ -42,7 +45,7 @@ class Angles(NamedTuple):
 class Rotary:
     """Rotates pairs of components (i, i + half) by an angle that grows with the position.
 
-    The first `size` components of each head are rotated. With `interleaved` the pairs are (2i, 2i + 1).
+    The first `size` components of each head are rotated. With `interleaved`, the pairs are (2i, 2i + 1).
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class Rotary:
         self.sin = (angles.sin() * magnitude).to(device)
 
     def angles(self, batch: Batch) -> Angles:
-        """The angles of every token; shared by all layers of a step."""
+        """The angles of every token, which all layers of a step share."""
         return self.angles_at(batch.positions)
 
     def angles_at(self, positions: Tensor) -> Angles:
@@ -83,9 +86,11 @@ class Rotary:
         norms: tuple[RMSNorm, RMSNorm] | None = None,
         keep: KVCacheWrite | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated query and key, and the value, each [tokens, heads, dim]. May overwrite
-        qkv [tokens, all heads · dim]. `norms`, of queries and of keys, are applied first. `keep` is honoured
-        only if `can_write_cache` is true."""
+        """Return rotated query and key, and the value, each [tokens, heads, dim].
+
+        May overwrite qkv [tokens, all heads · dim]. `norms`, for queries and for keys, are applied first.
+        `keep` has an effect only if `can_write_cache` is true.
+        """
         sizes = (heads, kv_heads or heads)
         parts = qkv.view(qkv.shape[0], sizes[0] + 2 * sizes[1], -1)
         weights = None if norms is None else HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps)
@@ -121,7 +126,7 @@ class Rotary:
 
 
 class NoRotary(Rotary):
-    """For layers that do not tell positions apart: every token is rotated by no angle."""
+    """For layers without positional encoding: the angle of every token is 0."""
 
     def __init__(self, size: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(size, 1, 10_000.0, device=device, dtype=dtype)
@@ -131,7 +136,7 @@ class NoRotary(Rotary):
 
 
 def _frequencies(size: int, base: float, scaling: Mapping[str, Any], limit: int) -> tuple[Tensor, float]:
-    """The angle per position for each pair, and the factor on cos and sin."""
+    """Return the angle per position for each pair, and the factor on cos and sin."""
     plain = 1.0 / (base ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
     match _kind(scaling):
         case "default" | "dynamic":  # dynamic differs only beyond the trained length, which is the limit here
@@ -151,7 +156,7 @@ def _frequencies(size: int, base: float, scaling: Mapping[str, Any], limit: int)
 
 
 def _llama3(plain: Tensor, scaling: Mapping[str, Any], limit: int) -> Tensor:
-    """Divide low frequencies by the factor, keep high ones, blend those between."""
+    """Divide low frequencies by the factor, keep high ones, and interpolate between them."""
     factor, trained = _number(scaling, "factor"), _trained(scaling, limit)
     low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
     turns = trained * plain / (2 * math.pi)
@@ -160,7 +165,7 @@ def _llama3(plain: Tensor, scaling: Mapping[str, Any], limit: int) -> Tensor:
 
 
 def _ntk(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Divide the lowest frequency by the factor, and higher ones by less and less."""
+    """Divide the lowest frequency by the factor, and higher ones by gradually less."""
     share = torch.arange(1, len(plain) + 1, dtype=torch.float32) / len(plain)
     return plain / _number(scaling, "factor") ** share ** float(scaling.get("mixed_b") or 1)
 
@@ -168,7 +173,7 @@ def _ntk(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 def _yarn(
     plain: Tensor, size: int, base: float, scaling: Mapping[str, Any], limit: int
 ) -> tuple[Tensor, float]:
-    """Keep pairs that rotate often within the trained length, divide those that hardly rotate."""
+    """Keep pairs that rotate often within the trained length, and divide pairs that hardly rotate."""
     trained = _trained(scaling, limit)
     factor = float(scaling.get("factor") or limit / trained)
 

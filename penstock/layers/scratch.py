@@ -1,4 +1,4 @@
-"""Buffers and values that the layers of one step share, so that later layers reuse them."""
+"""Buffers and values that the layers of one step share."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class QKVViews(NamedTuple):
 
 
 class AttentionRoute(NamedTuple):
-    """Which leading rows of a step go to which kernel; the library computes the rest."""
+    """Which leading rows of a step each kernel computes; the library computes the others."""
 
     short: Tensor | None  # cumulative lengths of the rows for `short_attention`
     max_short_length: int
-    flash: Tensor | None  # cumulative lengths of the rows for `flash_attention`, which follow them
+    flash: Tensor | None  # cumulative lengths of the next rows, for `flash_attention`
     max_flash_length: int
-    num_rows: int  # of both
+    num_rows: int  # rows of both kernels
 
 
 class RepeatedLaunch(NamedTuple):
-    """A launch that the next layer repeats as it is: its queries, keys and values are in the same buffer."""
+    """A launch that the next layer repeats unchanged, because its QKV is in the same buffer."""
 
     query: Tensor
     kind: AttentionKind
@@ -43,7 +43,7 @@ class RepeatedLaunch(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class StepScratch:
-    buffers: dict[tuple[int, ...], tuple[Tensor | None, ...]] = field(default_factory=dict)  # by widths
+    buffers: dict[tuple[int, ...], tuple[Tensor | None, ...]] = field(default_factory=dict)  # key: widths
     qkv_views: QKVViews | None = None
     routes: dict[tuple[bool, int], AttentionRoute] = field(default_factory=dict)
     repeated: RepeatedLaunch | None = None

@@ -8,17 +8,17 @@ from penstock.layers.batch import Batch
 
 
 class ShortConv:
-    """Rows are padded with zeros: before their first token if causal, else at both ends.
+    """A convolution that pads rows with zeros: before the first token if causal, otherwise at both ends.
 
-    Rows start at position 0, so a token's position says how many tokens of its row come before it.
+    Rows start at position 0, so a token's position is the number of earlier tokens in its row.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, is_causal: bool) -> None:
-        size = weight.shape[1]  # of weight [channels, size]
+        size = weight.shape[1]  # weight is [channels, size]
         self.bias = bias
         taps = weight.t().contiguous()
         before = size - 1 if is_causal else size // 2
-        # (how many tokens back a tap looks, its weight [channels]); negative: ahead
+        # (number of tokens that a tap looks back, its weight [channels]); negative: ahead
         self.taps = [(before - tap, taps[tap]) for tap in range(size)]
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
@@ -32,8 +32,8 @@ class ShortConv:
             if not distance:
                 out.addcmul_(x, weight)
                 continue
-            # The token that comes `distance` after another in the run is in the same row if its position is
-            # at least `distance`.
+            # A token is in the same row as the one `distance` tokens before it if its position is at least
+            # `distance`.
             is_same_row = positions[distance:] >= distance
             earlier, later = slice(None, -distance), slice(distance, None)
             source, target = (earlier, later) if back > 0 else (later, earlier)

@@ -1,6 +1,6 @@
-"""Where a step on a CPU lets other work run: layers call `yield_point` before each large product.
+"""Points where a step on a CPU lets other work run. Layers call `yield_point` before each large product.
 
-The hook belongs to a thread, so engines in one process do not see each other's.
+The hook is thread-local, so engines in one process do not share hooks.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _thread = _Thread()
 
 
 def yield_point() -> None:
-    """Let others run, if the step of this thread may be interrupted."""
+    """Let other work run if this thread's step can be interrupted."""
     if (hook := _thread.hook) is not None:
         hook()
 
 
 @contextmanager
 def yielding_to(hook: Hook | None) -> Iterator[None]:
-    """Call `hook` at every yield point of this thread; None: at none."""
+    """Call `hook` at every yield point of this thread; None: call nothing."""
     before = _thread.hook
     _thread.hook = hook
     try:

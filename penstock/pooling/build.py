@@ -1,4 +1,4 @@
-"""The pooler, built from the model's files: pooling methods × heads."""
+"""Builds the pooler from the model's files: pooling methods × heads."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ from penstock.scoring.pairs import PairScorer, PairTensors
 from penstock.types import PoolingParams, Task, Variant
 from penstock.weights.stream import open_weights
 
-_ValuesKey = tuple[Task, bool]  # a task, and whether its head reads every token where it could read the row
+# A task, and whether its head reads every token although it could read pooled rows.
+_ValuesKey = tuple[Task, bool]
 
 
 class VariantTensors(NamedTuple):
-    """What the pooler needs of a `Variant` on the device."""
+    """The parts of a `Variant` that the pooler needs on the device."""
 
-    selected: Tensor | None = None  # int32, rows or tokens; None: all of them
-    pairs: PairTensors | None = None  # of a variant that scores pairs
-    labels: LabelTensors | None = None  # of a variant whose prompts name labels
+    selected: Tensor | None = None  # int32 indices of rows or tokens; None: all
+    pairs: PairTensors | None = None  # if the variant scores pairs
+    labels: LabelTensors | None = None  # if the variant's prompts name labels
 
 
 class Pooler:
-    """Pools each variant of a step; values that several variants need are computed once."""
+    """Pools each variant of a step. Values that several variants need are computed once."""
 
     def __init__(
         self, spec: ModelSpec, heads: Mapping[Task, TaskHead], modules: Sequence[VectorModule]
@@ -46,11 +47,11 @@ class Pooler:
         self.methods = [METHODS[name] for name in self.names]
         self.carries = any(name in CARRIED for name in self.names)
         self.modules = modules
-        # Where pooling is a single method, one kernel pools, cuts and normalises.
+        # If pooling is a single method, one kernel pools, truncates and normalises.
         self.quantizes = spec.pooling.quantizes
         is_plain = len(self.names) == 1 and not modules and not self.quantizes
         self.single_method = self.names[0] if is_plain else None
-        # Of a model that gives row means itself, so that nobody needs the hidden states of its tokens.
+        # Set by a model that computes row means itself, so that hidden states of tokens are not needed.
         self.row_means: Callable[[Batch], Tensor] | None = None
         self.heads = {Task.REWARD: heads[Task.CLASSIFY], **heads} if Task.CLASSIFY in heads else heads
         self.normalize = spec.pooling.normalize
@@ -71,10 +72,10 @@ class Pooler:
         variants: tuple[Variant, ...],
         tensors: Sequence[VariantTensors],
     ) -> list[Tensor]:
-        """One tensor for each variant."""
+        """Return one tensor for each variant."""
         done: dict[_ValuesKey, Tensor] = {}
         if batch.kv is not None and self.carries:
-            done[Task.EMBED, False] = self._pool(hidden, batch)  # sums are carried even if no row ends
+            done[Task.EMBED, False] = self._pool(hidden, batch)  # updates running sums even if no row ends
         out = []
         for variant, (selected, pairs, labels) in zip(variants, tensors, strict=True):
             task = variant.params.task
@@ -111,7 +112,7 @@ class Pooler:
         return any(variant.pairs is None and variant.params.task is not Task.EMBED for variant in variants)
 
     def reads(self, variants: tuple[Variant, ...]) -> str | None:
-        """The one pooling method that all variants use. None: they use several, or read all tokens."""
+        """The pooling method that all variants use; None if they use several or read all tokens."""
         found: set[str] = set()
         for variant in variants:
             task = variant.params.task
@@ -135,11 +136,11 @@ class Pooler:
         pairs: PairTensors,
         done: dict[_ValuesKey, Tensor],
     ) -> Tensor:
-        """[pairs, 1], from the vectors that `embed` or `token_embed` would give."""
+        """Score pairs, [pairs, 1], by the vectors that `embed` or `token_embed` would return."""
         if self.scorer is None:
             raise ValueError("a plan that scores pairs needs a pooler with a scorer")
         store = self.scorer.store
-        if self.scorer.late and not len(hidden):  # all vectors are stored; `hidden` has no dtype of its own
+        if self.scorer.late and not len(hidden):  # all vectors are stored; `hidden` may have any dtype
             return self.scorer(store[:0], pairs)
         task = Task.TOKEN_EMBED if self.scorer.late else Task.EMBED
         vectors = self._values((task, False), hidden, batch, done)
@@ -158,7 +159,7 @@ class Pooler:
     def _values(
         self, key: _ValuesKey, hidden: Tensor, batch: Batch, done: dict[_ValuesKey, Tensor]
     ) -> Tensor:
-        """Values of the whole run: [rows, width], or [tokens, width] for per-token tasks."""
+        """Values of the whole batch: [rows, width], or [tokens, width] for per-token tasks."""
         if key not in done:
             done[key] = self._compute_values(*key, hidden, batch)
         return done[key]
@@ -168,9 +169,9 @@ class Pooler:
             return self._pool(hidden, batch)
         if batch.adapters is not None:
             batch.adapters.use("tokens")
-        if task is Task.TOKEN_EMBED:  # cast to fp32 once selected and cut
+        if task is Task.TOKEN_EMBED:  # cast to fp32 after selection and truncation
             return hidden if task not in self.heads else self.heads[task].project(hidden)
-        head = self.heads.get(task) or self.heads[Task.CLASSIFY]  # which serves scores and rewards too
+        head = self.heads.get(task) or self.heads[Task.CLASSIFY]  # also used for scores and rewards
         if head.pools_outputs and not steps:
             return METHODS[head.method](head.project(hidden), batch)
         all_tokens = steps or head.method == "all"
@@ -191,11 +192,11 @@ class Pooler:
         return pooled
 
     def _finish(self, values: Tensor, params: PoolingParams) -> Tensor:
-        """Cut, normalise or activate, in fp32."""
+        """Truncate, normalise or activate, in fp32."""
         if params.task in (Task.EMBED, Task.TOKEN_EMBED):
             dims, normalize = self._cut(params)
             if self.quantizes and params.task is Task.EMBED and params.dtype not in BINARY_DTYPES:
-                values = quantize(values)  # binary outputs have the signs of the vector itself
+                values = quantize(values)  # binary outputs keep the signs of the unquantised vector
             values = unit(values[:, :dims]) if normalize else values[:, :dims].float()
         elif params.task is not Task.SPARSE and self._activates(params):
             score_head = self.score_head if params.task is Task.SCORE else None
@@ -203,15 +204,17 @@ class Pooler:
         return values
 
     def _cut(self, params: PoolingParams) -> tuple[int | None, bool]:
-        """The number of components to keep (None: all), and whether to normalise. A cut vector is normalised
-        unless the caller declines or the model's vectors are integers."""
+        """Return the number of components to keep (None: all), and whether to normalise.
+
+        A truncated vector is normalised, unless the request declines it or the model's vectors are integers.
+        """
         own = self.normalize_tokens if params.task is Task.TOKEN_EMBED else self.normalize
         normalize = own or (params.dimensions is not None and not self.quantizes)
         return params.dimensions, normalize if params.normalize is None else params.normalize
 
     def _activates(self, params: PoolingParams) -> bool:
-        """Labels are probabilities unless the caller or the operator declines; the reward of a whole text is
-        a raw score."""
+        """Whether to activate. Labels become probabilities unless the request or the configuration declines;
+        the reward of a whole text is a raw score."""
         if params.normalize is not None:
             return params.normalize
         if self.activates is not None:
@@ -220,7 +223,7 @@ class Pooler:
 
 
 def softmax_or_sigmoid(config: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
-    """A classifier's activation: sigmoid for one label or several at once, softmax otherwise."""
+    """A classifier's activation: sigmoid if it has one label or is multi-label, otherwise softmax."""
     is_multi_label = config.get("problem_type") == "multi_label_classification"
     if is_multi_label or label_count(config) == 1:
         return torch.sigmoid
@@ -235,8 +238,10 @@ def build_pooler(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> Pooler:
-    """Build the pooler. Modules on pooled vectors are small, so they stay in fp32 whatever dtype the
-    model uses; those on every token run in its `dtype`."""
+    """Build the pooler.
+
+    Modules on pooled vectors are small, so they are in fp32. Modules on every token use the model's `dtype`.
+    """
     modules = [_module(spec, module, load_format, seed, device) for module in spec.pooling.modules]
     if spec.late is not None and spec.late.dense and Task.TOKEN_EMBED not in heads:
         layers = [_dense(spec, dense, load_format, seed, device, dtype) for dense in spec.late.dense]

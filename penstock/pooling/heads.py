@@ -1,4 +1,4 @@
-"""Heads: what happens to pooled vectors before they are returned, for all rows of a variant at once."""
+"""Heads: the processing of pooled vectors before they are returned, for all rows of a variant at once."""
 
 from __future__ import annotations
 
@@ -48,24 +48,24 @@ class LayerNorm:
 
 
 def unit(vectors: Tensor, selected: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Vectors of unit length, of the selected rows or of all."""
+    """Normalise the selected vectors, or all, to unit length."""
     return (kernel.normalize_rows if use_kernel(vectors) else kernel.normalize_rows_reference)(
         vectors, selected, dtype
     )
 
 
 def quantize(vectors: Tensor) -> Tensor:
-    """round(127 · tanh(x)) of each component x, as fp32: the integers that pplx-embed gives."""
+    """Replace each component x by round(127 · tanh(x)), as fp32: the integers that pplx-embed returns."""
     return vectors.float().tanh().mul_(127).round_()
 
 
 def cast(vectors: Tensor, dtype: OutputDtype, *, are_integers: bool = False) -> Tensor:
-    """Convert fp32 vectors to an output dtype. With `are_integers` their components are integers from -127
-    to 127, which int8 and uint8 keep as they are. Otherwise:
+    """Convert fp32 vectors to an output dtype.
 
-    int8 and uint8 scale each vector so that its largest component becomes ±127: directions, and so
-    cosines, are kept to about 1 %, lengths are not. uint8 is the same plus 128. binary and ubinary
-    keep the sign of each component, eight to a byte, first component in the highest bit.
+    int8 and uint8 scale each vector so that its largest component becomes ±127. Directions, and so cosines,
+    are kept to about 1 %; lengths are not. uint8 adds 128. With `are_integers`, the components are integers
+    from -127 to 127 and are not scaled. binary and ubinary keep the sign of each component, eight per byte,
+    the first in the highest bit.
     """
     match dtype:
         case OutputDtype.FLOAT32:
@@ -96,14 +96,16 @@ class PoolerOutput(NamedTuple):
     """Each variant's values in its output dtype."""
 
     values: list[Tensor]
-    finite: list[Tensor]  # uint8, 0 where a row was not finite before its cast; empty if all are fp32
+    finite: list[Tensor]  # uint8, 0 if a row was not finite before its cast; empty if all outputs are fp32
 
 
 def to_output(
     values: list[Tensor], variants: tuple[Variant, ...], *, quantizes: bool = False
 ) -> PoolerOutput:
-    """Cast each variant's values. Unlike fp32 values, cast ones need flags to show that they were finite.
-    `quantizes`: the model's vectors are integers unless they were normalised."""
+    """Cast each variant's values. Other dtypes than fp32 need flags that say whether values were finite.
+
+    With `quantizes`, the model's vectors are integers unless they were normalised.
+    """
     dtypes = [variant.params.dtype for variant in variants]
     outputs = [
         cast(value, params.dtype, are_integers=quantizes and _is_raw_vector(params))

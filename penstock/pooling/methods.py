@@ -1,7 +1,7 @@
-"""Pooling methods: from the hidden states of a ragged run to one vector per row, summed in fp32.
+"""Pooling methods: from the hidden states of a ragged batch to one vector per row, summed in fp32.
 
-A method is one function (hidden [tokens, width], batch) → [rows, width] and one line in `METHODS`. On CUDA a
-kernel does the same in one pass.
+A method is one function (hidden [tokens, width], batch) → [rows, width] and one entry of the table here. On
+CUDA a kernel does the same in one pass.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def mean_sqrt_len(hidden: Tensor, batch: Batch) -> Tensor:
 
 
 def weighted_mean(hidden: Tensor, batch: Batch) -> Tensor:
-    """Later tokens weigh more: the token at position i (from 1) has weight i."""
+    """The mean weighted by position: the token at position i (from 1) has weight i."""
     weights = (batch.positions + 1).float()
     if (keep := _kept(batch)) is not None:
         weights = weights * keep
@@ -56,19 +56,21 @@ def maximum(hidden: Tensor, batch: Batch) -> Tensor:
     return _segments(values, batch, "max")
 
 
-CARRIED = ("mean", "mean_sqrt_len")  # methods that carry sums over the chunks of a row
+CARRIED = ("mean", "mean_sqrt_len")  # methods that keep running sums over the chunks of a row
 
 
 class ReadTokens(NamedTuple):
     """The tokens that a pooling method reads."""
 
-    tokens: Ints  # row after row
-    counts: Ints  # [rows], such tokens of each row
+    tokens: Ints  # row by row
+    counts: Ints  # [rows], number of these tokens in each row
 
 
 def read_tokens(method: str, plan: PoolPlan) -> ReadTokens | None:
-    """The tokens that a method reads of whole rows; None: all of them. A method that weighs tokens by their
-    positions always reads all."""
+    """The tokens of whole rows that a method reads; None: all tokens.
+
+    A method that weighs tokens by position always reads all.
+    """
     begins, ends, skip = plan.cu_lengths[:-1], plan.cu_lengths[1:], plan.skip
     if method == "last":
         return ReadTokens(ends - 1, np.ones_like(begins))
@@ -93,7 +95,7 @@ def pool(
     dims: int | None = None,
     normalize: bool = False,
 ) -> Tensor:
-    """Pool by a kernel that also selects rows (int32), cuts to `dims` components and normalises."""
+    """Pool with the kernel, which also selects rows (int32), truncates to `dims` and normalises."""
     return kernel.pool(
         hidden.contiguous(),
         batch.cu_lengths,
@@ -107,7 +109,7 @@ def pool(
 
 
 def has_kernel(hidden: Tensor, batch: Batch) -> bool:
-    """Whether a kernel can pool this batch; carried sums need the plain form."""
+    """Whether a kernel can pool this batch. Running sums need the torch form."""
     return batch.kv is None and use_kernel(hidden)
 
 
@@ -143,7 +145,7 @@ def _counted(batch: Batch) -> Tensor:
 
 
 def _kept(batch: Batch) -> Tensor | None:
-    """Whether each token takes part, [tokens]; None: all do."""
+    """Whether each token is pooled, [tokens]; None: all are."""
     if batch.skip is None:
         return None
     return batch.positions >= batch.skip.repeat_interleave(batch.lengths, output_size=batch.num_tokens)

@@ -9,9 +9,9 @@ from penstock.checkpoint.score import ScoreSpec
 
 
 class ScoreHead:
-    """[rows, outputs] → [rows, 1]: the first score output, minus the second where there are two.
+    """Scores from head outputs, [rows, outputs] → [rows, 1]: the first score output, minus the second if any.
 
-    Where the spec names no output, the outputs are returned unchanged.
+    If the spec names no output, the outputs are returned unchanged.
     """
 
     def __init__(self, spec: ScoreSpec) -> None:

@@ -1,6 +1,6 @@
 """Heads stored in separate files beside a checkpoint: BGE-M3's lexical weights and token vectors.
 
-They are small, so they stay in fp32 whatever dtype the model uses.
+They are small, so they are always in fp32.
 """
 
 from __future__ import annotations

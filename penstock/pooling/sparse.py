@@ -18,7 +18,8 @@ from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
 from penstock.types import MAX_TERMS, Ints, Variant
 
-# Logits that exist at the same time. On a CPU they should about fit the caches; a GPU needs large products.
+# Maximum number of logits in memory at a time. On a CPU they should fit the caches; a GPU needs large
+# products.
 _MAX_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}
 
 
@@ -37,15 +38,15 @@ class _BlockAdapters(NamedTuple):
     slots: Ints  # [rows]
 
     def use(self, lengths: list[int]) -> None:
-        """Tell the head which lines it is given next: these many tokens of each row."""
+        """Set the adapters of the next lines that the head reads: `lengths` tokens of each row."""
         self.adapters.use_runs(self.slots, np.array(lengths, dtype=np.int32))
 
 
 class Splade:
-    """The weight of each vocabulary term in a row: max or sum over its tokens of log(1 + relu(logit)).
+    """Computes the weight of each vocabulary term in a row: max or sum over tokens of log(1 + relu(logit)).
 
-    Logits are computed tile by tile and reduced at once, so their memory does not depend on the batch. Only
-    the heaviest terms of a reduced tile are kept.
+    Logits are computed and reduced tile by tile, so their memory does not depend on the batch. Only the terms
+    with the largest weights are kept.
     """
 
     def __init__(self, head: TaskHead, spec: SparseSpec, max_logits: int | None = None) -> None:
@@ -54,7 +55,7 @@ class Splade:
         self.max_logits = max_logits
 
     def __call__(self, hidden: Tensor, batch: Batch, variant: Variant, tokens: Tensor | None) -> Tensor:
-        """[rows, terms, 2]: token id and weight, heaviest first; absent terms are (-1, 0)."""
+        """Return [rows, terms, 2]: token id and weight, largest weight first; absent terms are (-1, 0)."""
         if tokens is not None:
             hidden = hidden.index_select(0, tokens)
         lengths = np.repeat([g.length for g in batch.groups], [g.num_rows for g in batch.groups])
@@ -62,7 +63,7 @@ class Splade:
             lengths = lengths[variant.rows]
         terms = min(variant.params.top_k or MAX_TERMS, self.head.outputs)
         out = hidden.new_empty((len(lengths), terms, 2), dtype=torch.float32)
-        # If all rows are selected, their starts are on the device already.
+        # If all rows are selected, their starts are already on the device.
         starts = batch.cu_lengths if variant.rows is None and use_kernel(hidden) else None
         budget = self.max_logits or _MAX_LOGITS.get(hidden.device.type, _MAX_LOGITS["cuda"])
         tile = max(1, budget // self.head.outputs)
@@ -88,11 +89,11 @@ class Splade:
         starts: Tensor | None,
         adapters: _BlockAdapters | None = None,
     ) -> Tensor:
-        """fp32 weights of all terms, [rows of the block, vocabulary]."""
+        """Return fp32 weights of all terms, [rows of the block, vocabulary]."""
         at = block.first_token
         if adapters is not None:
             adapters.use(block.lengths)
-        if len(block.lengths) == 1:  # perhaps longer than a tile
+        if len(block.lengths) == 1:  # may be longer than a tile
             end, parts = at + block.lengths[0], []
             for i in range(at, end, tile):
                 if adapters is not None:
@@ -128,12 +129,12 @@ class Splade:
         return values.amax(dim=1) if self.spec.reduce == "max" else values.sum(dim=1)
 
     def _activate(self, logits: Tensor) -> Tensor:
-        """log(1 + relu(logit)). It is monotonic, so the maximum may be taken before it."""
+        """log(1 + relu(logit)). This is monotonic, so a maximum may be taken before it."""
         return log1p_relu(logits, self.spec.logs)
 
 
 def blocks(lengths: list[int], tile: int) -> Iterator[Block]:
-    """Rows in order, grouped while their tokens fit into a tile."""
+    """Group consecutive rows into blocks whose tokens fit into a tile."""
     block, tokens = Block(0, 0, []), 0
     for row, length in enumerate(lengths):
         if block.lengths and tokens + length > tile:

@@ -1,1 +1,1 @@
-"""From logits to tokens. A step does only what some row of its batch asks for."""
+"""Sampling: logits to tokens. A step does only the work that some row of its batch needs."""

@@ -1,6 +1,6 @@
-"""Top-k, top-p and min-p as the smallest logit that a row keeps.
+"""Top-k, top-p and min-p as one threshold for each row: the smallest logit to keep.
 
-min-p applies first, then top-k, then top-p of what remains, all on the distribution at the row's temperature.
+min-p applies first, then top-k, then top-p to what remains, all on the distribution at the row's temperature.
 Equal logits are kept or dropped together.
 """
 
@@ -19,7 +19,7 @@ def floats(table: Tensor) -> Tensor:
 
 
 def min_kept_logits(logits: Tensor, table: Tensor) -> Tensor:
-    """[rows]; `table` [rows, …] holds the settings of these rows, all of which use a filter."""
+    """The thresholds, [rows]. `table` [rows, …] has the settings of these rows, which all use a filter."""
     values = floats(table)
     return logit_thresholds_reference(
         logits,

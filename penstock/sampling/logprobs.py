@@ -12,18 +12,18 @@ from penstock.kernels.sampling import logsumexp_and_ranks, logsumexp_and_ranks_r
 
 
 class LogprobTensors(NamedTuple):
-    """`types.TokenLogprobs` on the device: the token itself, then the likeliest, falling."""
+    """`types.TokenLogprobs` on the device: the token itself, then the likeliest ones in descending order."""
 
     ids: Tensor  # int32 [rows, 1 + top]
     values: Tensor  # fp32 [rows, 1 + top]
-    ranks: Tensor  # int32 [rows], of the token itself, from 1
+    ranks: Tensor  # int32 [rows], rank of the token itself, from 1
 
 
 def token_logprobs(
     logits: Tensor,  # [n, vocab], in the model's dtype
     tokens: Tensor,  # [rows]
     top: int,
-    rows: Tensor | None = None,  # [rows], which of the logits; None: all, in order
+    rows: Tensor | None = None,  # [rows], indices into `logits`; None: all, in order
 ) -> LogprobTensors:
     """Log probabilities of these tokens and of the `top` likeliest, for sampled tokens and for prompts."""
     if rows is None:

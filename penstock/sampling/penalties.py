@@ -1,4 +1,4 @@
-"""Token counts for penalties: one row for each slot that has penalties, and for no other."""
+"""Token counts for penalties, with one row for each slot that has penalties."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Send = Callable[[NDArray[np.int64]], Tensor]
 
 
 def count_tokens(prompt_ids: Ints, output_ids: Ints, vocab_size: int) -> tuple[Ints, Ints]:
-    """The tokens of a sequence and their counts, as the table holds them."""
+    """Return the tokens of a sequence and their counts, in the format of the table."""
     prompt = np.unique(prompt_ids[prompt_ids < vocab_size])
     output, times = np.unique(output_ids, return_counts=True)
     ids = np.union1d(prompt, output).astype(np.int32)
@@ -26,7 +26,7 @@ def count_tokens(prompt_ids: Ints, output_ids: Ints, vocab_size: int) -> tuple[I
 
 
 class TokenCounts:
-    """int32 [rows, vocab]; grows by doubling, and stays empty while no slot has penalties."""
+    """Counts, int32 [rows, vocab]. The table grows by doubling, and is empty while no slot has penalties."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.table = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
@@ -36,7 +36,7 @@ class TokenCounts:
         self._pending[row] = count_tokens(prompt_ids, output_ids, self.table.shape[1])
 
     def flush(self, rows: int, send: Send) -> None:
-        """Send the rows that joined, in one copy."""
+        """Send the new rows in one copy."""
         if not self._pending:
             return
         self.table = with_rows(self.table, rows)
@@ -51,13 +51,13 @@ class TokenCounts:
             self.table.view(-1).index_copy_(0, sent[0], sent[1].int())
 
     def add(self, rows: Tensor, tokens: Tensor) -> None:
-        """Count sampled tokens in plain torch, as the sampling kernel does itself; row -1: not counted."""
+        """Count sampled tokens by torch, as the sampling kernel does; tokens of row -1 are not counted."""
         at = rows.clamp_min(0).long() * self.table.shape[1] + tokens.long()
         self.table.view(-1).index_add_(0, at, (rows >= 0).int())
 
 
 def with_rows(table: Tensor, rows: int) -> Tensor:
-    """The same table with at least `rows` rows; it grows to a power of two."""
+    """Return the table with at least `rows` rows. It grows to a power of two."""
     if rows <= len(table):
         return table
     size = 1 << (rows - 1).bit_length()

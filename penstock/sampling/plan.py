@@ -1,7 +1,7 @@
-"""What each sampler slot needs, updated as sequences join and leave; plain integers, no torch.
+"""The settings and needs of each sampler slot, updated as sequences join and leave. No torch.
 
-A slot's settings are one row of int32 (floats by their bit pattern). The row goes to the device when a
-sequence joins and stays there. A batch needs the union of its slots' flags.
+A slot's settings are one row of int32, with floats as bit patterns. The row is sent to the device when a
+sequence joins, and stays there. A batch needs the union of its slots' flags.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from numpy.typing import NDArray
 
 from penstock.types import Ints, SamplerParams, check_sampling
 
-GREEDY_BELOW = 1e-5  # lower temperatures take the likeliest token
+GREEDY_BELOW = 1e-5  # below this temperature, the likeliest token is taken
 
 
 class Need(enum.IntFlag):
-    """What a sequence needs beyond the likeliest token."""
+    """What a sequence needs beyond taking the likeliest token."""
 
     NOTHING = 0
-    NOISE = 1  # a temperature
-    FILTER = 2  # top-k, top-p, min-p
-    COUNTS = 4  # penalties
-    MASK = 8  # allowed ids, structured output
-    ENTRIES = 16  # bias, bad words, min tokens
-    TAIL = 32  # bad words of several tokens: the last sampled tokens are recorded
+    NOISE = 1  # for a temperature above 0
+    FILTER = 2  # for top-k, top-p, min-p
+    COUNTS = 4  # for penalties
+    MASK = 8  # for allowed ids, structured output
+    ENTRIES = 16  # for bias, bad words, min tokens
+    TAIL = 32  # for bad words of several tokens: a record of the last sampled tokens
     LOGPROBS = 64
 
 
-EDITS = Need.COUNTS | Need.MASK | Need.ENTRIES  # they change logits, which takes an fp32 copy of the row
+EDITS = Need.COUNTS | Need.MASK | Need.ENTRIES  # needs that change logits, in an fp32 copy of the row
 
 
 class Column(enum.IntEnum):
-    """The columns of a slot's row of int32; the first six are float32."""
+    """The columns of a slot's row of settings, int32; the first six are float32."""
 
     TEMPERATURE = 0
     TOP_P = 1
@@ -47,9 +47,9 @@ class Column(enum.IntEnum):
     KEY = 6  # two words of the seed
     STREAM = 8  # two words, 0 for seeded rows
     TOP_K = 10  # 0: off
-    COUNT_ROW = 11  # in the table of token counts; -1: none
-    MASK_ROW = 12
-    WORK_ROW = 13  # in the fp32 copy of edited rows
+    COUNT_ROW = 11  # row in the table of token counts; -1: none
+    MASK_ROW = 12  # row in the table of masks; -1: none
+    WORK_ROW = 13  # row in the fp32 copy of edited rows; -1: none
     MIN_TOKENS = 14
 
 
@@ -58,16 +58,16 @@ FLOATS = 6
 
 
 class Entry(enum.IntEnum):
-    """Kinds of edits of a single token's logit; each is (kind, token, a, b)."""
+    """Kinds of edits of single tokens' logits. An edit is (kind, token, a, b)."""
 
-    BIAS = 0  # a: the bits of the bias
+    BIAS = 0  # a: the bit pattern of the bias
     STOP = 1  # forbidden before `min_tokens`
-    WORD = 2  # forbidden after the b tokens that begin at a
+    WORD = 2  # forbidden after the b tokens at index a of the prefixes
 
 
 @dataclass(slots=True)
 class RowPool:
-    """Row numbers from 0, the lowest free one first; `size` is the most that were in use at once."""
+    """Allocator of row numbers, lowest first. `size` is the largest number of rows in use at once so far."""
 
     size: int = 0
     _free: list[int] = field(default_factory=list)
@@ -88,11 +88,11 @@ class RowPool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotEntries:
-    """The edits of single tokens of one slot, made when its sequence joins."""
+    """The single-token edits of one slot, made when its sequence joins."""
 
     entries: Ints  # [entries, 4] of (kind, token, a, b)
-    prefixes: Ints  # the tokens before the last of each bad word; `a` counts from here
-    longest_word: int  # tokens of the longest prefix
+    prefixes: Ints  # tokens of each bad word except the last; `a` is an index into them
+    longest_word: int  # number of tokens of the longest prefix
 
     @property
     def only_stops(self) -> bool:
@@ -101,7 +101,7 @@ class SlotEntries:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
-    """The edits of single tokens of all slots, as one array to send."""
+    """The single-token edits of all slots, as one array to send."""
 
     data: Ints  # spans of slots, then entries, then prefixes of bad words
     num_entries: int
@@ -109,22 +109,22 @@ class Entries:
 
 @dataclass(slots=True)
 class SlotPlan:
-    """The host's state of the sampler: everything that it knows without reading from the device."""
+    """The sampler's state on the host. It is updated without reading from the device."""
 
     vocab_size: int
-    max_slots: int  # one more follows for padding rows of a graph: greedy, with no other needs
+    max_slots: int  # one more slot is for padding rows of a graph: greedy, with no other needs
     seed: int
     flags: NDArray[np.int32] = field(init=False)
     generated: Ints = field(init=False)  # [slots], tokens sampled so far
-    logprobs: Ints = field(init=False)  # [slots], -1: not asked
+    logprobs: Ints = field(init=False)  # [slots], likeliest tokens to report; -1: no log probabilities
     table: Ints = field(init=False)  # [slots, WIDTH]
     held: dict[int, SamplerParams] = field(default_factory=dict)
     entries_of: dict[int, SlotEntries] = field(default_factory=dict)
-    stops_until: Ints = field(init=False)  # [slots], `min_tokens` where all entries are stop tokens; else 0
+    stops_until: Ints = field(init=False)  # [slots], `min_tokens` if all entries are stop tokens, otherwise 0
     counts: RowPool = field(default_factory=RowPool)
     masks: RowPool = field(default_factory=RowPool)
     works: RowPool = field(default_factory=RowPool)
-    version: int = 0  # changes whenever the flags do
+    version: int = 0  # changes whenever `flags` change
     longest_word: int = 0
     _streams: int = 0
 
@@ -136,7 +136,7 @@ class SlotPlan:
         self.table[:] = self._row(SamplerParams(temperature=0.0), stream=0)
 
     def join(self, slot: int, params: SamplerParams, generated: int, stream: int | None = None) -> Need:
-        """Take the slot. A sequence that was preempted has sampled `generated` tokens before."""
+        """Assign the slot to a sequence. A preempted sequence has sampled `generated` tokens before."""
         if not 0 <= slot < self.max_slots:
             raise ValueError(f"slot {slot} is not in 0 … {self.max_slots - 1}")
         if slot in self.held:
@@ -169,7 +169,7 @@ class SlotPlan:
         return need
 
     def add_mask(self, slot: int) -> int:
-        """The mask row of a slot, taken now if the slot had none."""
+        """Return the mask row of a slot; allocate it if the slot has none."""
         row = self.table[slot]
         if row[Column.MASK_ROW] < 0:
             row[Column.MASK_ROW] = self.masks.take()
@@ -180,7 +180,7 @@ class SlotPlan:
         return int(row[Column.MASK_ROW])
 
     def leave(self, slot: int) -> bool:
-        """Free the slot; True if it had edits of single tokens."""
+        """Free the slot. Return whether it had single-token edits."""
         if slot not in self.held:
             raise ValueError(f"slot {slot} is free")
         del self.held[slot]
@@ -200,7 +200,7 @@ class SlotPlan:
     def need(self, slots: Ints) -> Need:
         """What a batch of these slots needs."""
         need = self._union(slots)
-        if need & Need.ENTRIES:  # sequences that have reached their min tokens edit nothing from now on
+        if need & Need.ENTRIES:  # drop entries of sequences that have reached their min tokens
             done = slots[(self.stops_until[slots] > 0) & (self.generated[slots] >= self.stops_until[slots])]
             if len(done):
                 self.flags[done] &= ~Need.ENTRIES
@@ -210,13 +210,13 @@ class SlotPlan:
         return need
 
     def step(self, slots: Ints) -> Need:
-        """The same, and count the token that each slot samples."""
+        """Return what a batch of these slots needs, and count the token that each slot samples."""
         need = self.need(slots)
         self.generated[slots] += 1
         return need
 
     def rewind(self, slots: Ints, num_sampled: Ints) -> Need:
-        """Set the number of tokens that these slots have sampled. Returns what a batch of them needs."""
+        """Set the number of tokens that these slots have sampled. Return what a batch of them needs."""
         need = self.need(slots)
         if need & (EDITS | Need.TAIL):
             raise ValueError("a slot with logits processors that depend on its tokens cannot be rewound")
@@ -224,11 +224,11 @@ class SlotPlan:
         return need
 
     def rows(self, slots: Ints, need: Need) -> Ints:
-        """The rows of a batch whose slots have one of the flags."""
+        """The rows of a batch whose slots have any of these flags."""
         return np.flatnonzero(self.flags[slots] & need).astype(np.int32)
 
     def entries(self) -> Entries:
-        """One array: [slots, 2] of (first entry, one past the last), [entries, 4], then prefixes."""
+        """Lay all entries out in one array: [slots, 2] of (begin, end), then [entries, 4], then prefixes."""
         spans = np.zeros((self.max_slots + 1, 2), np.int32)
         entries, prefixes = [], []
         num_entries = num_prefixes = 0
@@ -245,7 +245,7 @@ class SlotPlan:
         return Entries(np.concatenate((spans.reshape(-1), *entries, *prefixes)), num_entries)
 
     def check_integrity(self) -> None:
-        """Assert that every table row belongs to one slot and that free slots hold nothing."""
+        """Assert that every table row belongs to one slot and that free slots have no rows."""
         for pool, column in (
             (self.counts, Column.COUNT_ROW),
             (self.masks, Column.MASK_ROW),
@@ -281,7 +281,7 @@ class SlotPlan:
 
 
 def packed_bits(ids: Iterable[int], vocab_size: int) -> Ints:
-    """Allowed ids as bits, 32 to a word, lowest bit first: [⌈vocab / 32⌉]."""
+    """Pack allowed ids as bits, 32 per word, lowest bit first: [⌈vocab / 32⌉]."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[list(ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
@@ -305,7 +305,7 @@ def _need(params: SamplerParams) -> Need:
 
 
 def _entries(params: SamplerParams, generated: int, vocab_size: int) -> SlotEntries | None:
-    """The edits of a sequence that has sampled `generated` tokens; None if it has none."""
+    """The single-token edits of a sequence that has sampled `generated` tokens; None if there are none."""
     bias = np.zeros((len(params.logit_bias), 4), np.int32)
     bias[:, 0], bias[:, 1] = Entry.BIAS, list(params.logit_bias)
     bias[:, 2] = np.array(list(params.logit_bias.values()), np.float32).view(np.int32)

@@ -1,6 +1,6 @@
 """Logits processors: masks, bias, bad words, min tokens, penalties.
 
-They apply in vLLM's order: allowed tokens, bad words, stop tokens before `min_tokens`, bias, penalties.
+They are applied in vLLM's order: allowed tokens, bad words, stop tokens before `min_tokens`, bias, penalties.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MINUS_INFINITY = float("-inf")
 
 
 class LogitsProcessors:
-    """The device tables of the logits processors. A table is empty until a row asks for it."""
+    """The device tables of the logits processors. A table is empty until a sequence needs it."""
 
     def __init__(self, plan: SlotPlan, device: torch.device) -> None:
         self.plan, self.device = plan, device
@@ -34,9 +34,10 @@ class LogitsProcessors:
         self.tails = torch.zeros((plan.max_slots + 1, 1), dtype=torch.int32, device=device)
         self.entries: Tensor | None = None
         self._num_entries = 0
-        self._entries_are_stale = False  # whether `entries` are older than the plan's
-        self._allowed: dict[int, Ints] = {}  # slot → packed bits of its allowed ids, which a grammar narrows
-        self._edits: dict[int, _Edits] = {}  # by slot, made when they are first applied without a kernel
+        self._entries_are_stale = False  # whether the plan's entries have changed since `entries` was sent
+        # Slot → packed bits of its allowed ids. A grammar's mask is intersected with them.
+        self._allowed: dict[int, Ints] = {}
+        self._edits: dict[int, _Edits] = {}  # by slot, made on first use without a kernel
         self._pending_masks: dict[int, Ints] = {}  # mask row → packed bits to send
         self._pending_tails: dict[int, Ints] = {}  # slot → tokens sampled before it joined
 
@@ -52,13 +53,13 @@ class LogitsProcessors:
         self._entries_are_stale |= bool(need & Need.ENTRIES)
 
     def leave(self, slot: int, had_entries: bool) -> None:
-        self._entries_are_stale |= had_entries  # the slot may go to a sequence that has none
+        self._entries_are_stale |= had_entries  # the next sequence of the slot may have none
         self._allowed.pop(slot, None)
         self._edits.pop(slot, None)
         self._pending_tails.pop(slot, None)
 
     def mask(self, slot: int, bits: Ints | None) -> bool:
-        """Set the slot's mask; True if it had none before, so that its settings have changed."""
+        """Set the slot's mask. Return whether it had none before, which changes its settings."""
         words = self.masks.shape[1]
         if bits is not None and bits.shape != (words,):
             raise ValueError(f"the mask has {bits.shape} words; this vocabulary needs ({words},)")
@@ -70,7 +71,7 @@ class LogitsProcessors:
         return is_first
 
     def flush(self, send: Send) -> None:
-        """Send what joined since the last step; if nothing did, send nothing."""
+        """Send changes since the last step, if there are any."""
         self.counts.flush(self.plan.counts.size, send)
         self.work = _at_least(self.work, self.plan.works.size)
         if self._pending_masks:
@@ -85,7 +86,7 @@ class LogitsProcessors:
             self._entries_are_stale = False
 
     def flush_tails(self, positions: Tensor, send: Send) -> None:
-        """Send last tokens, after the positions: the ring is indexed by them."""
+        """Send the last tokens of new sequences, after the positions, which index the ring."""
         longest = self.plan.longest_word
         if longest > self.tails.shape[1]:
             self.tails = _wider(self.tails, positions, 1 << (longest - 1).bit_length())
@@ -118,7 +119,7 @@ class LogitsProcessors:
         )
 
     def apply_by_torch_(self, x: Tensor, slot: int, position: int, send: Send) -> None:
-        """Edit one row [vocab], fp32, in place; `position` tokens were sampled before."""
+        """Edit one row [vocab], fp32, in place; `position` is the number of tokens sampled before."""
         row, params = self.plan.table[slot], self.plan.held[slot]
         if row[Column.MASK_ROW] >= 0:
             x.masked_fill_(~_unpacked(self.masks[int(row[Column.MASK_ROW])])[: len(x)], _MINUS_INFINITY)
@@ -137,14 +138,14 @@ class LogitsProcessors:
             )
 
     def record(self, table: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor, need: Need) -> None:
-        """Count and record sampled tokens, in plain torch; `positions` [rows] are those before the step."""
+        """Count and record sampled tokens by torch; `positions` [rows] are those before the step."""
         if need & Need.COUNTS:
             self.counts.add(table[slots, Column.COUNT_ROW], tokens)
         if need & Need.TAIL:
             self.tails[slots, positions.long() % self.tails.shape[1]] = tokens
 
     def _forbid_words_(self, x: Tensor, slot: int, position: int, edits: _Edits) -> None:
-        """Forbid the last token of each bad word whose other tokens were sampled just before."""
+        """Forbid the last token of each bad word whose other tokens were just sampled."""
         if not len(edits.last_tokens):
             return
         width, ring = edits.prefixes.shape[1], self.tails.shape[1]
@@ -157,13 +158,13 @@ class LogitsProcessors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Edits:
-    """The edits of single tokens of one slot, for `apply_by_torch_`."""
+    """The single-token edits of one slot, for `apply_by_torch_`."""
 
     biased: Tensor  # [biased]
     bias: Tensor  # fp32 [biased]
     stops: Tensor  # [stop tokens]
     last_tokens: Tensor  # [bad words]
-    prefixes: Tensor  # [bad words, longest], the other tokens from the last to the first; -1: none
+    prefixes: Tensor  # [bad words, longest], the other tokens in reverse order; -1: none
     lengths: Tensor  # [bad words], number of the other tokens
 
 
@@ -194,14 +195,14 @@ def _unpacked(words: Tensor) -> Tensor:
 
 
 def _at_least(work: Tensor, rows: int) -> Tensor:
-    """A buffer of at least `rows` rows; contents do not outlive a step, so nothing is copied."""
+    """A buffer of at least `rows` rows. Contents are used within one step only, so nothing is copied."""
     if rows <= len(work):
         return work
     return torch.empty((1 << (rows - 1).bit_length(), work.shape[1]), device=work.device)
 
 
 def _wider(tails: Tensor, positions: Tensor, ring: int) -> Tensor:
-    """The rings of last tokens with each token moved to its position in the longer ring."""
+    """Copy the rings of last tokens to longer rings, with each token at its new index."""
     old = tails.shape[1]
     back = positions[:, None].long() - 1 - torch.arange(old, device=tails.device)  # [slots, old]
     out = tails.new_zeros((len(tails), ring))

@@ -1,9 +1,9 @@
-"""The sampler: logits of a step's rows in, one token for each row out, all on the device.
+"""The sampler: from the logits of a step's rows to one token for each row, on the device.
 
-A slot's settings are sent when its sequence joins and stay in a table on the device, which also counts the
-tokens that each slot has sampled. So a step that no sequence joins sends nothing. A step whose rows need no
-logits processor reads the logits once and writes only tokens. Such steps can be captured in a graph
-(`plain`), because the tensors that they read never move.
+A slot's settings are sent when its sequence joins, and stay in a table on the device. The device also counts
+the tokens that each slot has sampled. So a step without new sequences sends nothing. A step whose rows need
+no logits processor reads the logits once and writes only tokens. Such a step can be captured in a graph
+(`plain`), because the tensors that it reads are never reallocated.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _NOTHING = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """Sampled tokens of a step's rows, on the device, and log probabilities of the rows that asked."""
+    """Sampled tokens of a step's rows, on the device, and log probabilities of rows that requested them."""
 
     token_ids: Tensor  # int32 [n], negative if none can be sampled (see `kernels.sampling`)
-    logprobs: LogprobTensors | None = None  # [rows that asked, 1 + the most that one of them asked for]
-    logprob_rows: Ints | None = None  # [rows that asked], their rows in the step; on the host
+    logprobs: LogprobTensors | None = None  # [rows with log probabilities, 1 + their largest `logprobs`]
+    logprob_rows: Ints | None = None  # [rows with log probabilities], rows of the step; on the host
 
 
 class VerifyTensors(NamedTuple):
@@ -53,10 +53,10 @@ class VerifyTensors(NamedTuple):
 
 
 class Sampler:
-    """Slots 0 … max_slots − 1 belong to sequences; slot `max_slots` is for padding rows of a graph.
+    """Samples for the sequences in slots 0 … max_slots − 1; slot `max_slots` is for padding rows of a graph.
 
-    `join`, `leave` and `mask` work on the host; their changes are sent with the next step. A slot samples in
-    the order of its steps. A preempted sequence joins again with its `output_ids`.
+    `join`, `leave` and `mask` change state on the host; the next step sends the changes. The steps of a slot
+    sample in order. A preempted sequence joins again with its `output_ids`.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Sampler:
         self.uploads = 0  # copies from host to device so far
         self.table = self._send(self.plan.table).clone()  # int32 [slots, WIDTH]
         self.positions = torch.zeros(max_slots + 1, dtype=torch.int32, device=self.device)
-        self.last = torch.zeros_like(self.positions)  # int32 [slots], the newest token, never negative
+        self.last = torch.zeros_like(self.positions)  # int32 [slots], last sampled token, never negative
         self._processors = LogitsProcessors(self.plan, self.device)
-        self._joined: dict[int, int] = {}  # slot → tokens sampled before
-        self._changed: set[int] = set()  # slots of which only the settings are to be sent
-        self._rows_by_need: dict[Need, tuple[Ints, Tensor]] = {}  # rows by need, of the batch `_batch`
+        self._joined: dict[int, int] = {}  # slot → number of tokens sampled before
+        self._changed: set[int] = set()  # slots whose settings, but not positions, have to be sent
+        self._rows_by_need: dict[Need, tuple[Ints, Tensor]] = {}  # rows by need, for the batch `_batch`
         self._batch: tuple[int, bytes] = (-1, b"")
 
     def join(
@@ -82,7 +82,7 @@ class Sampler:
         output_ids: Ints | None = None,
         stream: int | None = None,
     ) -> None:
-        """`stream`: the noise stream of a sequence without a seed; None: a new one."""
+        """Assign a slot to a sequence. `stream` is the noise stream if it has no seed; None: a new stream."""
         output_ids = _NOTHING if output_ids is None else output_ids
         need = self.plan.join(slot, params, len(output_ids), stream)
         self._processors.join(slot, need, params, prompt_ids, output_ids)
@@ -102,7 +102,7 @@ class Sampler:
         self.positions.index_copy_(0, at.long(), positions)
 
     def mask(self, slot: int, bitmask: Ints | None) -> None:
-        """Set the tokens that the slot may sample, 32 to a word, lowest bit first; None: all tokens."""
+        """Set the tokens that the slot may sample, 32 per word, lowest bit first; None: all tokens."""
         if slot not in self.plan.held:
             raise ValueError(f"slot {slot} is free; a sequence must join before its mask is set")
         if self._processors.mask(slot, bitmask):
@@ -111,8 +111,11 @@ class Sampler:
     def __call__(
         self, logits: Tensor, slots: Ints, slots_device: Tensor, verify: VerifyTensors | None = None
     ) -> Sampled:
-        """With `verify`, a slot without logits processors may have several rows. Each row uses the noise of
-        its own position. The slot continues after the last row whose earlier proposals were all accepted."""
+        """Sample one token for each row.
+
+        With `verify`, a slot without logits processors may have several rows. Each row uses the noise of its
+        own position. The slot continues after the last row whose preceding proposals were all accepted.
+        """
         if logits.shape != (len(slots), self.plan.vocab_size):
             raise ValueError(
                 f"logits have shape {tuple(logits.shape)}, not {(len(slots), self.plan.vocab_size)}"
@@ -141,10 +144,11 @@ class Sampler:
     def plain(
         self, logits: Tensor, slots_device: Tensor, filtered: bool = False, offsets: Tensor | None = None
     ) -> Tensor:
-        """Tokens of rows that need no more than a temperature and, with `filtered`, top-k, top-p or min-p.
+        """Sample rows that need only a temperature and, with `filtered`, top-k, top-p or min-p.
 
-        It neither plans nor sends, so a graph can capture it. The graph's owner checks `plan.need` first,
-        calls `flush` before the replay, and calls `plan.step` once for it."""
+        It neither plans nor sends, so it can be captured in a graph. The owner of the graph checks
+        `plan.need` first, calls `flush` before the replay, and calls `plan.step` once for each replay.
+        """
         bounds = logit_thresholds(logits, slots_device, self.table) if filtered else None
         return sample_tokens(
             logits,
@@ -157,7 +161,7 @@ class Sampler:
         )
 
     def flush(self) -> None:
-        """Send what joined or changed; if nothing did, send nothing."""
+        """Send new and changed slots, if there are any."""
         self._processors.flush(self._send)
         if self._joined or self._changed:
             slots = np.array([*self._joined, *self._changed.difference(self._joined)], np.int32)
@@ -234,28 +238,28 @@ class Sampler:
         return argmax_tokens(logits).index_copy_(0, selected, chosen)
 
     def _reset_rows(self, slots: Ints) -> None:
-        """Drop the cached rows if this batch differs from the last."""
+        """Drop the cached rows if this batch differs from the previous one."""
         batch = (self.plan.version, slots.tobytes())
         if batch != self._batch:
             self._rows_by_need.clear()
             self._batch = batch
 
     def _rows(self, need: Need, slots: Ints) -> tuple[Ints, Tensor]:
-        """The rows with one of the flags, on the host and on the device; sent once for a batch."""
+        """The rows that have any of these flags, on the host and on the device; sent once per batch."""
         if need not in self._rows_by_need:
             rows = self.plan.rows(slots, need)
             self._rows_by_need[need] = rows, self._send(rows).long()
         return self._rows_by_need[need]
 
     def _filtered(self, rows: Ints, slots: Ints) -> Tensor:
-        """The indices into `rows` of those that have a filter."""
+        """The indices into `rows` of rows that have a filter."""
         if Need.FILTER not in self._rows_by_need:
             index = self.plan.rows(slots[rows], Need.FILTER)
             self._rows_by_need[Need.FILTER] = index, self._send(index).long()
         return self._rows_by_need[Need.FILTER][1]
 
     def _send(self, array: NDArray[Any]) -> Tensor:
-        """Copy an array to the device; the sampler has no other way there."""
+        """Copy an array to the device. All copies of the sampler go through this method."""
         self.uploads += 1
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self.device.type == "cpu":

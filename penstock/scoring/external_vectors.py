@@ -1,7 +1,7 @@
-"""Late interaction of vectors that the caller brings: they go to the device, and only scores come back.
+"""Late-interaction scores of vectors that the caller supplies; only scores are returned from the device.
 
 A comparison of any size runs in parts. Between two parts the engine's steps run, and a cancelled comparison
-ends. A part has bounded scratch memory, so a comparison needs little more memory than its vectors.
+stops. A part has bounded scratch memory, so a comparison needs little more memory than its vectors.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from penstock.types import MIN_PRODUCT_WIDTH, Array, Comparison, Ints
 
 @dataclass(frozen=True, slots=True)
 class PartLimits:
-    """The size of a part. A single pair above `max_products` is divided."""
+    """Limits of a part. A single pair that exceeds one of them is divided."""
 
-    max_operations: int  # products of values, which bounds the time of a part
-    max_bytes: int  # of the vectors of a part, as the device multiplies them
-    max_products: int = TILE_PRODUCTS  # products of one pair's vectors
+    max_operations: int  # multiplications of values; bounds the time of a part
+    max_bytes: int  # size of a part's vectors in fp32
+    max_products: int = TILE_PRODUCTS  # products of vectors of one pair
 
 
 CPU_LIMITS = PartLimits(max_operations=1 << 28, max_bytes=32 << 20)
@@ -40,7 +40,7 @@ class Part:
 
 
 def plan_parts(comparison: Comparison, limits: PartLimits) -> Iterator[Part]:
-    """Divide a comparison by documents. Parts stay below the limits, those of divided documents excepted."""
+    """Divide a comparison by documents. All parts stay within the limits, except those with `is_divided`."""
     width = comparison.queries.shape[1]
     products = comparison.query_lengths.astype(np.int64)[comparison.pairs] * comparison.document_lengths
     operations = products * max(width, MIN_PRODUCT_WIDTH)
@@ -69,7 +69,7 @@ def plan_parts(comparison: Comparison, limits: PartLimits) -> Iterator[Part]:
 
 
 def tile_shape(num_queries: int, num_documents: int, width: int, limits: PartLimits) -> tuple[int, int]:
-    """How many query and document vectors of a divided pair are multiplied at once."""
+    """The number of query and document vectors of a divided pair that are multiplied at once."""
     max_vectors = max(1, limits.max_bytes // (8 * width))
     max_products = max(1, min(limits.max_products, limits.max_operations // max(width, MIN_PRODUCT_WIDTH)))
     queries = min(num_queries, max_vectors, max(1, int(max_products**0.5)))
@@ -80,8 +80,10 @@ def tile_shape(num_queries: int, num_documents: int, width: int, limits: PartLim
 def compare_in_parts(
     comparison: Comparison, device: torch.device, limits: PartLimits | None = None
 ) -> Iterator[Array | None]:
-    """Scores, fp32 [documents, 1]; None after each part that comes before. A part waits for the device, so it
-    must not run on the engine loop's thread."""
+    """Yield None after each part or tile, and at the end the scores, fp32 [documents, 1].
+
+    A part waits for the device, so it must not run on the engine loop's thread.
+    """
     _check(comparison)
     if limits is None:
         limits = CUDA_LIMITS if device.type == "cuda" else CPU_LIMITS
@@ -115,7 +117,7 @@ def _starts(lengths: Ints) -> Array:
 
 
 def _check(comparison: Comparison) -> None:
-    """Kernels read vectors by these numbers, so none may point outside."""
+    """Check lengths and pairs: kernels read vectors by them, so none may point outside."""
     pairs = comparison.pairs
     sides = (
         (comparison.queries, comparison.query_lengths, comparison.query_scales),
@@ -133,7 +135,7 @@ def _check(comparison: Comparison) -> None:
 
 
 def _score_whole(comparison: Comparison, part: Part, spans: _Spans, device: torch.device) -> Array:
-    """Scores of the documents of a part, by the kernel."""
+    """Score the documents of a part with the kernel."""
     pairs = comparison.pairs[part.first : part.end]
     lengths = comparison.document_lengths[part.first : part.end]
     first_query, end_query = int(pairs.min()), int(pairs.max()) + 1
@@ -167,7 +169,7 @@ def _score_whole(comparison: Comparison, part: Part, spans: _Spans, device: torc
 def _score_divided(
     comparison: Comparison, index: int, spans: _Spans, device: torch.device, limits: PartLimits
 ) -> Generator[None, None, float]:
-    """The score of one pair, tile by tile: maxima over tiles of the document, summed over the query."""
+    """Score one pair tile by tile: maxima over tiles of the document, summed over the query."""
     which, width = int(comparison.pairs[index]), comparison.queries.shape[1]
     first_query, end_query = spans.query_starts[which : which + 2].tolist()
     first_document, end_document = spans.document_starts[index : index + 2].tolist()
@@ -194,7 +196,8 @@ def _score_divided(
                 found *= sent(comparison.document_scales, document, document_end)[:, None]
             best = torch.maximum(best, found.amax(dim=0))  # keeps NaN
             if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()  # or all tiles would be queued before steps
+                # Without this, all tiles would be queued before the engine's next step.
+                torch.cuda.current_stream(device).synchronize()
             yield
         total += float(best.sum(dtype=torch.float64))
     return total

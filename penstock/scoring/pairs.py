@@ -1,7 +1,7 @@
-"""Scores of all pairs of a step, computed beside the step's vectors; only scores are returned.
+"""Scores of all pairs of a step, computed on the device from the step's vectors; only scores are returned.
 
-Queries, and documents if they are cached, are kept in a vector store on the device, where later steps read
-them. `scheduler.vector_cache` assigns the offsets.
+A vector store on the device keeps queries, and documents if they are cached, for later steps.
+`scheduler.vector_cache` assigns the offsets.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PairTensors:
 
 
 class PairScorer:
-    """Late interaction of token vectors, or a similarity of one vector per row."""
+    """Scores pairs: late interaction of token vectors, or a similarity of one vector per row."""
 
     def __init__(self, store: Tensor, *, late: bool, similarity: str) -> None:
         self.store = store  # [capacity, dim]
@@ -46,7 +46,7 @@ class PairScorer:
         self.similarity = similarity
 
     def __call__(self, vectors: Tensor, pairs: PairTensors) -> Tensor:
-        """Score the pairs of a step from its vectors [n, dim] → fp32 [pairs, 1]."""
+        """Score the pairs of a step from its vectors [n, dim], fp32 [pairs, 1]."""
         vectors = vectors.to(self.store.dtype)
         if len(pairs.write_from):
             write = copy_rows if use_kernel(vectors) else copy_rows_reference
@@ -65,7 +65,7 @@ class PairScorer:
     def _scores(
         self, documents: Tensor, pairs: PairTensors, queries: Tensor, starts: Tensor, lengths: Tensor
     ) -> Tensor:
-        """Scores of pairs: the query of each, and the start and length of its document in `documents`."""
+        """Score pairs, given the query of each, and the start and length of its document in `documents`."""
         if not self.late:
             query = self.store.index_select(0, pairs.query_starts.index_select(0, queries))
             return similarity(query, documents.index_select(0, starts), self.similarity)
@@ -86,7 +86,7 @@ SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 
 
 def similarity(query: Tensor, document: Tensor, kind: str) -> Tensor:
-    """[pairs, dim] twice → [pairs]. Distances are negated, so that larger always means nearer."""
+    """Similarity of vectors, [pairs, dim] twice → [pairs]. Distances are negated, so larger is nearer."""
     if kind == "cosine":
         return torch.nn.functional.cosine_similarity(query, document, dim=-1)
     if kind == "dot":
