@@ -26,9 +26,7 @@ class Budget:
     max_tokens: int  # per step
     max_rows: int  # per step
     max_queued_tokens: int  # in the waiting queue; further requests are refused
-    max_output_bytes: int = (
-        0  # token vectors returned per step; a step's first row may exceed it; 0: no limit
-    )
+    max_output_bytes: int = 0  # token vectors per step; a step's first row may exceed it; 0: no limit
     is_shared: bool = False  # small and large requests (of several steps) share each step while both wait
     max_patches: int = UNBOUNDED  # of images that start in a step; a step's first row may exceed it
 
