@@ -121,7 +121,7 @@ class DecoderAttention:
         if batch.kv is not None and self.rotary.can_write_cache(self.head_dim):
             keep = batch.kv.write_target(self.layer, capped=kind.softcap is not None)
         qkv, first = self.qkv(hidden), 0
-        for norm in self.wide_norms:  # of queries, then of keys
+        for norm in self.wide_norms:  # first queries, then keys
             part = qkv[:, first : first + norm.shape[0]]
             part.copy_(norm(part))
             first += norm.shape[0]

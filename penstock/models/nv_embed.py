@@ -1,7 +1,7 @@
 """NV-Embed: a bidirectional Mistral whose states attend to a trained set of latent vectors.
 
-Keys and values are constants. So they are multiplied into the query and output projections when the model is
-built, which reduces the attention to two products and a softmax over the latent vectors.
+Keys and values are constants, so they are multiplied into the query and output projections when the model is
+built. This reduces the attention to two products and a softmax over the latent vectors.
 """
 
 from __future__ import annotations

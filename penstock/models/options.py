@@ -1,4 +1,4 @@
-"""Reads options of config.json: those with several names, and values that a family's wiring requires."""
+"""Reads options of config.json, under any of their names, and checks the values that a family requires."""
 
 from __future__ import annotations
 

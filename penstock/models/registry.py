@@ -37,7 +37,7 @@ class Model(Protocol):
     ignored_tensors: tuple[str, ...]  # substrings of the names of tensors that may stay unread
 
     def __call__(self, batch: Batch) -> Tensor:
-        """The last hidden states, [tokens, hidden]. If the model prunes, only those of the needed tokens."""
+        """The last hidden states [tokens, hidden]; if the model prunes, only of the tokens that are read."""
         ...
 
 

@@ -50,7 +50,7 @@ class SiglipVision:
         self.feature_width = shape.hidden
 
     def layout(self, grids: Ints) -> list[Ints]:
-        return []  # the numbers of patches are sufficient
+        return []  # the tower needs no integers besides the numbers of patches
 
     def states(self, images: ImageBatch) -> Tensor:
         """[patches, hidden], after the last norm."""

@@ -53,8 +53,8 @@ class ActiveSequences:
     # Start and resume.
 
     def has_adapter_room(self, sequence: SequenceState) -> bool:
-        """Whether the adapters of this and all running sequences fit into one step. If not, the sequences
-        behind it wait too, so that its turn comes."""
+        """Whether the adapters of this and all running sequences fit into one step. If not, later sequences
+        in the queue wait too, so that this one gets its turn."""
         adapters, table = sequence.request.adapters, self.slots
         if not self.max_adapters or adapters is None or (own := int(adapters[sequence.row])) < 0:
             return True

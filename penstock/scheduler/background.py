@@ -45,12 +45,12 @@ class BackgroundLane:
 
     @property
     def is_starving(self) -> bool:
-        """Whether background work has waited for so many interactive steps that it has to run now."""
+        """Whether background work has waited for so many interactive steps that it has to run next."""
         return self._num_passed >= MAX_PASSED
 
     @property
     def is_held_back(self) -> bool:
-        """Whether a paused background step has waited for so many interactive steps that it has to go on."""
+        """Whether a paused background step has waited so long that it has to run one stretch."""
         return self._num_passed >= MAX_PASSED_HELD
 
     def is_quiet(self, now_s: float) -> bool:

@@ -27,7 +27,7 @@ class _Mean:
     """Moving averages of the seconds and proposed tokens of one kind of step."""
 
     num_steps: int = 0
-    own_s: float = 0.0  # without catching up
+    own_s: float = 0.0  # without `catch_up_s`
     catch_up_s: float = 0.0
     num_proposed: float = 0.0
 
@@ -68,7 +68,7 @@ class DecodeTimes:
         self._means: dict[tuple[int, bool], _Mean] = {}  # by bucket, and whether steps are speculative
         self._latest: _Latest | None = None
         self._was_speculative = False  # whether the last decode step was; kept when other steps follow it
-        self._bucket = 0  # of the latest step
+        self._bucket = 0  # bucket of the latest step
         self._trial_left = 0  # steps left in the current trial
         self._trial_is_speculative = False
         self._is_tried = False  # a trial runs, or has ended and is not evaluated yet

@@ -1,8 +1,8 @@
 """Generation policy: what each step runs.
 
-A sequence waits (`prompt_queue`), gets a slot and the KV cache blocks of its prompt (`active_sequences`),
-prefills in chunks (`prefill`), and decodes one token per step until a result ends it
-(`generation_results`). If no block is free, the newest sequence is preempted. `unfinished` tracks all
+A sequence waits (`prompt_queue`) until it gets a slot and the KV cache blocks of its prompt
+(`active_sequences`). It prefills in chunks (`prefill`), and then decodes one token per step until a result
+ends it (`generation_results`). If no block is free, the newest sequence is preempted. `unfinished` tracks all
 requests, in whatever state their sequences are, and `SlotTable` holds the numbers that change every step.
 
 Background sequences never share a step with interactive ones. While interactive sequences run, they pause:
@@ -350,8 +350,8 @@ class GenerationScheduler:
         return self._results.collect(plan.sample, result, self.speculation)
 
     def step_failed(self, plan: GeneratePlan, *, isolate: bool = True) -> list[Request]:
-        """Recover from a failed step: its sequences start over from their known tokens. With `isolate` their
-        requests run one at a time; a request that was alone in the step is dropped and returned."""
+        """Recover from a failed step: its sequences start over from their known tokens. With `isolate`, their
+        requests then run one at a time. A request that was alone in the step is dropped and returned."""
         sample, table, active = plan.sample, self._slots, self._active
         slots = dict.fromkeys(sample.slots[table.is_current(sample)].tolist())
         sequences = [sequence for slot in slots if (sequence := table.find(slot)) is not None]

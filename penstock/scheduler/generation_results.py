@@ -27,12 +27,11 @@ _ALL_MINUS_INFINITY = "no token may follow: the model gives −inf for all of th
 
 
 class _NewTokens(NamedTuple):
-    """The sampled tokens of a step that are kept, those of a sequence in order. The first three are
-    [tokens]."""
+    """The sampled tokens of a step that are kept. Tokens of one sequence are in order."""
 
-    slots: Ints
-    token_ids: Ints
-    offsets: Ints | None  # number of earlier new tokens of the same sequence; None: one token per sequence
+    slots: Ints  # [tokens]
+    token_ids: Ints  # [tokens]
+    offsets: Ints | None  # [tokens], earlier new tokens of the same sequence; None: one token per sequence
     keep: NDArray[np.bool_]  # [sampled tokens of the step], whether the token is kept
     current: NDArray[np.bool_]  # [rows of the step], whether the row still belongs to its sequence
 

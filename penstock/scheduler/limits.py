@@ -13,8 +13,8 @@ class GenerationLimits:
     max_rows: int  # sequences per step, and the number of slots
     max_tokens: int  # per step
     max_chunk_tokens: int  # per sequence and step
-    max_length: int  # of a sequence, prompt and output
-    max_queued_tokens: int  # of waiting prompts
+    max_length: int  # tokens of a sequence, prompt and output
+    max_queued_tokens: int  # tokens of waiting prompts
     prefix_caching: bool = True  # keep full blocks for sequences with the same prefix
     vocab_size: int = 1 << 31
     separate_prefill: bool = False  # prefill and decode steps alternate

@@ -134,7 +134,7 @@ def _concatenate(parts: Sequence[_Array]) -> _Array:
 
 
 def _kept_tokens(paired: Sequence[_PairedSlice], tokens: Ints) -> Ints:
-    """The tokens, among those of all rows that end, whose vectors take part in a score."""
+    """Select the tokens whose vectors take part in a score. `tokens`: all tokens of the rows that end."""
     flags: list[Ints] = []
     for each in paired:
         request, rows = each.row_slice.request, each.rows

@@ -62,7 +62,7 @@ def build_plan(
         order = np.lexsort(sort_keys).astype(np.int32)
         step_row_of = np.empty_like(order)
         step_row_of[order] = np.arange(len(order), dtype=np.int32)
-        starts = cu_lengths[:-1][order]  # of each row in the concatenated parts
+        starts = cu_lengths[:-1][order]  # start of each row in the concatenated parts
         lengths = lengths[order]
         num_cached, keys, skip, adapters, is_image = (
             None if each is None else each[order] for each in (num_cached, keys, skip, adapters, is_image)

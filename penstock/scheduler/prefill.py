@@ -1,7 +1,7 @@
 """Chooses the prompts that run in a step, and how many tokens of each.
 
-Owns the order of prompts (running, then preempted, then waiting), the admission of waiting sequences, and the
-budget that keeps steps with prompts within the target inter-token latency.
+Owns the order of prompts: running, then preempted, then waiting. It also owns the admission of waiting
+sequences, and the budget that keeps steps with prompts within the target inter-token latency.
 """
 
 from __future__ import annotations

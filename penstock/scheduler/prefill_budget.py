@@ -120,8 +120,8 @@ class PrefillBudget:
         return min(piece, max(wanted, MIN_PROGRESS), room)
 
     def _tokens_in_time(self, demand: PrefillDemand) -> int:
-        """The size of a step that keeps the target. If more prompts wait than sequences decode, the step
-        delays fewer sequences than wait for it, so its time may be longer by that ratio."""
+        """The size of a step that keeps the target. If more prompts wait than sequences decode, the allowed
+        time is longer by that ratio, because the step delays fewer sequences than wait for it."""
         decoding, times = demand.num_decoding, self.times
         pressure = max(1.0, demand.num_prompts / decoding)
         allowed_s = max(self.target_itl_s, MAX_SLOWDOWN * times.seconds_of(decoding)) * pressure

@@ -6,7 +6,7 @@ come, first served. A request that arrives later than the head start cannot over
 Across clients, `FairQueue` orders requests by the tokens that have run for each client.
 
 Small requests, which fit into one step, and large ones wait in separate queues. The scheduler gives each kind
-a share of every step, so that a single row does not wait for the thousands of rows of an earlier request.
+a share of every step. So a single row does not wait for the thousands of rows of an earlier request.
 """
 
 from __future__ import annotations

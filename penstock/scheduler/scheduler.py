@@ -28,7 +28,7 @@ class Budget:
     max_queued_tokens: int  # in the waiting queue; further requests are refused
     max_output_bytes: int = 0  # token vectors per step; a step's first row may exceed it; 0: no limit
     is_shared: bool = False  # small and large requests (of several steps) share each step while both wait
-    max_patches: int = UNBOUNDED  # of images that start in a step; a step's first row may exceed it
+    max_patches: int = UNBOUNDED  # image patches that start in a step; a step's first row may exceed it
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ class _StepRoom:
 
     tokens: int
     rows: int
-    output_bytes: int  # of token vectors
-    patches: int = UNBOUNDED  # of images
+    output_bytes: int  # for token vectors
+    patches: int = UNBOUNDED  # for images
     has_images: bool = False  # an image already starts in this step
     features: int = UNBOUNDED  # free slots of the image feature store, shared by the rows of the step
     token_bytes: int = 0  # output size per token of the request being scheduled
@@ -143,7 +143,7 @@ class Scheduler:
         self.max_adapters = 0  # different adapters per step; 0: no limit
         self.max_shared_tokens = budget.max_tokens  # step size while small requests may wait for the step
         self._small_lead = 0.0  # tokens by which small requests are ahead of their share
-        self._num_flood_steps = 0  # coming small-only steps to keep short: a client waits beside a flood
+        self._num_flood_steps = 0  # coming small-only steps to keep short: a client waits behind a flood
         self._num_short_steps = 0  # coming large-only steps to keep short: small requests may arrive
         # Rows of failed steps, in groups. They run before the queue.
         self.isolated: deque[list[QueuedRequest]] = deque()
@@ -435,8 +435,8 @@ class Scheduler:
         return min(tokens, int(room.tokens * share)), min(rows, int(room.rows * share))
 
     def _yields(self, *, large: bool) -> bool:
-        """Whether a kind gets no share of the step, because its first request is of the same client as the
-        other kind's and less urgent."""
+        """Whether a kind gets no share of the step, because the other kind's first request is of the same
+        client and more urgent."""
         own, other = self.queue.first(large=large), self.queue.first(large=not large)
         if own.request.priority <= other.request.priority or own.request.client != other.request.client:
             return False

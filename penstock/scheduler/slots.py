@@ -1,8 +1,8 @@
 """Slot bookkeeping of generation: everything that changes every step, in NumPy arrays by slot.
 
 A slot is a sequence's index in these arrays and in the sampler. With arrays, a step costs a few NumPy calls
-for any number of sequences. A token that the device has sampled but the CPU has not read counts in
-`num_tokens` but not in `num_known`: its position is planned before its id is known.
+for any number of sequences. The position of a token is planned before its id is known: a token that the
+device has sampled but the CPU has not read counts in `num_tokens`, not in `num_known`.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class SlotTable:
         self._leave(slot)
 
     def restart(self, sequence: SequenceState) -> None:
-        """Discard what is in flight for a sequence, and join it to the sampler again, because the sampler may
-        have counted tokens that the CPU has not read."""
+        """Discard what is in flight for a sequence, and join it to the sampler again: the sampler may have
+        counted tokens that the CPU has not read."""
         slot = sequence.slot
         self.epoch[slot] += 1
         self.num_tokens[slot] = self.num_known[slot]

@@ -1,14 +1,14 @@
 """Speculative decoding: which sequences run proposed tokens, how many, and whether that is faster.
 
-A speculative step runs the last token of a sequence and its proposed tokens, each as a row of its own, and
-samples after each of them. The samples are those that plain decoding would take, with the same noise
-(`kernels.sampling`). A proposal is accepted if it equals the sample of the row before it. So the output does
-not change, and a step yields one more token for each accepted proposal.
+A speculative step runs the last token of a sequence and its proposed tokens, each as a row of its own. It
+samples after each row, exactly as plain decoding would, with the same noise (`kernels.sampling`). A proposal
+is accepted if it equals the sample of the row before it. So the output does not change, and a step yields one
+more token for each accepted proposal.
 
-Proposals need the known tokens, so no decode step is planned ahead while speculation is on. Measurements
-decide all the time whether the gained tokens outweigh the longer steps. While speculation is off, free
-proposals are still made and compared with the tokens that follow. A draft model is not free: it runs in
-trials of a few steps, which measure its gain again.
+Proposals need the known tokens, so no decode step is planned ahead while speculation is on. Step times are
+measured continuously, to decide whether the gained tokens outweigh the longer steps. While speculation is
+off, free proposals are still made and compared with the tokens that follow. A draft model is not free: it
+runs in trials of a few steps, which measure its gain again.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Speculation:
         self._pending_at = np.full(count, -1, dtype=np.int32)  # known tokens at the latest proposal; -1: none
         self._tried_at: Ints = np.zeros(count, dtype=np.int32)  # known tokens at the last non-empty proposal
         self._proposed_at = np.full(count, -1, dtype=np.int32)  # known tokens when proposals last ran
-        self._catch_up_s = 0.0  # of the latest proposals
+        self._catch_up_s = 0.0  # catch-up time of the latest proposals
         self._mean_gain = _PRIOR_GAIN
         self._num_unobserved = 0  # steps since proposals were last compared while speculation was off
 

@@ -8,8 +8,8 @@ MayRun = Callable[[str], bool]  # whether a request may be in the next step
 
 
 class SuspectRequests:
-    """Requests of failed steps. Each runs alone until a step of it succeeds, which clears it, or fails, which
-    fails the request."""
+    """Requests of failed steps. Each runs alone until one of its steps succeeds, which clears the request, or
+    fails, which fails the request."""
 
     def __init__(self) -> None:
         self._ids: list[str] = []

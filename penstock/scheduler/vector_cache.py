@@ -1,7 +1,7 @@
 """Allocates ranges of the vector store on the device, which scores read from. Bookkeeping only, no tensors.
 
-A request with pairs holds room for its queries while its documents run. Vectors of queries, and of documents
-if these are cached too, stay until their room is needed, so that repeated rows do not run again.
+A request with pairs holds room for its queries while its documents run. Vectors of queries (and of documents,
+if these are cached too) stay until their room is needed. So repeated rows do not run again.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ class StoredTensor(NamedTuple):
     """A tensor of an open file."""
 
     file: TensorFile
-    key: str  # its name in the file
+    key: str  # name in the file
     shape: tuple[int, ...]
-    dtype: torch.dtype | None  # None: PyTorch has no such format
+    dtype: torch.dtype | None  # None: PyTorch does not have the stored format
     offset: int  # bytes from the beginning of the file
     size: int  # bytes
 

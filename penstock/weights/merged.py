@@ -108,8 +108,8 @@ class PeftMergedSource(WeightSource):
         return self._inner.prefix_of(*names)
 
     def check_tied(self, vocabulary: int, heads: Sequence[str]) -> None:
-        """Refuse an adapter that changes the word table or the head, if they share one weight: merging would
-        change both, while the adapter was trained on separate weights."""
+        """Refuse an adapter that changes the word table or the head, if they share one weight. It was trained
+        on separate weights, and merging would change both."""
         spec = self._spec
         changed = [
             *match_modules(spec.modules, heads),

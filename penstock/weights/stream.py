@@ -23,7 +23,7 @@ from penstock.weights.files import Ranges, StoredTensor, open_file
 
 _FP8 = torch.float8_e4m3fn
 _SCALES = "_scale_inv"  # suffix of the name of an fp8 tensor's scales
-_MAX_CONVERTED_BYTES = 256 << 20  # limit of tensors that are in memory in two dtypes at once
+_MAX_CONVERTED_BYTES = 256 << 20  # limit of tensors that are in memory in two dtypes at the same time
 
 
 class Wanted(NamedTuple):
