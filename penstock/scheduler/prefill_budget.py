@@ -22,7 +22,8 @@ MAX_OVERSHOOT = 1.25  # size limit of one step, relative to the target's size; t
 MAX_SLOWDOWN = 1.5  # time that any step may take, relative to its decodes alone, whatever the target is
 _MEMORY = 0.97  # factor on the weight of earlier steps with each new one
 _MAX_GROWTH = 2  # estimates are trusted up to this multiple of the largest measured step
-_MAX_SURPRISE = 4.0  # a step counts as at most this multiple of its estimate: it may have compiled a kernel
+# A step counts as at most this multiple of its estimate: it may have compiled a kernel or captured a graph.
+_MAX_SURPRISE = 4.0
 
 
 class PrefillDemand(NamedTuple):
