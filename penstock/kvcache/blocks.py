@@ -1,7 +1,7 @@
-"""KV cache blocks: reference counts, and which blocks hold a prefix that others may reuse.
+"""KV cache blocks: reference counts, and the prefixes that other rows may reuse.
 
-Counts and keys only; the tensors are in `store`. A block is free, in use by one or more rows, or idle: no row
-uses it, but it still holds a published prefix until its room is needed.
+Bookkeeping only; the tensors are in `store`. A block is free, in use by one or more rows, or idle. An idle
+block is used by no row, but holds a published prefix until the block is needed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 class BlockPool:
-    """Blocks are allocated all or nothing, so that a row that has started can always finish."""
+    """Allocates blocks all or nothing, so that a row that has started can always finish."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -33,7 +33,7 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take this many blocks, or None if there are not enough; evicts idle prefixes, oldest first."""
+        """Allocate `count` blocks, or return None if too few are left. Evicts idle prefixes, oldest first."""
         if count > self.available:
             return None
         taken = []
@@ -44,7 +44,7 @@ class BlockPool:
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one use of each block. A block without users turns idle if it holds a prefix, else free."""
+        """Drop one use of each block. An unused block becomes idle if it holds a prefix, otherwise free."""
         for block in blocks:
             self._num_users[block] -= 1
             if self._num_users[block]:
@@ -55,7 +55,7 @@ class BlockPool:
                 self._free.append(block)
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest published prefix, in use by the caller from now on."""
+        """Acquire the blocks of the longest published prefix. The caller releases them."""
         found = []
         for key in keys:
             block = self._block_of.get(key)
@@ -69,13 +69,13 @@ class BlockPool:
         return found
 
     def publish(self, block: int, key: bytes) -> None:
-        """Let others find a block by the key of its prefix. The first block of a key keeps it."""
+        """Let other rows find a block by the key of its prefix. If the key has a block, that block stays."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
 
     def retract(self, blocks: Sequence[int]) -> None:
-        """Unpublish blocks, because the step that should have written them failed."""
+        """Unpublish blocks, because the step that was to write them failed."""
         for block in blocks:
             if (key := self._key_of.pop(block, None)) is None:
                 continue
@@ -89,7 +89,7 @@ class BlockPool:
         self.retract(list(self._key_of))
 
     def check_integrity(self) -> None:
-        """Assert that every block is in one state and none is in use; for tests, when idle."""
+        """Assert that every block is in exactly one state and none is in use. For tests, when idle."""
         self.check()
         in_use = sum(map(bool, self._num_users))
         assert not in_use, f"{in_use} blocks are in use though no row is left"

@@ -1,6 +1,6 @@
 """The KV cache on the device, addressed by slot: block × block size + offset.
 
-In fp8 each head of each token has its own scale, so values stay in range and tokens do not depend on each
+In fp8, each head of each token has its own scale. So values stay in range, and tokens do not depend on each
 other.
 """
 
@@ -42,7 +42,7 @@ class KVStore:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def clear(self) -> None:
-        """Drop all keys and values. On a CPU this frees their memory until it is written again."""
+        """Drop all keys and values. On a CPU, this frees their memory until it is written again."""
         del self.keys, self.values, self.key_scales, self.value_scales
         self._allocate()
 
@@ -58,7 +58,7 @@ class KVStore:
         return LayerCache(self.keys[number], self.values[number], *scales)
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """key, value [n, kv heads, dim] into the slots [n]."""
+        """Write key and value [n, kv heads, dim] to the slots [n]."""
         cache = self.layer(layer)
         for into, scales, new in (
             (cache.keys, cache.key_scales, key),
@@ -73,21 +73,21 @@ class KVStore:
             scales.index_copy_(0, slots, quantized.scales.view(new.shape[:-1]))
 
     def read(self, layer: int, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of these slots; quantised ones are converted to `dtype`."""
+        """Read keys and values of these slots. Quantised ones are converted to `dtype`."""
         cache = self.layer(layer)
         key = read_slots(cache.keys, cache.key_scales, slots, dtype)
         return key, read_slots(cache.values, cache.value_scales, slots, dtype)
 
 
 class KVCache(NamedTuple):
-    """What rows keep between steps."""
+    """State that rows keep between steps."""
 
     store: KVStore
     sums: Tensor  # [blocks, hidden] fp32: running sums of rows that are pooled over several steps
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU, pages that were never written take no memory."""
+    """A tensor of zeros. On a CPU, pages that were never written take no memory."""
     if device.type != "cpu":
         return torch.zeros((*shape, dtype.itemsize), dtype=torch.uint8, device=device).view(dtype).squeeze(-1)
     raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)

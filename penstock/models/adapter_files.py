@@ -1,4 +1,4 @@
-"""From an adapter's files to the weights of a model's modules, in host memory. Refuses what does not fit."""
+"""Reads an adapter's files into weights for a model's modules, in host memory. Refuses what does not fit."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def read_adapter(
     dtype: torch.dtype,
     sum_over_ranks: SumOverRanks | None = None,
 ) -> ModuleWeights:
-    """The weights of an adapter by the names of the model's modules, as far as they are computed here.
-    `sum_over_ranks` is needed for one rank's part of a model. All ranks call it equally often."""
+    """The weights of an adapter, by module name of the model, limited to what this rank computes.
+    `sum_over_ranks` is required for one rank's part of a model; all ranks call it equally often."""
     return _Reader(spec, sites, dtype, sum_over_ranks).read()
 
 
@@ -72,7 +72,8 @@ class _Reader:
         return found
 
     def _check_finite(self, found: ModuleWeights) -> None:
-        """Refuse what would fail every request: values that are not finite, or not any more in this type."""
+        """Refuse weights that are not finite, or overflow in the model's dtype: they would fail every
+        request."""
         for place, weights in found.items():
             if not all(math.isfinite(each.sum(dtype=torch.float32)) for each in weights if each is not None):
                 raise _refused(
@@ -81,7 +82,7 @@ class _Reader:
                 )
 
     def _places(self) -> dict[str, str]:
-        """The model's module that each of the adapter's means, but for those that the model leaves out."""
+        """The model's module for each module of the adapter, without modules that the model does not use."""
         spec, sites = self.spec, self.sites
         if spec.rank > sites.max_rank:
             raise _refused(
@@ -113,12 +114,12 @@ class _Reader:
         return places
 
     def _lacking(self, places: Mapping[str, str]) -> list[str]:
-        """The model's modules that the adapter's options name and its file does not have."""
+        """The modules of the model that the adapter's options name but its file does not contain."""
         layers = {place: module for module, place in places.items() if place not in self.sites.tables}
         changed: dict[str, list[SiteRows]] = {}
         for rows in map(self._rows, layers):
             changed.setdefault(rows.site, []).append(rows)
-        others: dict[SiteRows, str] = {}  # under the first of its names
+        others: dict[SiteRows, str] = {}  # each with the first of its names
         for name in named_modules(self.spec, layers, (*self.sites.layers, *self.sites.aliases)):
             rows = self._rows(name)
             if not any(
@@ -134,7 +135,7 @@ class _Reader:
         return SiteRows(place, 0, layer.shares[number].outputs)
 
     def _joined(self, site: str, parts: list[tuple[SiteRows, PartWeights]]) -> PartWeights:
-        """What an adapter does to a layer: one pair, or those of several parts of it side by side."""
+        """The weights of an adapter for a layer: one low-rank pair, or the joined pairs of its parts."""
         layer, number = self.sites.layers[site]
         outputs, share = layer.part_size(number), layer.shares[number]
         rows, part = parts[0]
@@ -185,7 +186,7 @@ class _Reader:
         return self.tensors[name] if name in self.tensors else self.tensors[f"{name}.weight"]
 
     def _is_same(self, stored: Tensor, weight: Tensor) -> bool:
-        """Whether a copy of the base model's weight is the model's."""
+        """Whether the adapter's copy of a base weight equals the model's weight."""
         stored, weight = stored.to(self.dtype), weight.to(self.dtype).cpu()
         return stored.shape == weight.shape and torch.equal(stored, weight)
 
@@ -218,7 +219,7 @@ class _Reader:
             )
 
     def _saved(self) -> list[tuple[str, PartWeights | TableWeights]]:
-        """Whole weights that replace those of modules."""
+        """Whole weights that replace the weights of modules (`modules_to_save`)."""
         found: list[tuple[str, PartWeights | TableWeights]] = []
         modules = dict.fromkeys(name.rpartition(".")[0] for name in self.spec.saved)
         self._check_all_saved(self.places[module] for module in modules if module in self.places)
@@ -241,7 +242,7 @@ class _Reader:
         return found
 
     def _check_all_saved(self, places: Iterable[str]) -> None:
-        """Refuse a file that has some of the modules of `modules_to_save` and lacks others of the model."""
+        """Refuse a file that lacks modules of the model that `modules_to_save` names."""
         found = {self.sites.aliases[place].site if place in self.sites.aliases else place for place in places}
         for site in (*self.sites.layers, *self.sites.tables):
             if site not in found and is_saved(f"{site}.weight", self.spec.modules_to_save):
@@ -267,7 +268,7 @@ class _Reader:
         own = share.rows(0, share.outputs).of_asked
         weight = self._cast(weight[own, slice(*share.own_inputs)])
         bias = self._cast(bias[own]) if bias is not None and share.has_bias else None
-        missing = layer.part_size(number) - len(weight)  # rows of padding, behind the vocabulary
+        missing = layer.part_size(number) - len(weight)  # padding rows after the vocabulary
         if missing:
             weight = F.pad(weight, (0, 0, 0, missing))
             bias = None if bias is None else F.pad(bias, (0, missing))

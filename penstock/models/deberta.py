@@ -29,7 +29,7 @@ IGNORED = ("pooler.", "cls.", "lm_predictions.", "mask_predictions.", "position_
 
 
 class DebertaLayer:
-    is_last = False  # of its model: only a pooler reads its output
+    is_last = False  # whether this is the model's last layer, whose output only a pooler reads
 
     def __init__(
         self, build: LayerBuilder, prefix: str, config: Mapping[str, Any], relative: RelativeTable | None
@@ -52,7 +52,8 @@ class DebertaLayer:
         self.output_norm = build.norm(prefix + "output.LayerNorm", hidden, eps)
 
     def __call__(self, hidden: Tensor, layer_input: Activations, batch: Batch) -> tuple[Tensor, Activations]:
-        """`layer_input` is `hidden` in the form that the first product reads, as in the returned pair."""
+        """`layer_input` is `hidden`, quantised if the first product of the layer needs it. Returns the same
+        pair for the next layer."""
         qkv = self.qkv(layer_input)
         if self.terms is None:
             context = attend_fused(qkv, self.heads, batch, AttentionKind(scale=self.scale))
@@ -71,7 +72,7 @@ class DebertaLayer:
         return DistanceTerms(relative.distances, self._by_head(key), self._by_head(query))
 
     def _adapted_terms(self, adapters: StepAdapters) -> DistanceTerms:
-        """The projections of the table with each adapter of the step, and which of them a row uses."""
+        """The projections of the table with each adapter of the step, and which of them each row uses."""
         assert self.relative is not None
         table, size = self.relative.table, len(self.relative.table)
         slots, of_row = adapters.distinct_slots()
@@ -92,7 +93,7 @@ class DebertaLayer:
 def _projections(
     build: LayerBuilder, own: str, config: Mapping[str, Any], qkv: LinearLayer
 ) -> tuple[Callable[[Tensor], Tensor] | None, Callable[[Tensor], Tensor] | None]:
-    """How the distance table becomes keys and queries; None for a term that the model lacks."""
+    """The projections of the distance table to keys and to queries; None for a term that the model lacks."""
     wanted, hidden = _terms(config), config["hidden_size"]
     key: Callable[[Tensor], Tensor] | None = None
     query: Callable[[Tensor], Tensor] | None = None
@@ -207,7 +208,7 @@ def _terms(config: Mapping[str, Any]) -> list[str]:
 def _embedding(
     build: LayerBuilder, tables: str, config: Mapping[str, Any]
 ) -> tuple[EncoderEmbedding, LinearLayer | None]:
-    """The embedding, and the projection that follows tables which are narrower than the model."""
+    """The embedding, and the projection after it if its tables are narrower than the model."""
     size = config.get("embedding_size") or config["hidden_size"]
     segments = config.get("type_vocab_size", 0)
     positions = config["max_position_embeddings"] if config.get("position_biased_input", True) else 0

@@ -3,7 +3,7 @@
 Llama, Mistral, Ministral3, Phi3, Qwen2, Qwen3 (also with experts), Gemma, Gemma2, Gemma3, Granite, SmolLM3,
 OLMo 2 and 3, EXAONE 4 and gpt-oss share one wiring with flags. So do variants trained with bidirectional
 attention (embeddinggemma, nemotron-embed, GritLM, pplx-embed, voyage-4-nano, the privacy filter). The wiring
-is in `decoder_layers.py`; here is what each family sets.
+is in `decoder_layers.py`. This module sets the flags of each family.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _REQUIRED = (
     "vocab_size",
     "max_position_embeddings",
 )
-# Options that change the computation or the files in ways that are not supported.
+# Refused options: they change the computation or the files in ways that are not supported.
 _REFUSED = ("attn_logit_softcapping", "text_config")
-_LAYER_TYPES = {"full_attention": False, "sliding_attention": True}  # whether the window slides
+_LAYER_TYPES = {"full_attention": False, "sliding_attention": True}  # whether the layer has a sliding window
 
 
 def llama(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
@@ -52,7 +52,7 @@ def llama(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
 
 
 def llama_bidirectional(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    """nemotron-embed, and its reranker, which pools before the projection."""
+    """nemotron-embed and its reranker, which pools before the score projection."""
     model = Decoder(build, llama_shape(config))
     if head is not Task.CLASSIFY:
         return _with_head(model, build, config, head)
@@ -86,7 +86,7 @@ def ministral3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None
 
 
 def gritlm(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    """Mistral, trained to embed with bidirectional attention and without its window."""
+    """Mistral that embeds with bidirectional attention and without a sliding window."""
     shape = mistral_shape(config)
     if not shape.causal:
         reach = shape.reach - 1 if shape.reach and all(shape.sliding) else None
@@ -120,7 +120,7 @@ def voyage(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) ->
 
 
 def qwen3_moe(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    """Qwen3 with experts in all or some layers."""
+    """Qwen3 with experts in some or all layers."""
     bias = bool(config.get("attention_bias"))
     shape = _qwen_shape(config)
     plain, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
@@ -154,7 +154,7 @@ def granite(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -
 
 
 def smollm3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    """Llama, some of whose layers do not rotate queries and keys."""
+    """Llama with some layers that do not rotate queries and keys (NoPE)."""
     config = with_defaults(config, rope_theta=2e6)
     layers, every = config["num_hidden_layers"], option(config, "no_rope_layer_interval", default=4)
     rotates = option(
@@ -175,7 +175,7 @@ def smollm3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -
 
 
 def olmo(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    """OLMo 2, and OLMo 3, most of whose layers have a sliding window and rotate without scaling."""
+    """OLMo 2, and OLMo 3, in which most layers have a sliding window and unscaled rotary positions."""
     bias, window, ropes = bool(config.get("attention_bias")), None, None
     if config.get("model_type") == "olmo3":
         window = config.get("sliding_window", 4096)
@@ -195,7 +195,7 @@ def olmo(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> D
 
 
 def exaone4(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    """Where some layers have a sliding window, those that have none do not rotate."""
+    """EXAONE 4. If some layers have a sliding window, the layers without one do not rotate."""
     window, every = config.get("sliding_window", 4096), int(config.get("sliding_window_pattern", 4) or 1)
     shape = _shape(config, window, lambda layer: window is not None and (layer + 1) % every != 0)
     rotates = shape.sliding if window else ()
@@ -206,7 +206,7 @@ def exaone4(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -
 
 
 def gpt_oss(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    """Every other layer has a sliding window; heads have sinks, and MLPs are clamped experts."""
+    """gpt-oss: a sliding window in every other layer, attention sinks, and clamped experts as MLPs."""
     config = _with_yarn(config)
     shape = _shape(config, config.get("sliding_window", 128), lambda layer: layer % 2 == 0)
     shape = replace(_with_clamped_experts(shape, config, interleaved=True), sinks=True)
@@ -214,7 +214,7 @@ def gpt_oss(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -
 
 
 def privacy_filter(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    """gpt-oss that looks both ways, within a window in every layer, and labels tokens."""
+    """A bidirectional gpt-oss with a window in every layer, which classifies tokens."""
     require(config, is_causal=False, layer_types=None)
     config = _with_yarn(config)
     shape = _shape(config, config.get("sliding_window", 128), lambda layer: True)
@@ -224,7 +224,7 @@ def privacy_filter(build: LayerBuilder, config: Mapping[str, Any], head: Task | 
 
 
 def jina_ranking(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    """jina-reranker-v3: Qwen3 that reads a whole list and projects one marker token per text."""
+    """jina-reranker-v3: a Qwen3 that reads a whole list and projects one marker token per text."""
     model = qwen3(build, config, None)
     inner = model.hidden_size // 2
     project = Stack(
@@ -241,7 +241,7 @@ def gemma(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
 
 
 def gemma2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    """Every other layer has a sliding window, and scores are soft-capped."""
+    """Gemma 2: a sliding window in every other layer, and soft-capped attention scores."""
     return _with_head(Decoder(build, gemma2_shape(config)), build, config, head)
 
 
@@ -266,7 +266,7 @@ def gemma3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) ->
         embedding_scale=math.sqrt(config["hidden_size"]),
     )
     if window and config.get("use_bidirectional_attention") and not shape.causal:
-        shape = replace(shape, reach=window // 2)  # this window counts both sides
+        shape = replace(shape, reach=window // 2)  # here, the window includes both sides
     return _with_head(Decoder(build, shape), build, config, head)
 
 
@@ -280,7 +280,7 @@ def mistral3_tower(build: LayerBuilder, config: Mapping[str, Any], head: Task | 
 
 
 def _text_only(model: Decoder, config: Mapping[str, Any]) -> Decoder:
-    """The text tower of a model that reads images too, which requests cannot send."""
+    """The text tower of a model that could also read images. Penstock does not load its image tower."""
     named = config.get("architectures") or [config.get("model_type")]
     log.warning("%s is served for text: its image tower is not loaded", named[0])
     model.ignored_tensors = (*IGNORED, *_IMAGE_TENSORS)
@@ -288,7 +288,7 @@ def _text_only(model: Decoder, config: Mapping[str, Any]) -> Decoder:
 
 
 def _with_yarn(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration with the rotation of gpt-oss, where it does not say."""
+    """The configuration with gpt-oss's rotary options as defaults."""
     rope = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
     found = with_defaults(config, rope_theta=150_000.0)
     if config.get("rope_scaling") or config.get("rope_parameters"):
@@ -373,7 +373,7 @@ def qwen3_shape(config: Mapping[str, Any]) -> DecoderShape:
 
 
 class Ropes(NamedTuple):
-    """How layers rotate that see all tokens, and those with a sliding window."""
+    """Rotary options of layers with full attention and of layers with a sliding window."""
 
     full: Rope
     sliding: Rope
@@ -382,13 +382,13 @@ class Ropes(NamedTuple):
 def _shape(
     config: Mapping[str, Any],
     window: int | None,
-    sliding: Callable[[int], bool],  # for layers that config.json does not list
+    sliding: Callable[[int], bool],  # default by layer, if config.json has no layer_types
     *,
     capped: bool = False,
-    ropes: Ropes | None = None,  # None: all layers rotate alike
+    ropes: Ropes | None = None,  # None: all layers have the same rotary options
 ) -> DecoderShape:
-    """What all families share. A causal window of n is the token and the n - 1 before it; a bidirectional one
-    reaches n tokens each way."""
+    """The shape from options that all families share. A causal window of n is the token and the n - 1 tokens
+    before it. A bidirectional window of n reaches n tokens each way."""
     _check(config, _REFUSED[1:] if capped else _REFUSED)
     hidden, heads, causal = config["hidden_size"], config["num_attention_heads"], config["is_causal"]
     kv_heads = config.get("num_key_value_heads") or heads
@@ -418,7 +418,7 @@ def _shape(
 
 
 def _check(config: Mapping[str, Any], refused: Sequence[str]) -> None:
-    """Refuse missing keys, and options that would be computed wrongly."""
+    """Refuse missing keys and options that are not supported."""
     if missing := [name for name in _REQUIRED if not isinstance(config.get(name), int)]:
         raise ModelLoadError(f"config.json has no integer {', '.join(missing)}")
     for name in refused:
@@ -441,8 +441,8 @@ def _sliding_layers(config: Mapping[str, Any], default: Callable[[int], bool]) -
 
 
 def _with_head(model: Decoder, build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    """Add the head of the checkpoint, which reads the last token of a sequence or every token; for sparse
-    weights, its language-model head."""
+    """Add the checkpoint's head, which reads the last token of a sequence or every token. For sparse weights,
+    it is the language-model head."""
     if head is Task.SPARSE:
         add_language_head(model, build, config, head)
     elif head is Task.REWARD:

@@ -1,6 +1,6 @@
 """The wiring that decoder families share: their shape, attention, layers and the whole stack.
 
-`decoder.py` says which shape each family has.
+`decoder.py` sets the shape of each family.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ IGNORED = ("lm_head.", "rotary_emb.inv_freq")
 
 
 class QueryGrowth(NamedTuple):
-    """Queries grow with their position p by 1 + beta · log(1 + ⌊p / trained⌋), so that attention stays sharp
-    in texts longer than those of the training."""
+    """The growth of queries with their position p, by 1 + beta · log(1 + ⌊p / trained⌋). It keeps attention
+    sharp in texts longer than the training texts."""
 
     beta: float
-    trained: int  # positions
+    trained: int  # number of trained positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,31 +54,31 @@ class DecoderShape:
     eps: float
     causal: bool
     rope: Rope
-    sliding: tuple[bool, ...]  # layers that see only `reach` tokens and use `local_rope`
+    sliding: tuple[bool, ...]  # whether a layer has a window of `reach` and uses `local_rope`
     reach: int | None
     local_rope: Rope
-    scale: float | None = None  # of attention scores; None: 1 / sqrt(head_dim)
+    scale: float | None = None  # factor on attention scores; None: 1 / sqrt(head_dim)
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # each head of queries and keys is normalised
-    wide_qk_norm: bool = False  # all heads of queries and of keys are normalised together
-    rotates: tuple[bool, ...] = ()  # layers that rotate queries and keys by their position; (): all
-    sandwich: bool = False  # norms after attention and MLP as well as before
-    post_norm: bool = False  # norms after attention and MLP alone
-    residual_scale: float = 1.0  # of what attention and MLP add to the residual
+    qk_norm: bool = False  # normalise each head of queries and keys
+    wide_qk_norm: bool = False  # normalise all query heads together, and all key heads together
+    rotates: tuple[bool, ...] = ()  # whether a layer has rotary positions; (): all layers do
+    sandwich: bool = False  # norms both before and after attention and MLP
+    post_norm: bool = False  # norms only after attention and MLP
+    residual_scale: float = 1.0  # factor on the outputs of attention and MLP
     norm_plus_one: bool = False  # the checkpoint stores norm weights minus one
     embedding_scale: float = 1.0
-    generate_reach: int | None = None  # window while generating, for a model that embeds without one
+    generate_reach: int | None = None  # window for generation, if the model embeds without a window
     query_growth: QueryGrowth | None = None
-    softcap: float | None = None  # of attention scores
+    softcap: float | None = None  # soft cap on attention scores
     fused_projections: bool = False  # the checkpoint stores qkv as one tensor, and gate and up as one
-    experts: ExpertShape | None = None  # of layers that are `sparse`
+    experts: ExpertShape | None = None  # experts of the layers that are `sparse`
     sparse: tuple[bool, ...] = ()
-    clamped_experts: ClampedExpertShape | None = None  # of all layers
-    sinks: bool = False  # each head has a score without a value
-    interleaved: bool = False  # pairs of components that are rotated together are neighbours
-    pair_axes: tuple[int, ...] = ()  # of M-RoPE: the axis that each pair turns with; (): there is one axis
+    clamped_experts: ClampedExpertShape | None = None  # experts of all layers
+    sinks: bool = False  # attention sinks: each head has a score without a value
+    interleaved: bool = False  # components that are rotated as a pair are adjacent
+    pair_axes: tuple[int, ...] = ()  # M-RoPE: the axis that rotates each pair; (): there is only one axis
 
 
 class DecoderAttention:
@@ -121,7 +121,7 @@ class DecoderAttention:
         if batch.kv is not None and self.rotary.can_write_cache(self.head_dim):
             keep = batch.kv.write_target(self.layer, capped=kind.softcap is not None)
         qkv, first = self.qkv(hidden), 0
-        for norm in self.wide_norms:  # of queries, then of keys
+        for norm in self.wide_norms:  # first queries, then keys
             part = qkv[:, first : first + norm.shape[0]]
             part.copy_(norm(part))
             first += norm.shape[0]
@@ -134,7 +134,7 @@ class DecoderAttention:
 
 
 class DecoderLayer:
-    is_last = False  # of its model: only a pooler reads its output
+    is_last = False  # whether this is the model's last layer, whose output only a pooler reads
 
     def __init__(
         self, build: LayerBuilder, prefix: str, shape: DecoderShape, layer: int, rotary: Rotary
@@ -195,7 +195,7 @@ class DecoderLayer:
     def _post_norm(
         self, context: Tensor, hidden: Tensor, next_norm: RMSNorm | None
     ) -> tuple[Tensor, Activations]:
-        """What follows attention where no part's input is normalised; `next_norm` is the model's last."""
+        """The rest of a post-norm layer, after attention. `next_norm` is None or the model's final norm."""
         assert self.after_attention is not None and self.after_mlp is not None
         hidden = hidden + self.after_attention(self.attention.out(context))
         hidden = hidden + self.after_mlp(self.mlp(hidden))
@@ -279,7 +279,7 @@ def _norm(build: LayerBuilder, name: str, size: int, shape: DecoderShape) -> RMS
 
 
 def _rotaries(build: LayerBuilder, shape: DecoderShape) -> list[Rotary]:
-    """The rotation of each layer. Layers that rotate alike share one."""
+    """The rotary positions of each layer. Layers with the same options share one object."""
     full = _rotary(build, shape, shape.rope)
     local = full if shape.local_rope == shape.rope else _rotary(build, shape, shape.local_rope)
     none = NoRotary(shape.head_dim, device=build.weights.device, dtype=build.weights.dtype)
@@ -315,7 +315,7 @@ def _rotary(build: LayerBuilder, shape: DecoderShape, rope: Rope) -> Rotary:
 
 
 def _growth(shape: DecoderShape, build: LayerBuilder) -> Tensor | None:
-    """The factor on the queries at every position, [positions, 1, 1]; None if it is 1 at all of them."""
+    """The factor on queries at each position, [positions, 1, 1]; None if it is always 1."""
     if shape.query_growth is None or shape.positions <= shape.query_growth.trained:
         return None
     beta, trained = shape.query_growth

@@ -1,7 +1,7 @@
-"""Models with a tower for texts and one for images whose vectors lie in one space: CLIP, SigLIP, SigLIP 2.
+"""Models with a text tower and an image tower that embed into one space: CLIP, SigLIP, SigLIP 2.
 
-A row is a text or an image. Rows of both kinds run in one step: texts pass the text tower, images the vision
-tower, and the pooler reads one vector of each row.
+A row is a text or an image, and one step may have both. Texts run through the text tower, images through the
+vision tower, and the pooler reads one vector of each row.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from penstock.models.pre_norm import LayerShape, PreNormStack
 from penstock.models.siglip_vision import SiglipVision
 from penstock.types import Ints, LengthGroup, Task
 
-IGNORED = ("logit_scale", "logit_bias", "position_ids")  # read by those who compare vectors, or constant
+IGNORED = ("logit_scale", "logit_bias", "position_ids")  # only for the comparison of vectors, or constant
 
 
 class TextTower:
-    """token ids → projected states [tokens, width]; the pooler reads the last token's."""
+    """token ids → projected states [tokens, width]. The pooler reads the last token of each row."""
 
     def __init__(
         self, build: LayerBuilder, config: Mapping[str, Any], head: LinearLayer, *, causal: bool
@@ -53,7 +53,7 @@ class TextTower:
 
 
 class DualModel:
-    """Texts and images → vectors [tokens, width], of which the pooler reads the last of each row."""
+    """Texts and images → vectors [tokens, width]. The pooler reads the last vector of each row."""
 
     def __init__(self, text: TextTower, vision: VisionTower) -> None:
         self.text, self.vision = text, vision
@@ -69,7 +69,7 @@ class DualModel:
         return self._mixed(batch, batch.images)
 
     def _mixed(self, batch: Batch, images: ImageTokens) -> Tensor:
-        """Rows of images follow those of texts."""
+        """Run a step with images. Image rows follow text rows."""
         num_rows = images.num_text_rows or 0
         texts = self.text(batch.leading_rows(num_rows)) if num_rows else None
         if batch.output_tokens is not None:
@@ -81,7 +81,7 @@ class DualModel:
 
 
 class ClipVision:
-    """CLIP's vision tower: a class token before the patches, whose state is projected."""
+    """CLIP's vision tower. The final state of a class token before the patches is projected."""
 
     def __init__(
         self, build: LayerBuilder, config: Mapping[str, Any], pixels: ImageProcessorSpec, width: int
@@ -100,7 +100,7 @@ class ClipVision:
         self.feature_width = width
 
     def layout(self, grids: Ints) -> list[Ints]:
-        """Where each image begins in the run of class tokens and patches; all have the same number."""
+        """The start of each image in the run of class tokens and patches. All images have the same length."""
         return [np.arange(len(grids) + 1, dtype=np.int32) * np.int32(len(self.positions))]
 
     def __call__(self, images: ImageBatch) -> Tensor:

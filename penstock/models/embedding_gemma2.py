@@ -1,7 +1,7 @@
-"""EmbeddingGemma 2: bidirectional attention whose head size differs by layer, over text and images.
+"""EmbeddingGemma 2: bidirectional attention over text and images, with head sizes that differ by layer.
 
 Each layer ends with a third residual block, gated by a projection of the token's embedding ("per-layer
-embedding"). A last projection widens the states to the size of the vectors.
+embedding"). A final projection widens the states to the size of the output vectors.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from penstock.types import Task
 
 log = logging.getLogger("penstock.models")
 
-# Towers for inputs that requests cannot send: audio, and images without an image processor.
+# Towers that are not loaded: audio, and images if the folder has no image processor.
 _AUDIO = ("audio_tower.", "embed_audio.")
 IGNORED = ("vision_tower.", "embed_vision.", *_AUDIO)
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
-_WIDE_HEAD_DIM, _WIDE_KV_HEADS = 512, 1  # of layers with full attention, where config.json does not say
+_WIDE_HEAD_DIM, _WIDE_KV_HEADS = 512, 1  # defaults for layers with full attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Attention:
 
 
 class Layer:
-    is_last = False  # of its model: only a pooler reads its output
+    is_last = False  # whether this is the model's last layer, whose output only a pooler reads
 
     def __init__(
         self, build: LayerBuilder, prefix: str, config: Mapping[str, Any], shape: LayerShape, rotary: Rotary
@@ -197,7 +197,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def layer_shapes(config: Mapping[str, Any]) -> list[LayerShape]:
-    """The sizes of every layer: `per_layer_config` overrides those of the whole model by layer number."""
+    """The sizes of every layer. `per_layer_config` overrides the model's sizes by layer number."""
     layers, types = config["num_hidden_layers"], config.get("layer_types")
     if types is None:
         every = config.get("sliding_window_pattern") or 6
@@ -206,7 +206,7 @@ def layer_shapes(config: Mapping[str, Any]) -> list[LayerShape]:
         raise ModelLoadError(
             f"layer_types in config.json has to name sliding_attention or full_attention for {layers} layers"
         )
-    types = [*types[:-1], "full_attention"]  # as the reference does, whatever config.json says of the last
+    types = [*types[:-1], "full_attention"]  # as in the reference, whatever config.json says
     own = config.get("per_layer_config")
     if own is None:
         wide = {
@@ -239,7 +239,7 @@ def _layer_shape(config: Mapping[str, Any], layer: int, kind: str, own: Mapping[
 
 
 def _word_table(build: LayerBuilder, prefix: str, config: Mapping[str, Any]) -> Tensor:
-    """The embeddings, in which the placeholders of images, video and audio are padding."""
+    """The embeddings. Placeholders of images, video and audio get the embedding of the padding token."""
     table = build.table(prefix + "embed_tokens", config["vocab_size"], config["hidden_size"])
     padding = config.get("pad_token_id")
     for name in _PLACEHOLDERS:
@@ -250,7 +250,7 @@ def _word_table(build: LayerBuilder, prefix: str, config: Mapping[str, Any]) -> 
 
 def _activation(config: Mapping[str, Any]) -> str:
     name = str(config.get("hidden_activation") or "gelu_pytorch_tanh")
-    activation(name)  # raises for one that is not supported
+    activation(name)  # raises if the activation is not supported
     return name
 
 

@@ -2,7 +2,7 @@
 ALBERT and ERNIE.
 
 They share the wiring. They differ in tensor names, in the first position and in a few parts: MPNet has a
-position bias on the scores, ELECTRA and ALBERT have narrow word tables, ALBERT repeats its layers.
+position bias on attention scores, ELECTRA and ALBERT have narrow word tables, ALBERT repeats its layers.
 """
 
 from __future__ import annotations
@@ -106,17 +106,17 @@ class Shape:
     intermediate: int
     vocabulary: int
     positions: int
-    segments: int  # 0: the family has none
+    segments: int  # 0: the family has no segments
     first_position: int
     act: str
     eps: float
     names: TensorNames
     bias_buckets: int = 0  # MPNet
-    embedding: int = 0  # width of the word table; 0: that of the model
-    widen: str = ""  # the name of the projection after a narrower table
-    layer_names: tuple[str, ...] = ()  # where layers are repeated, the name of each
-    tasks: int = 0  # ERNIE's table of tasks, of which the first is used
-    ignored: tuple[str, ...] = ()  # names of heads, besides the usual ones
+    embedding: int = 0  # width of the word table; 0: the width of the model
+    widen: str = ""  # name of the projection after a narrower table
+    layer_names: tuple[str, ...] = ()  # name of each layer, if layers are repeated
+    tasks: int = 0  # rows of ERNIE's table of tasks; only the first is used
+    ignored: tuple[str, ...] = ()  # names of unused heads, in addition to `IGNORED`
 
     @property
     def layer_prefixes(self) -> tuple[str, ...]:
@@ -124,7 +124,7 @@ class Shape:
 
 
 class EncoderLayer:
-    is_last = False  # of its model: only a pooler reads its output
+    is_last = False  # whether this is the model's last layer, whose output only a pooler reads
 
     def __init__(self, build: LayerBuilder, prefix: str, shape: Shape) -> None:
         names, hidden = shape.names, shape.hidden
@@ -142,7 +142,7 @@ class EncoderLayer:
         self.widths = tuple(map(scratch_width, (self.qkv, self.out, self.mlp.up, self.mlp.down)))
 
     def repeated(self) -> EncoderLayer:
-        """The same weights at another depth, where another layer may read the norms."""
+        """The same weights at another depth. Norms are copied, because other layers may follow them there."""
         layer = copy(self)
         layer.attention_norm, layer.output_norm = copy(self.attention_norm), copy(self.output_norm)
         return layer
@@ -150,7 +150,8 @@ class EncoderLayer:
     def __call__(
         self, hidden: Tensor, layer_input: Activations, batch: Batch, bias: ScoreBias | None
     ) -> tuple[Tensor, Activations]:
-        """`layer_input` is `hidden` in the form that the first product reads, as in the returned pair."""
+        """`layer_input` is `hidden`, quantised if the first product of the layer needs it. Returns the same
+        pair for the next layer."""
         qkv, between, middle, last = batch.scratch_buffers(self.widths, hidden)
         context = attend_fused(self.qkv(layer_input, out=qkv), self.heads, batch, BIDIRECTIONAL, bias)
         if self.is_last and batch.output_tokens is not None:
@@ -195,7 +196,7 @@ class Encoder:
 
 
 def _embedding(build: LayerBuilder, prefix: str, shape: Shape) -> tuple[EncoderEmbedding, LinearLayer | None]:
-    """The embedding, and the projection that follows tables which are narrower than the model."""
+    """The embedding, and the projection after it if its tables are narrower than the model."""
     tables, width = prefix + "embeddings.", shape.embedding or shape.hidden
     segments = (
         build.table(tables + "token_type_embeddings", shape.segments, width) if shape.segments else None
@@ -307,7 +308,7 @@ def electra(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -
 
 
 def albert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Encoder:
-    """Each group of layers is repeated, and may itself have several."""
+    """ALBERT. Each group of layers is repeated, and may have several layers."""
     act = config.get("hidden_act", "gelu_new")
     shape = replace(_bert_shape(config, first_position=0, names=ALBERT_NAMES), act=act)
     groups, inner = config.get("num_hidden_groups", 1), config.get("inner_group_num", 1)
@@ -338,7 +339,7 @@ def _add_masked_lm(
     *,
     eps: float | None = None,
 ) -> None:
-    """`eps` is for a family that does not take it from config.json."""
+    """`eps` is for families that do not read it from config.json."""
     shape = MaskedLMShape(names=names, act=act, eps=eps or config.get("layer_norm_eps", 1e-12))
     add_masked_lm_head(model, build, config, model.embedding.words, shape)
 

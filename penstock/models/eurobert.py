@@ -16,7 +16,7 @@ from penstock.models.heads import add_language_head
 from penstock.models.options import option
 from penstock.types import Task
 
-# The pooling of sequence classifiers, and the method that reads the tokens. "late" pools the logits.
+# classifier_pooling of sequence classifiers → pooling method. "late" pools the logits.
 _POOLING = {"bos": "cls", "mean": "mean", "late": "mean"}
 
 
@@ -37,7 +37,7 @@ def eurobert_shape(config: Mapping[str, Any]) -> DecoderShape:
 
 
 def _sequence_head(model: Decoder, build: LayerBuilder, config: Mapping[str, Any], labels: int) -> TaskHead:
-    """dense, GELU, classifier: on the pooled state, or on every state before the logits are averaged."""
+    """Dense, GELU, classifier: on the pooled state or, with "late", on every state, then averaging logits."""
     pooling = option(config, "classifier_pooling", "clf_pooling", default="late")  # the newer name first
     if pooling not in _POOLING:
         raise ModelLoadError(

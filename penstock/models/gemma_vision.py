@@ -1,7 +1,7 @@
-"""Gemma 4's vision tower: a sandwich-norm encoder over ragged patches. Squares of patches are averaged to
-tokens.
+"""Gemma 4's vision tower: a sandwich-norm encoder over ragged patches. Each square of patches is averaged to
+one token.
 
-A patch gets a learned position from each of two tables (column and row). Queries and keys are rotated by
+Each patch gets two learned positions, one for its column and one for its row. Queries and keys are rotated by
 both.
 """
 
@@ -117,7 +117,7 @@ class VisionLayer:
 
 
 class GemmaVisionTower:
-    """Patches → one vector for each token of an image, as wide as the text model's."""
+    """Patches → one vector for each token of an image, as wide as the text model's states."""
 
     def __init__(self, build: LayerBuilder, vision: GemmaVision, width: int) -> None:
         shape, weights = vision.shape, build.weights
@@ -144,8 +144,8 @@ class GemmaVisionTower:
         self.shape, self.feature_width = shape, width
 
     def layout(self, grids: Ints) -> list[Ints]:
-        """The patch indices, ordered so that the patches of a token are consecutive, and each patch's column
-        and row."""
+        """Patch indices, ordered so that the patches of a token are consecutive, and the column and row of
+        each patch."""
         places = coordinates(grids, self.shape.pool)
         counts = grids[:, 0] * grids[:, 1]
         starts, across = (cumulative(counts)[:-1].repeat(counts), grids[:, 1].repeat(counts))
@@ -170,8 +170,8 @@ class GemmaVisionTower:
         return hidden + self.layers[-1].after_mlp(added)
 
     def _pooled(self, hidden: Tensor) -> Tensor:
-        """[tokens, hidden], averaged, standardised and normalised. In fp32, because the scaled values
-        overflow fp16."""
+        """Average, standardise and normalise to [tokens, hidden]. In fp32, because the scaled values overflow
+        fp16."""
         shape = self.shape
         squares = hidden.view(-1, shape.pool**2, shape.hidden).float().mean(1)
         pooled = squares.to(hidden.dtype).float() * shape.hidden**0.5
@@ -190,7 +190,8 @@ def _centred(pixels: ImageProcessorSpec) -> ImageProcessorSpec:
 
 def _pair_order(dim: int) -> list[int]:
     """The components of a head in the order of `AxialRotary`: the first components of all pairs (columns,
-    then rows), then the second ones. In Gemma's order each axis has its pairs in its own half of the head."""
+    then rows), then the second components. In Gemma's order, each axis has its pairs in one half of the
+    head."""
     quarter = dim // 4
     starts = (0, 2 * quarter, quarter, 3 * quarter)
     return [start + at for start in starts for at in range(quarter)]

@@ -1,6 +1,6 @@
 """GLiClass: an encoder that reads labels and a text together, and scores the text against each label.
 
-Everything behind the encoder runs in fp32, because it is small.
+Everything after the encoder runs in fp32, because it is small.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.models.gliner import Dense, Encoder, label_encoder
 from penstock.types import Task
 
 _MLP_SIZE = 256
-_EPSILON = 1e-8  # added to the length of a vector before it is divided by it
+_EPSILON = 1e-8  # added to a vector's norm before the division
 
 
 class _Projector:
@@ -57,7 +57,7 @@ class LabelHead:
         return self.score(text, names) * self.scale
 
     def _pooled(self, hidden: Tensor, labels: LabelTensors) -> Tensor:
-        """[rows, width], of the marked tokens; of `first` and `last` pooling there is one a row."""
+        """The pooled marked tokens, [rows, width]. `first` and `last` pooling mark one token per row."""
         words = labels.words(hidden).float()
         if self.pooling in ("first", "last"):
             return words[:, 0]

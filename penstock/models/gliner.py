@@ -1,6 +1,6 @@
 """GLiNER: an encoder that reads labels and a text together, and scores spans of words against labels.
 
-Everything behind the encoder runs in fp32: it is small, and the scores are compared with a threshold.
+Everything after the encoder runs in fp32: it is small, and scores are compared with a threshold.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class _Projection:
 
 
 class _WordStates:
-    """The states of words and labels: the encoder's, projected to the head's width, words through an LSTM."""
+    """The states of words and labels: encoder states, projected to the head's width. Words also run through
+    an LSTM."""
 
     def __init__(self, build: LayerBuilder, encoder_size: int, settings: Mapping[str, Any]) -> None:
         size, weights = settings["hidden_size"], build.weights
@@ -86,8 +87,8 @@ class _WordStates:
 class SpanHead:
     """Scores every span of up to `max_width` words against every label.
 
-    The last projection of a span is multiplied with the labels before it meets the spans: there are far fewer
-    labels than spans.
+    The last projection of spans is multiplied into the labels instead, because there are far fewer labels
+    than spans.
     """
 
     def __init__(self, build: LayerBuilder, encoder_size: int, settings: Mapping[str, Any]) -> None:
@@ -98,7 +99,7 @@ class SpanHead:
         self.start = _Projection.read(weights, f"{spans}project_start", size, size, inner)
         self.end = _Projection.read(weights, f"{spans}project_end", size, size, inner)
         self.label = _Projection.read(weights, "prompt_rep_layer", size, size, 4 * size)
-        self.join: Dense  # of both ends
+        self.join: Dense  # joins both ends of a span
         self.out: Dense | None = None
         if settings["span_mode"] == "marker":
             self.join = Dense.read(weights, f"{spans}out_project", 2 * size, size)
@@ -107,14 +108,14 @@ class SpanHead:
             self.join, self.out = joined.first, joined.second
 
     def __call__(self, hidden: Tensor, labels: LabelTensors) -> Tensor:
-        """Probabilities [tokens, width · labels]: of the spans that begin at each word, by width."""
+        """Probabilities [tokens, width · labels] of the spans that begin at each word, by width."""
         words, names = self.states(hidden, labels)
         start_weight, end_weight = self.join.weight.chunk(2, dim=1)
         starts = F.linear(self.start(words).relu_(), start_weight, self.join.bias)
         ends = F.linear(self.end(words).relu_(), end_weight)
         queries = self.label(names)
         added: Tensor | None = None
-        if self.out is not None:  # the second projection of a span, folded into the labels
+        if self.out is not None:  # fold the second projection of spans into the labels
             added = (queries @ self.out.bias)[:, None, :]
             queries = queries @ self.out.weight
         queries = queries.transpose(1, 2)

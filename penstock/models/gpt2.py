@@ -25,7 +25,7 @@ IGNORED = ("lm_head.", ".attn.bias", ".attn.masked_bias")
 
 
 class GPT2Layer:
-    is_last = False  # of its model: only a pooler reads its output
+    is_last = False  # whether this is the model's last layer, whose output only a pooler reads
 
     def __init__(self, build: LayerBuilder, prefix: str, config: Mapping[str, Any], layer: int) -> None:
         hidden = config["n_embd"]

@@ -28,12 +28,12 @@ IGNORED = ("pooler.", "lm_head.")
 
 
 def new(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> RotaryEncoder:
-    """The original code's classes."""
+    """Checkpoints of the original code."""
     return _build(build, config, head, _shape(config, rope_theta=10_000, segments=2))
 
 
 def gte(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> RotaryEncoder:
-    """The transformers port, whose defaults differ."""
+    """Checkpoints of the transformers port, which has other defaults."""
     return _build(build, config, head, _shape(config, rope_theta=160_000, segments=1), mlm_act="gelu")
 
 
@@ -44,7 +44,7 @@ def _build(
     shape: Shape,
     mlm_act: str | None = None,
 ) -> RotaryEncoder:
-    """`mlm_act`: the activation in the masked-language head; None: that of the layers."""
+    """`mlm_act`: the activation in the masked-language head; None: the activation of the layers."""
     require(
         config,
         position_embedding_type="rope",
@@ -65,7 +65,7 @@ def _build(
 
 
 def _shape(config: Mapping[str, Any], *, rope_theta: float, segments: int) -> Shape:
-    """`rope_theta` and `segments` are defaults for what config.json leaves out."""
+    """`rope_theta` and `segments` are defaults for keys that config.json leaves out."""
     rope = rope_options(config, "rope_theta", default=rope_theta)
     return Shape(
         hidden=config["hidden_size"],

@@ -24,7 +24,7 @@ from penstock.weights.stream import Wanted
 
 @dataclass(frozen=True, slots=True)
 class MaskedLMNames:
-    """The names of a family's masked-language head."""
+    """The tensor names of a family's masked-language head."""
 
     dense: str
     norm: str
@@ -41,7 +41,7 @@ BERT_MLM = MaskedLMNames(
 ROBERTA_MLM = MaskedLMNames("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias")
 NOMIC_MLM = replace(BERT_MLM, norm="cls.predictions.transform.layer_norm")
 MODERNBERT_MLM = MaskedLMNames("head.dense", "head.norm", "decoder", "decoder.bias")
-DEBERTA_MLM = MaskedLMNames(  # the newer of its layouts, always tied to the word table; the older is BERT's
+DEBERTA_MLM = MaskedLMNames(  # the newer layout, always tied to the word table; the older one is `BERT_MLM`
     "lm_predictions.lm_head.dense",
     "lm_predictions.lm_head.LayerNorm",
     "lm_predictions.lm_head",
@@ -77,7 +77,7 @@ class HasHeads(Protocol):
 
 
 class Backbone(HasHeads, Protocol):
-    prefix: str  # of the backbone's tensors
+    prefix: str  # prefix of the backbone's tensor names
 
 
 def add_head(
@@ -96,7 +96,7 @@ def add_head(
 
 
 def add_token_projection(model: HasHeads, build: LayerBuilder, config: Mapping[str, Any]) -> None:
-    """Add ColBERT's projection of every hidden state to a short vector, stored next to the backbone."""
+    """Add ColBERT's projection of every hidden state to a short vector. It is stored next to the backbone."""
     dim: int = config[COLBERT_DIM]
     weight = build.weights.take("linear.weight", dim, model.hidden_size)  # small, so never quantised
     project = build.adapted(Linear(weight, None), ["linear"], [dim], bias=False)
@@ -104,7 +104,7 @@ def add_token_projection(model: HasHeads, build: LayerBuilder, config: Mapping[s
 
 
 def add_page_projection(model: HasHeads, build: LayerBuilder, config: Mapping[str, Any]) -> None:
-    """Add the token vectors of a retriever of pages; the projection is small, so never quantised."""
+    """Add the token projection of a page retriever. It is small, so it is never quantised."""
     prefix, dim = build.weights.prefix_of(*(f"{name}.weight" for name in PROJECTIONS)), config[COLBERT_DIM]
     name = next((each for each in PROJECTIONS if build.weights.has(f"{prefix}{each}.weight")), PROJECTIONS[0])
     plain = LayerBuilder(build.weights).linear(prefix + name, model.hidden_size, dim)
@@ -119,14 +119,14 @@ def add_masked_lm_head(
     words: Tensor,
     shape: MaskedLMShape,
 ) -> None:
-    """Add the vocabulary's logits for every token, from the word table unless config.json unties the two."""
+    """Add vocabulary logits for every token. Their weight is the word table, unless config.json unties it."""
     names = shape.names
     vocabulary, width = words.shape
     tied = config.get("tie_word_embeddings", True)
     if tied:
         build.weights.check_tied(vocabulary, (names.decoder,))
     weight = words if tied else build.table(names.decoder, vocabulary, width)
-    decoder_bias = f"{names.decoder}.bias"  # where tied, equal to the head's bias and often left out
+    decoder_bias = f"{names.decoder}.bias"  # if tied, equal to the head's bias and often left out
     bias = names.bias if tied and build.weights.has(names.bias) else decoder_bias
     project = Stack(
         build.linear(names.dense, model.hidden_size, width, shape.act, bias=shape.dense_bias),
@@ -140,7 +140,7 @@ def add_masked_lm_head(
 def add_pooler_head(
     model: Backbone, build: LayerBuilder, config: Mapping[str, Any], head: Task | None
 ) -> None:
-    """Add BERT's classifier: it reads sequences through the backbone's pooler, tokens directly."""
+    """Add BERT's classifier. It reads sequences through the backbone's pooler, and tokens directly."""
     if head is Task.CLASSIFY:
         hidden = model.hidden_size
         dense = build.linear(model.prefix + "pooler.dense", hidden, hidden, "tanh")
@@ -174,7 +174,7 @@ class WordTable(Protocol):
 def add_token_head(
     model: WordTable, build: LayerBuilder, config: Mapping[str, Any], tokens: Sequence[int]
 ) -> None:
-    """Add next-token logits of `tokens` alone, in fp32: no other row of the head is read."""
+    """Add next-token logits of only these `tokens`, in fp32. No other row of the head is read."""
     words = getattr(model, "embedding", None)
     if not isinstance(words, Tensor) or not model.is_causal:
         raise ModelLoadError("only a causal decoder can answer with tokens")
@@ -187,11 +187,11 @@ def add_token_head(
     model.heads[Task.SCORE] = TaskHead("last", project, len(rows))
 
 
-_OUTPUT_NAMES = ("lm_head", "language_model.lm_head")  # the second beside an image tower
+_OUTPUT_NAMES = ("lm_head", "language_model.lm_head")  # the second in models with an image tower
 
 
 def _output_name(build: LayerBuilder, config: Mapping[str, Any]) -> str | None:
-    """The name of the language-model head; None if it is the word table."""
+    """The name of the language-model head; None if it is tied to the word table."""
     name = next((name for name in _OUTPUT_NAMES if build.has_weight(name)), _OUTPUT_NAMES[0])
     return None if config.get("tie_word_embeddings", not build.has_weight(name)) else name
 
@@ -205,7 +205,7 @@ def _output_weight(words: Tensor, build: LayerBuilder, config: Mapping[str, Any]
 
 
 def _scaled(project: Callable[[Tensor], Tensor], config: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
-    """The logits with config.json's divisor and soft cap; Gemma2 has a cap unless it says otherwise."""
+    """Apply config.json's divisor and soft cap to the logits. Gemma2 has a cap by default."""
     divisor = config.get("logits_scaling") or 1
     cap = config.get("final_logit_softcapping", 30.0 if config.get("model_type") == "gemma2" else None)
     if divisor != 1:
@@ -221,8 +221,8 @@ def add_language_head(
     *,
     bias: bool = False,
 ) -> None:
-    """Add logits of the whole vocabulary, in the model's precision, scaled and capped as config.json says.
-    Generation reads them at the last token, sparse weights at every token."""
+    """Add logits of the whole vocabulary, in the model's precision, scaled and capped according to
+    config.json. Generation reads them at the last token, sparse weights at every token."""
     words = getattr(model, "embedding", None)
     if not isinstance(words, Tensor):
         raise ModelLoadError("this architecture has no language-model head")
@@ -243,7 +243,7 @@ def add_language_head(
 def _divided_head(
     words: Tensor, bias: Tensor | None, build: LayerBuilder, config: Mapping[str, Any], shard: Shard
 ) -> VocabularyParallelLinear:
-    """The logits of generation, each rank with a share of the vocabulary."""
+    """The language-model head of a tensor-parallel model: each rank computes a share of the vocabulary."""
     vocabulary = len(words)
     begin, end = shard.vocabulary(vocabulary)
     if (name := _output_name(build, config)) is None:

@@ -1,7 +1,7 @@
-"""Any architecture that transformers knows, with Penstock's scheduler and poolers.
+"""Runs any architecture of the transformers library with Penstock's scheduler and poolers.
 
-Slower than a native family. It gives hidden states, or the logits of the checkpoint's head. Rows of equal
-length run as one batch, so that nothing is padded and only a key limit needs a mask.
+It is slower than a native family. The output is hidden states, or the logits of the checkpoint's head. Rows
+of equal length run as one batch, so that nothing is padded and only a key limit needs a mask.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from penstock.types import LengthGroup, Task
 
 log = logging.getLogger("penstock.load")
 
-# By the task that the checkpoint was trained for, the class that loads it with its head, and the pooling
-# method that reads the logits.
+# Task of the checkpoint's head → the class that loads the model with it, and the pooling method for logits.
 _HEADS = {
     Task.CLASSIFY: ("AutoModelForSequenceClassification", "cls"),
     Task.TOKEN_CLASSIFY: ("AutoModelForTokenClassification", "all"),
     Task.SPARSE: ("AutoModelForMaskedLM", "all"),
 }
-_MAX_NAMES = 8  # of tensors in a message
+_MAX_NAMES = 8  # tensor names in a message
 
 
 class TransformersModel:
     """The module that transformers loads from a folder: a backbone, or a model with the checkpoint's head.
 
-    With a head, the "hidden states" are its logits. Those of a sequence stand at each of its tokens.
+    With a head, the "hidden states" are its logits. The logits of a sequence are repeated at each of its
+    tokens.
     """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
@@ -50,7 +50,7 @@ class TransformersModel:
         self.prunes_last_layer = False
         self.heads: dict[Task, TaskHead] = {}
         self.ignored_tensors: tuple[str, ...] = ()
-        # The classifier of an encoder with a decoder reads the state of the last end token.
+        # The classifier of an encoder-decoder model reads the state of the last end token.
         self.end_token: int | None = None
         self.runs_rows_alone = False
         if self.task is None:
@@ -59,8 +59,8 @@ class TransformersModel:
         self.hidden_size = spec.width(self.task)
         self.heads[self.task] = TaskHead(_HEADS[self.task][1], lambda logits: logits, self.hidden_size)
         if self.task is Task.CLASSIFY:
-            # Rows of one call must have equally many end tokens, which a text and a pair have not; a decoder
-            # finds the last token of several rows by the padding token only.
+            # An encoder-decoder needs the same number of end tokens in all rows of a call, but a text and a
+            # pair differ. A decoder finds the last token of several rows only by the padding token.
             self.runs_rows_alone = config.is_encoder_decoder or config.pad_token_id is None
             self.end_token = int(config.eos_token_id) if config.is_encoder_decoder else None
 
@@ -79,7 +79,7 @@ class TransformersModel:
     def _inputs(self, batch: Batch, group: LengthGroup, stop: int) -> dict[str, Tensor]:
         rows = (group.num_rows, group.length)
         ids = batch.token_ids[group.first_token : stop].view(rows).long()
-        if self.end_token is not None:  # texts have one; rows of the warm-up may not
+        if self.end_token is not None:  # texts have an end token; warm-up rows may have none
             ended = (ids == self.end_token).any(dim=1)
             ids = ids.clone()
             ids[:, -1] = torch.where(ended, ids[:, -1], self.end_token)
@@ -91,7 +91,7 @@ class TransformersModel:
         return inputs
 
     def _values(self, inputs: dict[str, Tensor]) -> Tensor:
-        """[rows, length, hidden], or logits [rows, labels] of sequences and [rows, length, labels]."""
+        """[rows, length, hidden], or logits: [rows, labels] of sequences or [rows, length, labels]."""
         if self.task is None:
             return self.module(**inputs).last_hidden_state  # type: ignore[no-any-return]
         if not self.runs_rows_alone:
@@ -111,7 +111,7 @@ def _load(spec: ModelSpec, task: Task | None, dtype: torch.dtype) -> tuple[Any, 
             "--model-impl transformers needs the transformers library, which penstock[hf] installs"
         ) from None
     name = "AutoModel" if task is None else _HEADS[task][0]
-    if task is None and spec.architecture.endswith("EncoderModel"):  # of an encoder with a decoder
+    if task is None and spec.architecture.endswith("EncoderModel"):  # the encoder of an encoder-decoder model
         name = "AutoModelForTextEncoding"
     options: dict[str, Any] = {"local_files_only": True}
     try:
@@ -136,18 +136,18 @@ def _load(spec: ModelSpec, task: Task | None, dtype: torch.dtype) -> tuple[Any, 
 
 
 def _passes_segments(folder: Path) -> bool:
-    """Whether transformers' tokenizer tells the model which text of a pair a token belongs to."""
+    """Whether transformers' tokenizer passes token type ids to the model."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError):
-        return True  # not every tokenizer.json comes with what transformers wants beside it
+        return True  # not every tokenizer.json comes with the other files that transformers needs
     return "token_type_ids" in tokenizer.model_input_names
 
 
 def _check_tensors(folder: Path, info: Mapping[str, Collection[str]], name: str) -> None:
-    """Refuse a module with parts that the checkpoint lacks: transformers fills them with random numbers."""
+    """Refuse a module with tensors that the checkpoint lacks: transformers fills them with random numbers."""
     missing = [key for key in info["missing_keys"] if name != "AutoModel" or "pooler." not in key]
     if missing:
         raise ModelLoadError(

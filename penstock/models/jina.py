@@ -1,7 +1,7 @@
-"""Jina's XLM-R: jina-embeddings-v3, and others with the layout of its flash implementation.
+"""Jina's XLM-R: jina-embeddings-v3, and other models with the layout of its flash implementation.
 
 jina-embeddings-v3 has task adapters. `lora_task` (through `--hf-overrides`) merges one of them into the
-weights. Otherwise each request chooses; without a choice the model runs without an adapter.
+weights. Otherwise, each request may choose an adapter; without a choice the model runs without one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ IGNORED = ("pooler.", "lm_head.", ".lora_A", ".lora_B")
 
 
 def xlm_roberta(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Encoder | RotaryEncoder:
-    """XLM-R's class names cover two layouts; the options of the flash implementation tell them apart."""
+    """XLM-R's class names are used for two layouts. Options of the flash implementation distinguish them."""
     named = " ".join(str(place) for place in (config.get("auto_map") or {}).values())
     rotary = config.get("position_embedding_type") == "rotary"
     if rotary or "use_flash_attn" in config or "xlm-roberta-flash" in named:
@@ -51,7 +51,7 @@ def xlm_roberta(build: LayerBuilder, config: Mapping[str, Any], head: Task | Non
 
 
 def jina_embeddings_v3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> RotaryEncoder:
-    """The transformers port, whose defaults differ."""
+    """Checkpoints of the transformers port, which has other defaults."""
     return _build(build, config, head, _shape(config, positions="rotary", rope_theta=20_000))
 
 
@@ -76,7 +76,7 @@ def _build(build: LayerBuilder, config: Mapping[str, Any], head: Task | None, sh
 
 
 def _read_own(sites: AdapterSites, source: MergedSource, own: AdapterSet) -> None:
-    """Read the task adapters, which the checkpoint stores beside the weights that they change."""
+    """Read the task adapters, which the checkpoint stores next to the weights that they change."""
     sites.grow(0, own.rank)
     found: list[ModuleWeights] = [{} for _ in range(own.count)]
     for name, (layer, number) in sites.layers.items():
@@ -95,7 +95,7 @@ def _read_own(sites: AdapterSites, source: MergedSource, own: AdapterSet) -> Non
 
 
 def _shape(config: Mapping[str, Any], *, positions: str, rope_theta: float) -> Shape:
-    """`positions` and `rope_theta` are defaults for what config.json leaves out."""
+    """`positions` and `rope_theta` are defaults for keys that config.json leaves out."""
     kind = config.get("position_embedding_type") or positions
     if kind not in ("rotary", "absolute"):
         raise ModelLoadError(

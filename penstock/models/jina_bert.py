@@ -32,18 +32,18 @@ GATES = {"geglu": "gelu", "reglu": "relu"}
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """What differs between the two layouts, below the prefix of a layer."""
+    """Tensor names that differ between the two layouts, below the prefix of a layer."""
 
     gate_up: str
-    up: str  # of a block without a gate
+    up: str  # in a block without a gate
     down: str
-    plain_down: str  # the same, of a block without a gate
+    plain_down: str  # `down` in a block without a gate
     attention_norm: str
     output_norm: str
     plain_output_norm: str
     gate_first: bool
-    plain_bias: bool  # of `up`
-    normalizes_heads: bool = False  # queries and keys, and attention's output twice
+    plain_bias: bool  # whether `up` has a bias
+    normalizes_heads: bool = False  # normalise queries and keys, and attention's output twice
 
 
 FIRST = TensorNames(
@@ -72,7 +72,7 @@ CODE = TensorNames(  # jina-bert-v2-qk-post-norm
 
 
 class JinaBertLayer:
-    is_last = False  # of its model: only a pooler reads its output
+    is_last = False  # whether this is the model's last layer, whose output only a pooler reads
 
     def __init__(
         self,
@@ -99,7 +99,8 @@ class JinaBertLayer:
         self.widths = tuple(map(scratch_width, parts))
 
     def __call__(self, hidden: Tensor, layer_input: Activations, batch: Batch) -> tuple[Tensor, Activations]:
-        """`layer_input` is `hidden` in the form that the first product reads, as in the returned pair."""
+        """`layer_input` is `hidden`, quantised if the first product of the layer needs it. Returns the same
+        pair for the next layer."""
         place, between, middle, last = batch.scratch_buffers(self.widths, hidden)
         context = self._attend(self.qkv(layer_input, out=place), batch)
         if self.is_last and batch.output_tokens is not None:
@@ -160,7 +161,7 @@ class JinaBert:
         return hidden
 
     def _names(self, build: LayerBuilder, config: Mapping[str, Any]) -> TensorNames:
-        """The layout whose feed-forward block the checkpoint has."""
+        """The layout of the checkpoint, by the tensors of its feed-forward block."""
         is_gated = _gate(config) is not None
         first = f"{self.prefix}encoder.layer.0."
         tensors = {
@@ -189,7 +190,7 @@ def jina_bert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None)
 
 
 def _gate(config: Mapping[str, Any]) -> str | None:
-    """The activation of the gate; None for a block without one."""
+    """The activation of the gate; None for a block without a gate."""
     kind = config.get("feed_forward_type", "original")
     if kind != "original" and kind not in GATES:
         raise ModelLoadError(

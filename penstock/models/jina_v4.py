@@ -2,7 +2,7 @@
 
 PEFT saved the adapters of all tasks in one file, adapters/adapter_model.safetensors, with the task in the
 name of each matrix: `….lora_A.retrieval.weight`. They change the decoder and the projection, never the vision
-tower. `lora_task` (through `--hf-overrides`) merges one of them. Otherwise each request chooses.
+tower. `lora_task` (through `--hf-overrides`) merges one of them. Otherwise, each request chooses one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def jina_embeddings_v4(build: LayerBuilder, config: Mapping[str, Any], head: Tas
 
 
 def _model(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> QwenVL:
-    """The decoder with vectors of tokens; their projection is small, so it is never quantised."""
+    """The decoder with a projection to token vectors, which is small and therefore never quantised."""
     model = qwen2_5_vl(build, config, head)
     dim = positive_integer(config, _DIM, file=Path("config.json"), high=MAX_FEATURES)
     plain = LayerBuilder(build.weights)
@@ -78,7 +78,7 @@ def _model(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) ->
 def _read(
     sites: AdapterSites, build: LayerBuilder, folder: Path, name: str, tasks: Sequence[str]
 ) -> ModuleWeights:
-    """One adapter; random beside random weights, which have no files."""
+    """Read one adapter. With dummy weights, which have no files, it is random too."""
     if not isinstance(build.weights, DummySource):
         spec = read_lora(folder, name, tasks)
         sites.grow(0, spec.rank)

@@ -1,6 +1,7 @@
-"""jina-embeddings-v5-text: Qwen3 (small) or EuroBERT (nano) with task adapters that PEFT saved.
+"""jina-embeddings-v5-text: Qwen3 (small) or EuroBERT (nano) with task adapters in PEFT's format.
 
-`lora_task` (through `--hf-overrides`) merges one of them into the weights. Otherwise each request chooses.
+`lora_task` (through `--hf-overrides`) merges one of them into the weights. Otherwise, each request chooses
+one.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _folder(folder: Path, name: str) -> Path:
 
 
 def _read(sites: AdapterSites, build: LayerBuilder, folder: Path, name: str) -> ModuleWeights:
-    """One adapter; random beside random weights, which have no files."""
+    """Read one adapter. With dummy weights, which have no files, it is random too."""
     if not isinstance(build.weights, DummySource):
         spec = read_lora(folder, name)
         sites.grow(0, spec.rank)

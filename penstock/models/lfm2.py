@@ -1,6 +1,6 @@
-"""LFM2: layers of gated short convolutions and of attention.
+"""LFM2: layers with gated short convolutions or attention.
 
-Its bidirectional variants (LFM2.5-Embedding, LFM2.5-ColBERT) attend both ways, and their convolutions are
+The bidirectional variants (LFM2.5-Embedding, LFM2.5-ColBERT) attend both ways, and their convolutions are
 centred on the token.
 """
 
@@ -76,7 +76,7 @@ class AttentionMixer:
 
 
 class Lfm2Layer:
-    is_last = False  # of its model: only a pooler reads its output
+    is_last = False  # whether this is the model's last layer, whose output only a pooler reads
 
     def __init__(
         self, build: LayerBuilder, prefix: str, config: Mapping[str, Any], kind: str, rotary: Rotary
@@ -98,7 +98,7 @@ class Lfm2Layer:
 
     @property
     def input_layer(self) -> LinearLayer:
-        """The layer that reads the input."""
+        """The linear layer that reads the input."""
         return self.mixer.input
 
     def __call__(
@@ -149,7 +149,7 @@ def lfm2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> L
 
 
 def layer_kinds(config: Mapping[str, Any]) -> list[str]:
-    """The kind of every layer; older files list the layers with attention."""
+    """The kind of every layer. Older files list only the layers with attention."""
     layers, kinds = config["num_hidden_layers"], config.get("layer_types")
     if kinds is None:
         attends = option(config, "full_attn_idxs", default=range(layers))
@@ -162,7 +162,7 @@ def layer_kinds(config: Mapping[str, Any]) -> list[str]:
 
 
 def _mlp_width(config: Mapping[str, Any]) -> int:
-    """The width of the MLPs: two thirds of what config.json has, rounded up, unless it says not to adjust."""
+    """The width of the MLPs: two thirds of config.json's value, rounded up, unless adjustment is disabled."""
     width = int(option(config, "block_ff_dim", "intermediate_size"))
     if not config.get("block_auto_adjust_ff_dim", True):
         return width
@@ -187,7 +187,7 @@ def _rotary(build: LayerBuilder, config: Mapping[str, Any]) -> Rotary:
 
 
 def _zero_expansion(normed: Tensor, batch: Batch) -> Tensor:
-    """Zero the states of tokens that nothing attends to, as the reference does before it convolves."""
+    """Zero the states of tokens that nothing attends to, as the reference does before convolutions."""
     normed = normed.clone()
     for group in batch.groups:
         if group.key_limit:

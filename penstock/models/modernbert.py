@@ -1,4 +1,4 @@
-"""ModernBERT: pre-norm, gated feed-forward, rotary positions, most layers with a sliding window."""
+"""ModernBERT: pre-norm, gated feed-forward, rotary positions, a sliding window in most layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IGNORED = ("head.", "decoder.", "classifier.")
 
 
 class ModernBertLayer:
-    is_last = False  # of its model: only a pooler reads its output
+    is_last = False  # whether this is the model's last layer, whose output only a pooler reads
 
     def __init__(self, build: LayerBuilder, prefix: str, config: Mapping[str, Any], kind: str) -> None:
         hidden, inner = config["hidden_size"], Units(config["intermediate_size"])
@@ -150,7 +150,7 @@ def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
 
 
 def _rotary(build: LayerBuilder, config: Mapping[str, Any], kind: str) -> Rotary:
-    local = kind == SLIDING and config.get("local_rope_theta", 0) is not None  # null: as the global layers
+    local = kind == SLIDING and config.get("local_rope_theta", 0) is not None  # null: same as global layers
     name, default = ("local_rope_theta", 10_000) if local else ("global_rope_theta", 160_000)
     rope = rope_options(config, name, default=default, layer_type=kind)
     return Rotary(

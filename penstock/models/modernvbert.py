@@ -1,6 +1,6 @@
-"""ModernVBERT: a ModernBERT encoder that reads the tiles of images, as a SigLIP tower sees them, and text.
+"""ModernVBERT: a ModernBERT encoder that reads text and image tiles, encoded by a SigLIP tower.
 
-ColModernVBERT is a retriever of pages on it.
+ColModernVBERT is a page retriever based on it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ IGNORED = (*SIGLIP_HEAD, "lm_head.", "projection_head.")
 
 
 class ModernVBert(ModernBert):
-    """An encoder with a vision tower, whose features take the places of words before the first norm."""
+    """An encoder with a vision tower. Image features replace word embeddings before the first norm."""
 
     def __init__(self, build: LayerBuilder, config: Mapping[str, Any], vision: VisionTower) -> None:
         super().__init__(build, config)
@@ -43,7 +43,7 @@ def col_modernvbert(build: LayerBuilder, config: Mapping[str, Any], head: Task |
 
 
 def _tower(build: LayerBuilder, config: Mapping[str, Any]) -> SiglipTokens:
-    """The tower with its connector."""
+    """The vision tower with its connector."""
     if build.folder is None:
         raise ValueError("a vision tower needs the folder with its image processor")
     options, pixels, merge = vision_options(config), image_processor(build.folder, config), _merge(config)
@@ -62,7 +62,7 @@ def _tower(build: LayerBuilder, config: Mapping[str, Any]) -> SiglipTokens:
 
 
 def _merge(config: Mapping[str, Any]) -> int:
-    """Patches of one token, down and across."""
+    """The side of the square of patches that becomes one token."""
     factor = config["pixel_shuffle_factor"]
     if not isinstance(factor, int) or isinstance(factor, bool) or factor < 1:
         raise ModelLoadError(

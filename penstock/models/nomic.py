@@ -1,4 +1,4 @@
-"""NomicBERT: nomic-embed-text v1, v1.5 and v2-moe, and models trained from them."""
+"""NomicBERT: nomic-embed-text v1, v1.5 and v2-moe, and models fine-tuned from them."""
 
 from __future__ import annotations
 
@@ -58,9 +58,8 @@ def nomic(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
 def _shape(config: Mapping[str, Any]) -> Shape:
     hidden, heads = option(config, "hidden_size", "n_embd"), option(config, "num_attention_heads", "n_head")
     require(config, head_dim=hidden // heads)
-    act = config.get(
-        "activation_function"
-    )  # only the original code sets it; the port is swiglu without biases
+    # Only the original code sets activation_function; the port always has SwiGLU without biases.
+    act = config.get("activation_function")
     original = act is not None
     fraction = float(option(config, "rotary_emb_fraction", default=0.0 if original else 1.0))
     if not 0 < fraction <= 1:
@@ -91,8 +90,8 @@ def _shape(config: Mapping[str, Any]) -> Shape:
 
 
 def _experts(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """The experts of every n-th layer, from the second on. A token's weights are its softmax over all
-    experts, so those of the chosen ones sum to less than one."""
+    """The experts, which are in every n-th layer from the second on. Expert weights are a softmax over all
+    experts, so the weights of a token's chosen experts sum to less than one."""
     count, step = config.get("num_experts") or 0, config.get("moe_every_n_layers") or 0
     if not count and not step:
         return {}

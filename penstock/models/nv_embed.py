@@ -1,7 +1,7 @@
 """NV-Embed: a bidirectional Mistral whose states attend to a trained set of latent vectors.
 
-Keys and values come from constants, so they are multiplied into the projections of queries and outputs when
-the model is built: what is left of the attention are two products and a softmax over the latent vectors.
+Keys and values are constants, so they are multiplied into the query and output projections when the model is
+built. This reduces the attention to two products and a softmax over the latent vectors.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from penstock.models.options import require
 from penstock.types import Task
 
 _PREFIX = "latent_attention_model."
-_EPS = 1e-5  # of torch's LayerNorm
-_WIDENING = 4  # of the feed-forward block
+_EPS = 1e-5  # default of torch's LayerNorm
+_WIDENING = 4  # width of the feed-forward block, relative to the hidden size
 _FILE = Path("config.json")
 _KEY = "latent_attention_config"
 
@@ -76,7 +76,7 @@ class NVEmbed(Decoder):
 
 
 def nv_embed(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    """Its published code attends to the whole text, whatever window the configuration of Mistral names."""
+    """Build NV-Embed without a sliding window: its published code ignores the window in config.json."""
     require(config, mask_type="b", add_eos=True, is_mask_instruction=True)
     shape = mistral_shape(config)
     shape = replace(shape, sliding=(False,) * shape.layers, reach=None)
@@ -93,8 +93,8 @@ def _latent_shape(config: Mapping[str, Any], hidden: int) -> LatentShape:
 
 
 def _folded(build: LayerBuilder, prefix: str, shape: LatentShape) -> tuple[Tensor, Tensor]:
-    """From states to scores, [heads · latents, hidden], and from their softmax to the context, [hidden,
-    heads · latents]. Multiplied in fp32."""
+    """The weights from states to scores, [heads · latents, hidden], and from the softmax to the context,
+    [hidden, heads · latents]. They are multiplied in fp32."""
     weights = build.weights
     device, inner = weights.device, shape.heads * shape.head_dim
 

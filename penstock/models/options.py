@@ -1,4 +1,4 @@
-"""Reads config.json: options with several names, and options that a family's wiring relies on."""
+"""Reads options of config.json, under any of their names, and checks the values that a family requires."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.layers.rotary import Rope
 
 
 def option(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
-    """The value of the first of these keys that is set; null counts as not set."""
+    """The value of the first of these keys that is set. Null counts as not set."""
     for name in names:
         if config.get(name) is not None:
             return config[name]
@@ -21,7 +21,7 @@ def option(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
 
 
 def with_defaults(config: Mapping[str, Any], **defaults: Any) -> Mapping[str, Any]:
-    """The configuration with values for keys that it leaves out. A copy would hide which keys are read."""
+    """The configuration with defaults for missing keys. It is not copied, so that read keys are recorded."""
     return ChainMap(cast("dict[str, Any]", config), defaults)
 
 
@@ -46,12 +46,11 @@ def rope_options(
     layer_type: str | None = None,
     scaled: bool = True,
 ) -> Rope:
-    """The rotary options of all layers, or of those of one type, from either form of config.json.
+    """The rotary options of all layers, or of layers of one type, from either form of config.json.
 
-    Newer files have `rope_parameters`, by layer type in families that pass `layer_type`. Older ones have a
-    base under one of `names`, and `rope_scaling` for layers that are `scaled`. Where a file has both forms,
-    each family does as transformers does: `rope_scaling` replaces `rope_parameters`, or, by layer type,
-    overrides its keys.
+    Newer files have `rope_parameters`, by layer type in families that pass `layer_type`. Older files have a
+    base under one of `names`, and `rope_scaling` for layers that are `scaled`. If a file has both forms,
+    `rope_scaling` replaces `rope_parameters` or, with layer types, overrides its keys, as in transformers.
     """
     newer = _newer_rope(config, layer_type)
     older: Mapping[str, Any] = (config.get("rope_scaling") if scaled else None) or {}
@@ -67,7 +66,7 @@ def rope_options(
 
 
 def _check_trained_length(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:
-    """Refuse a trained length beside the rotary options, where transformers ignores it."""
+    """Refuse a trained length outside the rotary options, because transformers ignores it there."""
     name, limit = "original_max_position_embeddings", config.get("max_position_embeddings")
     needs_length = (scaling.get("rope_type") or scaling.get("type")) in ("yarn", "llama3")
     outside = config.get(name)
@@ -79,7 +78,7 @@ def _check_trained_length(config: Mapping[str, Any], scaling: Mapping[str, Any])
 
 
 def _newer_rope(config: Mapping[str, Any], layer_type: str | None) -> Mapping[str, Any]:
-    """`rope_parameters` of these layers; empty for an older file."""
+    """`rope_parameters` of these layers; empty in older files."""
     found: Mapping[str, Any] = config.get("rope_parameters") or {}
     is_by_type = any(isinstance(value, Mapping) for value in found.values())
     if found and is_by_type is not (layer_type is not None):

@@ -1,6 +1,6 @@
-"""PaliGemma: a Gemma decoder that reads the patches of a SigLIP tower and text, and attends both ways.
+"""PaliGemma: a Gemma decoder that reads text and the patches of a SigLIP tower, and attends both ways.
 
-ColPali is a retriever of pages on it. A page or a query is all prefix, so no part of it is causal.
+ColPali is a page retriever based on it. A page or a query is all prefix, so no part of it is causal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PaliGemma(Decoder):
     def __init__(self, build: LayerBuilder, shape: DecoderShape, vision: VisionTower) -> None:
         super().__init__(build, shape)
         stored = build.weights.prefix_of("embed_tokens.weight")
-        names = ("language_model.model.", "language_model.")  # of transformers 4 and 5
+        names = ("language_model.model.", "language_model.")  # in transformers 4 and 5
         build.alias_prefix(stored, names[1] if stored.endswith(names[0]) else names[0])
         self.vision = vision
         self.ignored_tensors = (*IGNORED, *SIGLIP_HEAD)
@@ -44,7 +44,7 @@ def col_pali(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) 
 
 
 def _language_shape(config: Mapping[str, Any]) -> DecoderShape:
-    """The decoder. A prefix has no window: transformers lets all of its tokens see one another."""
+    """The shape of the decoder. There is no window, because all tokens of a prefix attend to one another."""
     kind = option(config, "text_model_type", default="gemma")
     if kind not in _SHAPES:
         raise ModelLoadError(
@@ -57,7 +57,7 @@ def _language_shape(config: Mapping[str, Any]) -> DecoderShape:
 
 
 def _tower(build: LayerBuilder, config: Mapping[str, Any], width: int) -> SiglipTokens:
-    """The tower with its projector. Features are not scaled, as the embeddings of words are."""
+    """The tower with its projector. Unlike word embeddings, image features are not scaled."""
     if build.folder is None:
         raise ValueError("a vision tower needs the folder with its image processor")
     options, weights = vision_options(config), build.weights

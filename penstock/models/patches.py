@@ -1,4 +1,4 @@
-"""From patches of pixels to embeddings: rescaling, normalisation and the projection in one product."""
+"""Embeds patches of pixels: rescaling, normalisation and the projection in one product."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from penstock.checkpoint.image_processor import ImageProcessorSpec
 from penstock.layers.build import LayerBuilder
 from penstock.layers.linear import make_linear
 
-_MIDDLE = 128  # of the values of a byte; centred values are exact in bf16
-_ALIGNMENT = 16  # the product's inputs are a multiple of this: other widths take slow kernels
+_MIDDLE = 128  # subtracted from each byte: the centred values are exact in bf16
+_ALIGNMENT = 16  # inputs are padded to a multiple of this, because other widths run slow kernels
 
 
 class PatchEmbedding:
     """weight · ((value · rescale − mean) / std) + bias for patches uint8 [patches, values].
 
-    The affine of each channel is folded into weight and bias in fp32. So the product reads the bytes
-    themselves, less their middle value, and normalised pixels are never rounded.
+    The affine transform of each channel is folded into weight and bias in fp32. So the product reads bytes
+    minus `_MIDDLE`, and normalised pixels are never rounded.
     """
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, pixels: ImageProcessorSpec, dtype: torch.dtype
     ) -> None:
-        """`weight` [hidden, values] and `bias` [hidden] in fp32; values in the order of the patches'."""
+        """`weight` [hidden, values] and `bias` [hidden] in fp32, with values in the order of the patches."""
         hidden, values = weight.shape
         channel = torch.arange(values, device=weight.device)
         channel = channel % 3 if pixels.channels_last else channel // (values // 3)
@@ -41,7 +41,7 @@ class PatchEmbedding:
     def read(
         cls, build: LayerBuilder, name: str, hidden: int, pixels: ImageProcessorSpec, *, bias: bool = True
     ) -> PatchEmbedding:
-        """From a convolution, or from a linear layer where the channels of patches are last."""
+        """Read the weights of a convolution, or of a linear layer if the channels of patches come last."""
         size, weights = pixels.patch_size, build.weights
         shape = (hidden, 3 * size * size) if pixels.channels_last else (hidden, 3, size, size)
         weight = weights.read(f"{name}.weight", shape).float().reshape(hidden, -1).to(weights.device)

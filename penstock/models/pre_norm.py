@@ -1,4 +1,4 @@
-"""Pre-norm layers with learned positions, as the text and vision towers of CLIP and SigLIP have them."""
+"""Pre-norm layers with learned positions, for the text and vision towers of CLIP and SigLIP."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LayerShape:
 
 
 class PreNormLayer:
-    is_last = False  # of its tower: only a pooler reads its output
+    is_last = False  # whether this is the tower's last layer, whose output only a pooler reads
 
     def __init__(self, build: LayerBuilder, prefix: str, shape: LayerShape, kind: AttentionKind) -> None:
         hidden = shape.hidden
@@ -68,8 +68,8 @@ class PreNormLayer:
 
 
 class PreNormStack:
-    """embeddings [tokens, hidden] → hidden states after the last norm; of the output tokens alone where the
-    batch names them."""
+    """embeddings [tokens, hidden] → hidden states after the last norm, limited to the batch's output tokens
+    if it has any."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class PreNormStack:
         last_norm: str,
         kind: AttentionKind = BIDIRECTIONAL,
     ) -> None:
-        """`prefix` is the prefix of the layers' names, `last_norm` the full name of the norm after them."""
+        """`prefix` is the prefix of layer names, `last_norm` the full name of the norm after the layers."""
         names = [f"{prefix}{i}." for i in range(shape.layers)]
         self.layers = [PreNormLayer(build, name, shape, kind) for name in names]
         self.layers[-1].is_last = True

@@ -1,8 +1,8 @@
 """The vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: ragged patches in, one vector for each token out.
 
 All three rotate queries and keys by a patch's row and column, and merge the patches of a token at the end.
-Qwen2.5-VL attends within windows in most layers. Qwen3-VL adds interpolated position embeddings, and gives
-features of inner layers too, which its language model adds to its first layers (DeepStack).
+Qwen2.5-VL attends within windows in most layers. Qwen3-VL adds interpolated position embeddings. It also
+returns features of inner layers, which the language model adds to its first layers (DeepStack).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from penstock.types import Ints, LengthGroup, cumulative
 
 _EPS = 1e-6
 _ROPE_BASE = 10_000.0
-_CENTRE = 128.0  # is subtracted from a pixel: the result is exact in every dtype, and about zero on average
+_CENTRE = 128.0  # subtracted from each pixel: the result is exact in every dtype, and about zero on average
 
 
 class VisionLayer:
@@ -65,14 +65,14 @@ class VisionLayer:
 
 
 class Merger:
-    """Joins the patches of a token to one vector as wide as the language model's."""
+    """Joins the patches of a token into one vector, as wide as the language model's states."""
 
     def __init__(
         self, build: LayerBuilder, prefix: str, shape: QwenVisionShape, *, joins_first: bool = False
     ) -> None:
         self.width = shape.hidden * shape.merge**2
         norm, up, down = (prefix + name for name in shape.merger_names)
-        self.joins_first = joins_first  # the norm is of the joined patches
+        self.joins_first = joins_first  # normalise joined patches instead of single ones
         self.norm = _norm(build, norm, self.width if joins_first else shape.hidden, shape)
         self.mlp = MLP(
             build.linear(up, self.width, self.width, "gelu"), build.linear(down, self.width, shape.out)
@@ -89,7 +89,7 @@ class Merger:
 
 
 class QwenVisionTower:
-    """patches → token vectors; those of DeepStack follow in the same row."""
+    """patches → token vectors. DeepStack's vectors of a token follow in the same row."""
 
     def __init__(
         self, build: LayerBuilder, prefix: str, shape: QwenVisionShape, processor: ImageProcessorSpec
@@ -108,7 +108,7 @@ class QwenVisionTower:
         prefixes = [f"{prefix}blocks.{layer}." for layer in range(shape.layers)]
         self.layers = [VisionLayer(build, each, shape, self.rotary) for each in prefixes]
         self.merger = Merger(build, prefix + "merger.", shape)
-        # Norm i feeds layer i; the last one is the merger's.
+        # Norm i feeds layer i; the last norm is the merger's.
         self.norms = [_norm(build, each + "norm1", shape.hidden, shape) for each in prefixes]
         self.norms.append(self.merger.norm)
         self.deep_mergers = {
@@ -117,8 +117,8 @@ class QwenVisionTower:
         }
 
     def layout(self, grids: Ints) -> list[Ints]:
-        """Coordinates; the entries of the table of positions and the bits of their weights; the order of
-        tokens by window, its inverse, and where windows begin."""
+        """Coordinates; entries of the position table and the bits of their weights; the order of tokens by
+        window, its inverse, and the starts of windows."""
         shape, places = self.shape, coordinates(grids, self.shape.merge)
         arrays = [places.reshape(-1)]
         if shape.position_side:
@@ -150,8 +150,8 @@ class QwenVisionTower:
         return torch.cat((features, *deep), dim=1) if deep else features
 
     def _run(self, hidden: Tensor, angles: Angles, whole: Batch, divided: Batch | None) -> list[Tensor]:
-        """The layers and mergers: the features of the last layer, then those of inner ones. Attention is in
-        rows of `whole` images or of images `divided` into windows."""
+        """Run layers and mergers. Returns the features of the last layer, then the features of inner layers.
+        Attention runs over `whole` images or over images `divided` into windows."""
         normed: Activations = self.norms[0](hidden)
         deep, full = [], self.shape.full_layers or ()
         for number, (layer, after) in enumerate(zip(self.layers, self.norms[1:], strict=True)):
@@ -166,13 +166,13 @@ class QwenVisionTower:
         return window_lengths(grids // self.shape.merge, self.shape.window) * self.shape.merge**2
 
     def _by_window(self, values: Tensor, order: Tensor) -> Tensor:
-        """The rows of `values` [patches, ..] by the order of their tokens."""
+        """Reorder `values` [patches, …] by `order`, which is an order of tokens."""
         tokens = values.view(-1, self.shape.merge**2 * values.shape[1])
         return tokens.index_select(0, order).view(values.shape)
 
 
 def _rows(cu_lengths: Tensor, groups: tuple[LengthGroup, ...], max_length: int, hidden: Tensor) -> Batch:
-    """Patches as attention sees them: rows of images or windows."""
+    """Patches as a batch for attention. Its rows are images or windows."""
     nothing = cu_lengths[:0]
     return Batch(
         token_ids=nothing,
@@ -195,8 +195,8 @@ def _norm(build: LayerBuilder, name: str, size: int, shape: QwenVisionShape) -> 
 def _patch_embedding(
     build: LayerBuilder, name: str, shape: QwenVisionShape, processor: ImageProcessorSpec
 ) -> LinearLayer:
-    """A product with pixels − `_CENTRE`. It holds the processor's rescaling and normalisation; the frames of
-    a patch are all the same, so their weights are added."""
+    """A product with pixels − `_CENTRE`, which includes the processor's rescaling and normalisation. All
+    frames of a patch are the same, so their weights are added."""
     weights, side = build.weights, shape.patch_size
     stored = weights.read_plain(f"{name}.weight", (shape.hidden, 3, shape.frames, side, side)).float()
     channels = stored.sum(2).flatten(2)  # [hidden, 3, side · side]

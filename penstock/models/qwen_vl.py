@@ -25,7 +25,7 @@ from penstock.models.qwen_vision import QwenVisionTower
 from penstock.types import Task
 
 _QWEN2 = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}
-# Of transformers, where config.json does not say and the text models differ.
+# Defaults in transformers that differ from the text models.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_vl": _QWEN2,
     "qwen2_5_vl": _QWEN2,
@@ -35,7 +35,7 @@ _SECTIONS = {"qwen2_vl": [16, 24, 24], "qwen2_5_vl": [16, 24, 24], "qwen3_vl": [
 
 
 class QwenVL(Decoder):
-    """A decoder with a vision tower, whose further features its first layers add (DeepStack)."""
+    """A decoder with a vision tower. Its first layers add features of the tower's layers (DeepStack)."""
 
     def __init__(self, build: LayerBuilder, shape: DecoderShape, vision: QwenVisionTower) -> None:
         super().__init__(build, shape)
@@ -83,7 +83,7 @@ def language_shape(kind: str, config: Mapping[str, Any]) -> DecoderShape:
     is_third = kind == "qwen3_vl"
     shape = qwen3_shape(config) if is_third else qwen2_shape(config)
     rope = {"mrope_section": _SECTIONS[kind], **shape.rope.scaling}
-    if "mrope" in (rope.get("type"), rope.get("rope_type")):  # the name of the axes, not of a scaling
+    if "mrope" in (rope.get("type"), rope.get("rope_type")):  # this names the axes, not a scaling
         rope |= {"type": "default", "rope_type": "default"}
     plain = Rope(shape.rope.base, rope)
     axes = pair_axes(rope, shape.head_dim // 2, is_interleaved=is_third)
@@ -91,7 +91,7 @@ def language_shape(kind: str, config: Mapping[str, Any]) -> DecoderShape:
 
 
 def _tower(build: LayerBuilder, config: Mapping[str, Any], shape: QwenVisionShape) -> QwenVisionTower:
-    """The tower in the model's own precision, whatever the decoder's quantisation."""
+    """The tower, in the model's precision even if the decoder is quantised."""
     plain = LayerBuilder(build.weights)
     prefix = build.weights.prefix_of("patch_embed.proj.weight")
     if build.is_quantized(f"{prefix}blocks.0.attn.qkv"):

@@ -1,4 +1,4 @@
-"""Builds models from the records in `checkpoint/families.py`. Imports a model file only when it is needed."""
+"""Builds models from the records in `checkpoint/families.py`. Imports a model's module only when needed."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Model(Protocol):
     """A backbone with the heads of its checkpoint."""
 
     hidden_size: int
-    is_causal: bool  # no token sees a later one
-    prunes_last_layer: bool  # after its last attention it computes only the tokens that are read
+    is_causal: bool  # no token attends to a later one
+    prunes_last_layer: bool  # after the last attention, compute only the tokens that a pooler reads
     heads: dict[Task, TaskHead]
-    ignored_tensors: tuple[str, ...]  # parts of names of tensors that may stay unread
+    ignored_tensors: tuple[str, ...]  # substrings of the names of tensors that may stay unread
 
     def __call__(self, batch: Batch) -> Tensor:
-        """The last hidden states, [tokens, hidden]; of the needed tokens alone if it prunes."""
+        """The last hidden states [tokens, hidden]; if the model prunes, only of the tokens that are read."""
         ...
 
 
@@ -62,11 +62,13 @@ def build_model(
     score_tokens: Sequence[int] = (),
     generates: bool = False,
 ) -> Model:
-    """Builder functions take (layer builder, config.json, head task or None). They find `is_causal` in the
-    configuration, and `head_dim` where the family has a default: the family's record settles them.
+    """Build a model with its heads.
 
-    `splade` adds the masked-language head, which most checkpoints store without using it. `score_tokens` adds
-    these rows of a decoder's language-model head, and `generates` adds all of it.
+    Builder functions take (layer builder, config.json, head task or None). The family's record sets
+    `is_causal` in the configuration, and `head_dim` if the family has a default for it.
+
+    `splade` adds the masked-language head, which most checkpoints store but do not use. `score_tokens` adds
+    these rows of a decoder's language-model head, and `generates` adds the whole head.
     """
     found = find_architecture(architecture, config)
     sizes = read_sizes(Path("config.json"), found.family, config)
@@ -109,12 +111,12 @@ def build_model(
     return model
 
 
-# Parts of names of tensors that hold nothing learned, or that are read where vectors are compared.
+# Substrings of the names of tensors that are not learned, or needed only for the comparison of vectors.
 _BUFFERS = ("position_ids", "inv_freq", ".attn.bias", ".attn.masked_bias", "logit_scale", "logit_bias")
 
 
 def _report(architecture: Architecture, unused: Sequence[str], config: ReadKeys) -> None:
-    """Warn of tensors and keys that take no part in what the model computes."""
+    """Warn about tensors and keys that the model does not use."""
     if unused:
         words = "tensor of the checkpoint is" if len(unused) == 1 else "tensors of the checkpoint are"
         log.warning("%d %s not used by %s: %s", len(unused), words, architecture.name, first_names(unused))

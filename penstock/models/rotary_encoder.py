@@ -1,7 +1,7 @@
 """Post-norm encoders with rotary positions: NomicBERT, GTE, Jina's XLM-R.
 
-They share the wiring. They differ in tensor names, in biases and in the feed-forward block. A checkpoint has
-the names of the code that trained it or those of a transformers port; its tensors show which.
+They share the wiring. They differ in tensor names, in biases and in the feed-forward block. A checkpoint uses
+the names of its original code or of a transformers port. Its tensors decide which.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class TensorNames:
     """The tensor names of a checkpoint, below its prefix."""
 
     layer: str
-    qkv: tuple[str, ...]  # one fused, or three
+    qkv: tuple[str, ...]  # one fused tensor, or three
     out: str
     attention_norm: str
-    up: tuple[str, ...]  # both halves of a gated block, fused or not
+    up: tuple[str, ...]  # in a gated block, gate and up, fused or separate
     down: str
     output_norm: str
     embedding_norm: str = "embeddings.LayerNorm"
 
 
 def ported(*, up: tuple[str, ...], down: str) -> TensorNames:
-    """The names in transformers ports, which differ only in the feed-forward block."""
+    """The names in transformers ports, which differ from each other only in the feed-forward block."""
     return TensorNames(
         layer="layers.{}.",
         qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -68,25 +68,25 @@ class Shape:
     intermediate: int
     vocabulary: int
     positions: int
-    segments: int  # 0: none
+    segments: int  # 0: no segments
     act: str
     eps: float
     rope: Rope | None  # None: learned positions
-    rope_fraction: float = 1.0  # of each head
+    rope_fraction: float = 1.0  # part of each head that is rotated
     rope_interleaved: bool = False
-    first_position: int = 0  # of learned positions
+    first_position: int = 0  # first learned position in use
     gated: bool = False
     gate_first: bool = True
     qkv_bias: bool = True
     out_bias: bool = True
     up_bias: bool = True
     down_bias: bool = True
-    experts: ExpertShape | None = None  # of the layers in `expert_layers`
+    experts: ExpertShape | None = None  # experts of the layers in `expert_layers`
     expert_layers: frozenset[int] = frozenset()
 
 
 class RotaryEncoderLayer:
-    is_last = False  # of its model: only a pooler reads its output
+    is_last = False  # whether this is the model's last layer, whose output only a pooler reads
 
     def __init__(
         self,
@@ -119,7 +119,8 @@ class RotaryEncoderLayer:
     def __call__(
         self, hidden: Tensor, layer_input: Activations, batch: Batch, angles: Angles | None
     ) -> tuple[Tensor, Activations]:
-        """`layer_input` is `hidden` in the form that the first product reads, as in the returned pair."""
+        """`layer_input` is `hidden`, quantised if the first product of the layer needs it. Returns the same
+        pair for the next layer."""
         place, between, middle, last = batch.scratch_buffers(self.widths, hidden)
         qkv = self.qkv(layer_input, out=place)
         if self.rotary is None or angles is None:
@@ -188,7 +189,7 @@ class RotaryEncoder:
         return hidden
 
     def _add_aliases(self, build: LayerBuilder, own: TensorNames, other: TensorNames, layers: int) -> None:
-        """Let adapters name modules as the other layout does: that of the original code, or of the port."""
+        """Let adapters use the module names of the other layout (original code or port)."""
         pairs = [
             (own.qkv, other.qkv),
             ((own.out,), (other.out,)),
@@ -231,7 +232,7 @@ def _mlp(build: LayerBuilder, prefix: str, names: TensorNames, shape: Shape) -> 
 
 
 def _sparse_mlp(build: LayerBuilder, prefix: str, shape: Shape, experts: ExpertShape) -> SparseMLP:
-    """Nomic's: all experts in two tensors, and a bias that is added once to the sum of a token's experts."""
+    """Nomic's experts: two tensors for all experts, and one bias, added to the sum of a token's experts."""
     hidden = shape.hidden
     router = build.weights.take(prefix + "router.layer.weight", experts.num_experts, hidden)
     names = ("mlp.w1", "mlp.w2")

@@ -1,5 +1,5 @@
-"""SigLIP's vision tower: a pre-norm encoder over patches. A pooling head attends to them, or they become
-tokens of a text model."""
+"""SigLIP's vision tower: a pre-norm encoder over patches. A pooling head attends to the patches, or they
+become tokens of a text model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from penstock.models.patches import PatchEmbedding
 from penstock.models.pre_norm import LayerShape, PreNormStack
 from penstock.types import Ints
 
-MAX_GRIDS = 64  # grids whose interpolated positions are kept
-# Of a tower whose patches are read: a head that pools them, which the checkpoint may store without using it.
+MAX_GRIDS = 64  # grids with cached interpolated positions
+# The pooling head and buffers, which a checkpoint may store although the text model reads the patches.
 SIGLIP_HEAD = ("vision_tower.head.", "vision_model.head.", "embeddings.position_ids")
 
 
 class SiglipVision:
-    """Patches → one vector an image. `states` gives those of the patches, which a text model may read."""
+    """Patches → one vector per image. `states` returns the states of the patches, for a text model."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class SiglipVision:
         *,
         has_head: bool = True,
     ) -> None:
-        """`prefix` ends the name of the tower, as in "vision_model."."""
+        """`prefix` is the tower's prefix, for example "vision_model."."""
         shape = LayerShape.of(config)
         embeddings = prefix + "embeddings."
         self.patches = PatchEmbedding.read(build, embeddings + "patch_embedding", shape.hidden, pixels)
@@ -50,7 +50,7 @@ class SiglipVision:
         self.feature_width = shape.hidden
 
     def layout(self, grids: Ints) -> list[Ints]:
-        return []  # everything follows from the numbers of patches
+        return []  # the tower needs no integers besides the numbers of patches
 
     def states(self, images: ImageBatch) -> Tensor:
         """[patches, hidden], after the last norm."""
@@ -63,7 +63,8 @@ class SiglipVision:
 
 
 def tower_builder(build: LayerBuilder) -> tuple[LayerBuilder, str]:
-    """What builds the tower of a text model, in its own precision and without adapters, and its prefix."""
+    """The builder for the vision tower of a text model, without quantisation and adapters, and the tower's
+    prefix."""
     prefix = build.weights.prefix_of("embeddings.patch_embedding.weight")
     if build.is_quantized(f"{prefix}encoder.layers.0.self_attn.q_proj"):
         raise ModelLoadError(
@@ -95,7 +96,7 @@ class SiglipTokens:
 
 
 class FixedPositions:
-    """One table for images that all have the same grid."""
+    """A position table for images that all have the same grid."""
 
     def __init__(self, table: Tensor) -> None:
         self.table = table  # [patches, hidden]
@@ -105,7 +106,7 @@ class FixedPositions:
 
 
 class InterpolatedPositions:
-    """A square table that is resized to the grid of each image, as SigLIP 2 NaFlex does."""
+    """A square position table that is resized to the grid of each image, as in SigLIP 2 NaFlex."""
 
     def __init__(self, table: Tensor) -> None:
         side = int(len(table) ** 0.5)
@@ -161,7 +162,7 @@ class AttentionPooling:
         self.heads = shape.heads
 
     def __call__(self, states: Tensor, images: ImageBatch) -> Tensor:
-        """[images, hidden] of the states [patches, hidden]."""
+        """states [patches, hidden] → [images, hidden]."""
         both = self.key_value(states).view(len(states), 2, self.heads, -1)
         pooled = self.out(self._attend(both[:, 0], both[:, 1], images))
         return self.mlp(self.norm(pooled), pooled)

@@ -1,4 +1,4 @@
-"""Static embeddings: the mean of one stored vector for each token. There are no layers."""
+"""Static embeddings: the mean of the tokens' stored vectors, without layers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class StaticModel:
         return F.embedding(batch.token_ids, self.table)
 
     def row_means(self, batch: Batch) -> Tensor:
-        """[rows, dim], without a copy of the tokens' vectors."""
+        """[rows, dim], the mean of each row, computed without copying token vectors."""
         token_ids = batch.token_ids[: batch.num_tokens]
         return F.embedding_bag(token_ids, self.table, batch.cu_lengths, mode="mean", include_last_offset=True)
 
 
 def build_static_model(spec: StaticSpec, weights: WeightSource) -> StaticModel:
-    """The table with one row for each token id: shared rows are repeated, and weights are applied."""
+    """Build a table with one row per token id. Rows shared by tokens are repeated, and weights applied."""
     stored = weights.read(spec.tensor, (spec.rows, spec.dim)).to(weights.device)
     table = torch.zeros((spec.vocab_size + 1, spec.dim), dtype=torch.float32, device=weights.device)
     if spec.has_mapping:

@@ -1,5 +1,5 @@
-"""The encoders of T5 and mT5: sentence-t5, gtr-t5, INSTRUCTOR. Pre-norm, without biases, and with positions
-only in a bias on the scores that all layers share."""
+"""The encoders of T5 and mT5: sentence-t5, gtr-t5, INSTRUCTOR. Pre-norm, without biases. Positions enter only
+as a bias on attention scores, which all layers share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IGNORED = ("decoder.", "lm_head.")
 
 
 class T5Layer:
-    is_last = False  # of its model: only a pooler reads its output
+    is_last = False  # whether this is the model's last layer, whose output only a pooler reads
 
     def __init__(
         self, build: LayerBuilder, prefix: str, config: Mapping[str, Any], kind: AttentionKind
@@ -104,7 +104,7 @@ def _eps(config: Mapping[str, Any]) -> float:
 
 
 def _words(build: LayerBuilder, prefix: str, vocabulary: int, hidden: int) -> Tensor:
-    """The word table, stored under one of two names or under both."""
+    """The word table, which is stored under one of two names or both."""
     own, shared = prefix + "embed_tokens", prefix.removesuffix("encoder.") + "shared"
     if build.weights.has(f"{shared}.weight") and build.weights.has(f"{own}.weight"):
         build.table(own, vocabulary, hidden)  # the same tensor
@@ -113,7 +113,7 @@ def _words(build: LayerBuilder, prefix: str, vocabulary: int, hidden: int) -> Te
 
 def _bias(build: LayerBuilder, prefix: str, config: Mapping[str, Any]) -> DistanceBias:
     buckets = config.get("relative_attention_num_buckets", 32)
-    reach = config.get("relative_attention_max_distance", 128)  # farther ones share a bucket
+    reach = config.get("relative_attention_max_distance", 128)  # larger distances share a bucket
     if reach <= buckets // 4:
         raise ModelLoadError(
             f"config.json has relative_attention_max_distance = {reach}; it has to be above a quarter of "

@@ -1,7 +1,7 @@
-"""Where the patches of images are: coordinates, windows and interpolated positions, in NumPy.
+"""The geometry of image patches: coordinates, windows and interpolated positions, in NumPy.
 
-Patches come in the order of the tower: the patches of one merged token are neighbours, and tokens follow one
-another row by row. Nothing here loops over images.
+Patches are in the order of the tower: the patches of a merged token are consecutive, and tokens follow row by
+row. Nothing here loops over images.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from penstock.types import Ints, LengthGroup, cumulative, ragged_arange
 
 
 def coordinates(grids: Ints, merge: int = 1) -> Ints:
-    """[patches, 2], the row and column of every patch; `grids` [images, 2] are patches down and across.
-    Patches follow one another block by block, of `merge` · `merge` patches each."""
+    """[patches, 2], the row and column of every patch. `grids` [images, 2] are patches down and across.
+    Patches are ordered in blocks of `merge` · `merge` patches."""
     counts = grids[:, 0] * grids[:, 1]
     within = ragged_arange(np.zeros_like(counts), counts, cumulative(counts))
     blocks_across = np.repeat(grids[:, 1] // merge, counts)
@@ -28,7 +28,7 @@ def coordinates(grids: Ints, merge: int = 1) -> Ints:
 
 
 class Windows(NamedTuple):
-    """Tokens window by window. An image's windows stay together, the smallest first."""
+    """The order of tokens by window. Windows of an image stay together, the smallest first."""
 
     order: Ints  # [tokens], the token at each place
     inverse: Ints  # [tokens], the place of each token
@@ -46,14 +46,14 @@ def windows(grids: Ints, side: int) -> Windows:
 
 
 def window_lengths(grids: Ints, side: int) -> Ints:
-    """[windows], the tokens of each window in the order of `windows`."""
+    """[windows], the number of tokens of each window, in the order of `windows`."""
     ranked, sizes, _ = _ranked_windows(grids, side)
     return sizes[ranked]
 
 
 def _ranked_windows(grids: Ints, side: int) -> tuple[Ints, Ints, Ints]:
-    """Windows from the smallest to the largest of each image, the tokens of each window, and how many windows
-    each image has."""
+    """The windows of each image from the smallest to the largest; the number of tokens of each window; the
+    number of windows of each image."""
     across = -(-grids[:, 1] // side)
     num_windows = -(-grids[:, 0] // side) * across
     number = ragged_arange(np.zeros_like(num_windows), num_windows, cumulative(num_windows))
@@ -82,15 +82,15 @@ def length_groups(lengths: Ints) -> tuple[LengthGroup, ...]:
 
 
 class Interpolation(NamedTuple):
-    """The entries of a square table that make up each patch's position embedding."""
+    """The entries of a square table that are mixed into each patch's position embedding."""
 
     entries: Ints  # [patches, 4]
     weights: NDArray[np.float32]  # [patches, 4]
 
 
 def interpolate(grids: Ints, places: Ints, side: int) -> Interpolation:
-    """Bilinear, with corners on corners, from a table of `side` · `side` entries. `places` are the patches'
-    `coordinates`."""
+    """Interpolate bilinearly, with aligned corners, in a table of `side` · `side` entries. `places` are the
+    `coordinates` of the patches."""
     sizes = np.repeat(grids, grids[:, 0] * grids[:, 1], axis=0)
     at = places.astype(np.float32) * np.float32(side - 1) / np.maximum(sizes - 1, 1).astype(np.float32)
     low = np.floor(at)

@@ -1,8 +1,8 @@
-"""Sequences that have a slot. Owns which of them run and which are preempted, and gives and takes their slots
-and KV cache blocks.
+"""Sequences that have a slot, running or preempted. Allocates and frees their slots and KV cache blocks.
 
-A running sequence holds the blocks of all its tokens. A preempted one has lost them: it starts over later
-with all its tokens as prompt. When no block is free, the newest running sequence is preempted.
+A running sequence holds the blocks of all its tokens. A preempted sequence has lost its blocks: it is
+prefilled again later, with all its tokens as prompt. If no block is free, the newest running sequence is
+preempted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from penstock.types import Ints
 
 
 class _Allocation(NamedTuple):
-    """The blocks of all tokens of a sequence; the first `num_cached` hold a prefix that is computed
-    already."""
+    """The blocks of all tokens of a sequence. The first `num_cached` hold a prefix that is already
+    computed."""
 
     blocks: list[int]
     num_cached: int
@@ -35,7 +35,7 @@ class ActiveSequences:
         self.pool = pool
         self.slots = SlotTable(limits.max_rows, limits.max_length, pool.blocks_for(limits.max_length))
         self.prompt_logprobs = PromptLogprobs(self.slots)
-        self.max_adapters = 0  # different ones in one step; 0: no limit
+        self.max_adapters = 0  # different adapters per step; 0: no limit
         self.running: list[int] = []  # slots, by rank: the newest sequence is last
         self.preempted: list[SequenceState] = []  # by rank
         self.num_preemptions = 0
@@ -46,15 +46,15 @@ class ActiveSequences:
 
     @property
     def num_background(self) -> int:
-        """Background sequences that hold a slot."""
+        """Number of background sequences that hold a slot."""
         held = sum(self.slots[slot].request.is_background for slot in self.running)
         return held + sum(sequence.request.is_background for sequence in self.preempted)
 
     # Start and resume.
 
     def has_adapter_room(self, sequence: SequenceState) -> bool:
-        """Whether a sequence can run beside those that run: all of them may be in one step. Sequences behind
-        one that cannot wait too, so its turn comes."""
+        """Whether the adapters of this and all running sequences fit into one step. If not, later sequences
+        in the queue wait too, so that this one gets its turn."""
         adapters, table = sequence.request.adapters, self.slots
         if not self.max_adapters or adapters is None or (own := int(adapters[sequence.row])) < 0:
             return True
@@ -67,7 +67,7 @@ class ActiveSequences:
         return own in running or len(running) < self.max_adapters
 
     def start(self, sequence: SequenceState) -> bool:
-        """Give a new sequence a slot and the blocks of its prompt; False if too few blocks are free."""
+        """Give a new sequence a slot and blocks for its prompt; False if too few blocks are free."""
         if (allocation := self._allocate(sequence, sequence.prompt)) is None:
             return False
         self.slots.assign(sequence)
@@ -76,7 +76,7 @@ class ActiveSequences:
         return True
 
     def resume(self, sequence: SequenceState) -> bool:
-        """Give a preempted sequence blocks for all its tokens; False if too few are free."""
+        """Give a preempted sequence blocks for all its tokens; False if too few blocks are free."""
         slot = sequence.slot
         token_ids = self.slots.token_ids[slot, : int(self.slots.num_tokens[slot])]
         if (allocation := self._allocate(sequence, token_ids)) is None:
@@ -86,13 +86,14 @@ class ActiveSequences:
         return True
 
     def _allocate(self, sequence: SequenceState, token_ids: Ints) -> _Allocation | None:
-        """Blocks for these tokens, those of a cached prefix among them; the last token is always computed."""
+        """Get blocks for these tokens, including cached blocks of their prefix. The last token is always
+        computed."""
         pool, cached = self.pool, []
         if self._prefix_caching and not sequence.wants_prompt_logprobs:
             keys = sequence.prefix_keys.extend(token_ids[:-1])
             cached = pool.match(keys[: (len(token_ids) - 1) // pool.block_size])
         needed = pool.blocks_for(len(token_ids)) - len(cached)
-        # Spare blocks keep the new sequence from being preempted at once.
+        # Spare blocks keep the new sequence from being preempted immediately.
         spare = min(len(self.running), pool.num_blocks // 64)
         while needed + spare > pool.available and self._preempt_background(sequence):
             pass
@@ -109,8 +110,8 @@ class ActiveSequences:
     # Grow and preempt.
 
     def grow(self, decoding: Ints) -> Ints:
-        """Give a block to each decoding sequence that needs one, and preempt the newest while none is free.
-        Returns the slots of those that still run."""
+        """Give a block to each decoding sequence that needs one. While no block is free, preempt the newest
+        sequence. Returns the slots that still run."""
         table = self.slots
         needed = -(-table.num_tokens[decoding] // self.pool.block_size)
         short = decoding[needed > table.num_blocks[decoding]]
@@ -130,13 +131,13 @@ class ActiveSequences:
         return np.array([slot for slot in decoding.tolist() if slot in still_running], dtype=np.int32)
 
     def preempt(self, sequence: SequenceState) -> None:
-        """Take a sequence's blocks."""
+        """Free a running sequence's blocks; it keeps its slot."""
         self.running.remove(sequence.slot)
         self.pool.release(self.slots.end_visit(sequence))
         bisect.insort(self.preempted, sequence, key=lambda other: other.rank)
 
     def _preempt_background(self, sequence: SequenceState) -> bool:
-        """Take the blocks of the newest background sequence for one that is not; False if there is none."""
+        """Preempt the newest running background sequence for an interactive one; False if there is none."""
         if sequence.request.is_background or not self.running:
             return False
         newest = self.slots[self.running[-1]]
@@ -157,7 +158,7 @@ class ActiveSequences:
         self.slots.free(sequence)
 
     def check_integrity(self) -> int:
-        """Assert that every slot and block belongs to one sequence or to none. Returns the number of all
+        """Assert that every slot and block belongs to one sequence or to none. Returns the number of
         sequences with a slot."""
         preempted = [sequence.slot for sequence in self.preempted]
         self.slots.check_integrity(self.running, preempted, self.pool.block_size)

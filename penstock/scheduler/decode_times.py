@@ -1,8 +1,9 @@
-"""How long decode steps take with and without speculation, and which of the two is faster.
+"""Measures decode steps with and without speculation, and decides which is faster.
 
-Times are those from the plan of one decode step to the plan of the next: what a token really takes, with what
-the host adds. Steps of another kind in between are left out. A draft model reads the known tokens of a
-sequence once: that time is spread over many steps, and left out where speculation has just been switched on.
+A step's time is from its plan to the plan of the next decode step, so it includes the work of the host.
+Steps that are followed by a step of another kind are not measured. A draft model reads the known tokens of a
+sequence once, to catch up. That time is averaged over many steps, and ignored in the first step after
+speculation is switched on.
 """
 
 from __future__ import annotations
@@ -10,23 +11,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_LATEST_WEIGHT = 0.1  # of the latest step in the means
-_MAX_TIMES_MEAN = 4.0  # longer steps are counted as that many times the mean: something else happened
-MIN_STEPS = 8  # of each kind, before their times are compared
-TRIAL_STEPS = 8  # of the kind that is not preferred, to measure it again
-FIRST_TRIAL_AFTER = 256  # steps; each trial that changes nothing doubles it
+_LATEST_WEIGHT = 0.1  # weight of the latest step in the means
+_MAX_TIMES_MEAN = 4.0  # a step counts as at most this multiple of the mean: outliers have other causes
+MIN_STEPS = 8  # measured steps of each kind before their times are compared
+TRIAL_STEPS = 8  # steps of the kind that is not preferred, to measure it again
+FIRST_TRIAL_AFTER = 256  # steps until the first trial; doubled after each trial that changes nothing
 LAST_TRIAL_AFTER = 4096
-_CATCH_UP_WEIGHT = 0.02  # of the latest step in the mean time that a draft model reads known tokens
-_UNKNOWN_ROW_COST = 0.1  # tokens that a proposed token costs, before it was measured
+_CATCH_UP_WEIGHT = 0.02  # weight of the latest step in the mean catch-up time of a draft model
+_UNKNOWN_ROW_COST = 0.1  # cost of a proposed token, in decoded tokens, until it is measured
 _MIN_ROW_COST = 0.02
 
 
 @dataclass(slots=True)
 class _Mean:
-    """Seconds and proposed tokens of a kind of step, the latest ones weighing most."""
+    """Moving averages of the seconds and proposed tokens of one kind of step."""
 
     num_steps: int = 0
-    own_s: float = 0.0  # without catching up
+    own_s: float = 0.0  # without `catch_up_s`
     catch_up_s: float = 0.0
     num_proposed: float = 0.0
 
@@ -51,7 +52,7 @@ class _Mean:
 
 
 class _Latest(NamedTuple):
-    """The step that was planned last."""
+    """The decode step that was planned last."""
 
     began_s: float
     num_sequences: int
@@ -61,16 +62,16 @@ class _Latest(NamedTuple):
 
 
 class DecodeTimes:
-    """Measured by the number of sequences, in powers of two: a larger step costs more, so it gains less."""
+    """Step times by number of sequences, in power-of-two buckets: proposals cost more in larger steps."""
 
     def __init__(self) -> None:
-        self._means: dict[tuple[int, bool], _Mean] = {}
+        self._means: dict[tuple[int, bool], _Mean] = {}  # by bucket, and whether steps are speculative
         self._latest: _Latest | None = None
-        self._was_speculative = False  # the step before the next one, whatever came in between
-        self._bucket = 0  # of the latest step
-        self._trial_left = 0  # steps left of the current trial
+        self._was_speculative = False  # whether the last decode step was; kept when other steps follow it
+        self._bucket = 0  # bucket of the latest step
+        self._trial_left = 0  # steps left in the current trial
         self._trial_is_speculative = False
-        self._is_tried = False  # a trial runs, or its outcome has not been judged
+        self._is_tried = False  # a trial runs, or has ended and is not evaluated yet
         self._since_trial = 0
         self._trial_after = FIRST_TRIAL_AFTER
 
@@ -83,8 +84,8 @@ class DecodeTimes:
         is_speculative: bool,
         catch_up_s: float = 0.0,
     ) -> None:
-        """A decode step is planned now; the one before took until now. `catch_up_s` of this one go to what a
-        draft model does once for a sequence."""
+        """Record that a decode step is planned now, which ends the step before. `catch_up_s` is the part of
+        this step's time that its draft model spends on catching up."""
         if (last := self._latest) is not None:
             mean = self._mean(last.num_sequences.bit_length(), last.is_speculative)
             mean.add(max(0.0, now_s - last.began_s - last.catch_up_s), last.num_proposed)
@@ -100,7 +101,7 @@ class DecodeTimes:
         self._latest = None
 
     def row_cost(self, num_sequences: int) -> float:
-        """How many tokens could be decoded in the time that one proposed token takes."""
+        """The time of one proposed token, in tokens that plain decoding generates in that time."""
         bucket = num_sequences.bit_length()
         plain, speculative = self._mean(bucket, False), self._mean(bucket, True)
         if not (plain.is_measured and speculative.is_measured and speculative.num_proposed > 0):
@@ -117,9 +118,10 @@ class DecodeTimes:
     def prefers_speculation(
         self, tokens_per_step: float, *, is_on: bool, margin: float, is_gain_known: bool = True
     ) -> bool:
-        """Whether steps that give this many tokens for a sequence beat plain ones. Now and then the other
-        kind runs for a few steps, so that its time is known. Without `is_gain_known`, `tokens_per_step` may
-        be out of date while speculation is off: it is tried even if it gains nothing by that number."""
+        """Whether speculative steps with this many tokens per sequence are faster than plain steps. The kind
+        that is not preferred runs in occasional trials of a few steps, so that its time stays known. Without
+        `is_gain_known`, `tokens_per_step` may be out of date while speculation is off: trials take place even
+        if it promises no gain."""
         if self._trial_left:
             return self._trial_is_speculative
         plain, speculative = self._mean(self._bucket, False), self._mean(self._bucket, True)
@@ -127,7 +129,7 @@ class DecodeTimes:
             return False
         promises_gain = tokens_per_step > margin
         if self._is_tried:
-            is_on = not self._trial_is_speculative  # a trial switches nothing: its outcome may
+            is_on = not self._trial_is_speculative  # the mode before the trial
         if speculative.is_measured:
             faster = tokens_per_step * plain.seconds / speculative.seconds
             preferred = faster > (1.0 if is_on else margin)

@@ -1,10 +1,11 @@
-"""Requests of several clients in one line: each client gets a share of the device by its weight.
+"""Weighted fair queueing: each client gets a share of the device in proportion to its weight.
 
-Every client has a virtual time: the tokens that have run for it, divided by its weight. The client that is
-furthest behind runs next. The queue's own virtual time advances with the work of all waiting clients divided
-by their weights. A client that begins to wait starts there, so it neither owes nor has saved anything.
+Every client has a virtual time: the tokens that have run for it, divided by its weight. The client with the
+lowest virtual time runs next. The queue's own virtual time advances by the tokens of all clients, divided by
+the total weight of waiting clients. A client that begins to wait starts at that time, so it has neither debt
+nor credit from before.
 
-A client's own requests keep the order of their ranks. With one client, the line is a plain sorted list.
+A client's own requests are ordered by rank. With one client, the queue is a plain sorted list.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import Generic, Protocol, TypeVar
 from penstock.types import Request
 
 Rank = tuple[float, ...]  # arrival plus head start, then order of arrival
-_Position = tuple[float, bool, int]  # virtual time less head start; whether it has run before; a number
-_MIN_REMEMBERED = 64  # clients that have nothing waiting
-STEPS_IN_HEAD_START = 20  # what one level of priority is worth, while the rate of steps is not known
-MAX_LEVELS = 10  # of priority that count against other clients
+_Position = tuple[float, bool, int]  # virtual time with head start; whether the client has run; serial number
+_MIN_REMEMBERED = 64  # clients to remember although they have nothing waiting
+STEPS_IN_HEAD_START = 20  # head start of one priority level, in steps, until the step rate is measured
+MAX_LEVELS = 10  # largest priority level that counts against other clients
 
 
 class _Waiting(Protocol):
@@ -40,23 +41,23 @@ class ClientQueue(Generic[T]):
         self.name = name
         self.weight = 1.0
         self.virtual_time = 0.0
-        self.entries: list[tuple[Rank, T, int]] = []  # by rank, with the tokens of each
-        self.num_tokens = 0  # that wait; the owner of the requests keeps the number
-        self.num_visited = 0  # entries, by the last walk
+        self.entries: list[tuple[Rank, T, int]] = []  # rank, request, tokens; sorted by rank
+        self.num_tokens = 0  # waiting tokens; updated by the owner of the requests
+        self.num_visited = 0  # entries that the last walk visited
         self.position: _Position = (0.0, False, 0)  # in the order of clients
 
 
 class FairQueue(Generic[T]):
-    """Waiting requests by client. `walk` gives them in the order in which they should run. `charge` counts
-    what runs. `settle` removes what is finished and puts the clients in their new order."""
+    """Waiting requests by client. `walk` yields them in the order in which they should run. `charge` counts
+    the tokens that run. `settle` removes finished requests and reorders the clients."""
 
     def __init__(self) -> None:
-        self.weight = 0.0  # of all clients that wait
+        self.weight = 0.0  # total weight of waiting clients
         self.virtual_time = 0.0
-        self.head_start_tokens = 0.0  # what one level of priority is worth against other clients
-        self._clients: dict[str, ClientQueue[T]] = {}  # those that wait, and some that have waited
-        self._order: list[tuple[_Position, ClientQueue[T]]] = []  # those that wait
-        self._visited: list[ClientQueue[T]] = []  # by the last walk over several clients
+        self.head_start_tokens = 0.0  # head start of one priority level over other clients
+        self._clients: dict[str, ClientQueue[T]] = {}  # waiting clients, and some that have waited before
+        self._order: list[tuple[_Position, ClientQueue[T]]] = []  # waiting clients, sorted
+        self._visited: list[ClientQueue[T]] = []  # clients visited by the last walk over several clients
         self._max_remembered = _MIN_REMEMBERED
         self._numbers = itertools.count()
         self._len = 0
@@ -66,18 +67,18 @@ class FairQueue(Generic[T]):
 
     @property
     def num_clients(self) -> int:
-        """Clients that wait."""
+        """Number of waiting clients."""
         return len(self._order)
 
     def first(self) -> T:
         return self._order[0][1].entries[0][1]
 
     def num_tokens_of(self, client: str) -> int:
-        """Tokens of a client that wait."""
+        """Waiting tokens of a client."""
         return found.num_tokens if (found := self._clients.get(client)) is not None else 0
 
     def add(self, rank: Rank, item: T, num_tokens: int) -> ClientQueue[T]:
-        """Queue a request for its client, by rank among the client's own."""
+        """Queue a request of a client, sorted by rank among the client's requests."""
         request = item.request
         client = self._clients.get(request.client)
         if client is None:
@@ -102,7 +103,7 @@ class FairQueue(Generic[T]):
         return client
 
     def remove(self, client: ClientQueue[T], rank: Rank) -> None:
-        """Remove a request of a client that waits."""
+        """Remove a waiting request of a client."""
         entries = client.entries
         del entries[bisect.bisect_left(entries, (rank,))]
         self._len -= 1
@@ -113,13 +114,13 @@ class FairQueue(Generic[T]):
             self.weight = self.weight - client.weight if self._order else 0.0
 
     def charge(self, client: ClientQueue[T], num_tokens: float) -> None:
-        """Count tokens that run for a client. Its place in the order changes with `settle` or `remove`."""
+        """Count tokens that run for a client. Its position changes only with `settle` or `remove`."""
         client.virtual_time += num_tokens / client.weight
         if self.weight:
             self.virtual_time += num_tokens / self.weight
 
     def walk(self) -> Iterator[T]:
-        """The requests in the order in which they should run. Nothing else may change before `settle`."""
+        """The requests in the order in which they should run. The queue must not change until `settle`."""
         if len(self._order) == 1:
             return (entry[1] for entry in self._order[0][1].entries)
         visited: list[ClientQueue[T]] = []
@@ -128,7 +129,7 @@ class FairQueue(Generic[T]):
 
     def _walk_clients(self, visited: list[ClientQueue[T]]) -> Iterator[T]:
         order = self._order
-        later: list[tuple[float, int, int, ClientQueue[T]]] = []  # a heap of further requests of visited ones
+        later: list[tuple[float, int, int, ClientQueue[T]]] = []  # heap: next requests of visited clients
         at, num_clients = 0, len(order)
         while at < num_clients or later:
             if at == num_clients or (later and later[0][0] < order[at][0][0]):
@@ -145,12 +146,12 @@ class FairQueue(Generic[T]):
             yield item
 
     def settle(self, num_visited: int, waits: Callable[[T], object]) -> list[T]:
-        """Remove and return the requests that have stopped waiting, of those that the last walk visited."""
+        """Among the requests that the last walk visited, remove and return those that no longer wait."""
         order, clients = self._order, self._visited
         if len(order) == 1:
             clients = [order[0][1]]
             clients[0].num_visited = num_visited
-        del order[: len(clients)]  # a walk visits clients in this order
+        del order[: len(clients)]  # a walk visits clients in the order of this list
         finished: list[T] = []
         for client in clients:
             entries = client.entries
@@ -173,13 +174,14 @@ class FairQueue(Generic[T]):
             self._insert(client, has_run=True)
         self._len -= len(finished)
         if not order:
-            self.weight = 0.0  # without what rounding has left
+            self.weight = 0.0  # removes rounding errors
         return finished
 
     # The order of clients.
 
     def _insert(self, client: ClientQueue[T], *, has_run: bool) -> None:
-        """Of clients with equal times, one that has just begun to wait goes before one that has run."""
+        """Insert a client into the order. At equal virtual times, a client that has just begun to wait goes
+        before one that has run."""
         when, priority = client.virtual_time, client.entries[0][1].request.priority
         if priority:
             levels = max(-MAX_LEVELS, min(priority, MAX_LEVELS))

@@ -1,12 +1,12 @@
 """Generation policy: what each step runs.
 
-A sequence waits (`prompt_queue`), gets a slot and the KV cache blocks of its prompt (`active_sequences`),
-prefills in chunks (`prefill`), and decodes one token per step until its results end it
-(`generation_results`). When no block is free the newest sequence is preempted. `unfinished` knows all
-requests, wherever their sequences are, and `SlotTable` holds the numbers that change every step.
+A sequence waits (`prompt_queue`) until it gets a slot and the KV cache blocks of its prompt
+(`active_sequences`). It prefills in chunks (`prefill`), and then decodes one token per step until a result
+ends it (`generation_results`). If no block is free, the newest sequence is preempted. `unfinished` tracks all
+requests, in whatever state their sequences are, and `SlotTable` holds the numbers that change every step.
 
-Background sequences never share a step with others. While others run they pause: they keep their slots, and
-their blocks until somebody else needs them.
+Background sequences never share a step with interactive ones. While interactive sequences run, they pause:
+they keep their slots, and keep their blocks until an interactive sequence needs them.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class GenerationScheduler:
         self.pool = pool
         self.limits = limits  # `max_tokens` may be lowered between steps
         self.image_cache = image_cache
-        self.can_mix_steps: Callable[[], bool] = lambda: True  # prompts may run beside decodes
-        self.speculation: Speculation | None = None  # None: every sequence runs one token a step
+        self.can_mix_steps: Callable[[], bool] = lambda: True  # whether prompts may run beside decodes
+        self.speculation: Speculation | None = None  # None: every decoding sequence runs one token per step
         self._queue = PromptQueue(limits)
         self._active = ActiveSequences(pool, limits)
         self._slots = self._active.slots
@@ -65,13 +65,13 @@ class GenerationScheduler:
     def enable_speculation(
         self, make_proposer: Callable[[SlotTable], Proposer], *, is_adaptive: bool = True
     ) -> None:
-        """Let sequences run tokens that a proposer expects; without `is_adaptive`, even where that loses."""
+        """Enable speculative decoding. Without `is_adaptive`, it runs even where it makes decoding slower."""
         proposer = make_proposer(self._slots)
         self.speculation = Speculation(self._slots, self.pool, proposer, is_adaptive=is_adaptive)
 
     @property
     def max_adapters(self) -> int:
-        """Different adapters in one step; 0: no limit."""
+        """The limit of different adapters per step; 0: no limit."""
         return self._active.max_adapters
 
     @max_adapters.setter
@@ -88,21 +88,21 @@ class GenerationScheduler:
         return len(self._requests) > 0
 
     def requests(self) -> list[Request]:
-        """The unfinished ones."""
+        """The unfinished requests."""
         return self._requests.requests()
 
     @property
     def has_background(self) -> bool:
-        """Whether background requests are unfinished."""
+        """Whether any background request is unfinished."""
         return bool(self._requests.background_ids)
 
     @property
     def has_interactive(self) -> bool:
-        """Whether other than background requests are unfinished."""
+        """Whether any interactive request is unfinished."""
         return self._requests.has_interactive
 
     def check(self, request: Request) -> SamplerParams:
-        """`BadValue` for a request that can never run, `QueueFull` if too many tokens wait."""
+        """Raise `BadValue` for a request that can never run, and `QueueFull` if too many tokens wait."""
         if request.sampling is None:
             raise NotPossible("a request without sampling parameters cannot generate")
         self.limits.check(request, request.sampling)
@@ -117,11 +117,11 @@ class GenerationScheduler:
         self, request: Request, constraints: Sequence[Constraint] = (), start_by_s: float | None = None
     ) -> None:
         """Check a request and queue it. With `constraints`, one for each row, a sequence's token is read
-        before its next one is planned. `overdue` gives it up if nothing of it runs at `start_by_s`."""
+        before its next one is planned. If none of its sequences runs by `start_by_s`, `overdue` drops it."""
         self._requests.add(request, self.check(request), constraints, start_by_s)
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request: its blocks and slots are free for the next step."""
+        """Drop a request. Its blocks and slots are free for the next step."""
         self._requests.cancel(request_id)
 
     def clear(self) -> list[str]:
@@ -133,11 +133,11 @@ class GenerationScheduler:
         return self._requests.expire(now_s)
 
     def overdue(self, now_s: float) -> list[Request]:
-        """Drop and return the requests that should have started by now."""
+        """Drop and return the requests that had to start by now and have not."""
         return self._requests.overdue(now_s)
 
     def take_failures(self) -> dict[str, PenstockError]:
-        """Drop the requests that cannot continue; their errors by id."""
+        """Drop the requests that cannot continue, and return their errors by request id."""
         return self._requests.take_failures()
 
     def next_deadline_s(self) -> float | None:
@@ -159,7 +159,7 @@ class GenerationScheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens of prompts that wait, without those of background requests."""
+        """Tokens of waiting prompts, without background requests."""
         return self._queue.num_tokens
 
     @property
@@ -172,16 +172,16 @@ class GenerationScheduler:
         return self._queue.num_started_tokens
 
     def queued_tokens_of(self, client: str) -> int:
-        """Tokens of a client's prompts that wait."""
+        """Tokens of a client's waiting prompts."""
         return self._queue.num_tokens_of(client)
 
     @property
     def queued_weight(self) -> float:
-        """The weights of all clients whose prompts wait."""
+        """The total weight of clients with waiting prompts."""
         return self._queue.weight
 
     def take_freed_slots(self) -> tuple[int, ...]:
-        """Slots that were freed since the last step was planned; the caller tells the sampler."""
+        """Slots that were freed since the last step was planned. The caller passes them to the sampler."""
         return self._slots.take_leaves()
 
     def check_integrity(self) -> None:
@@ -191,8 +191,8 @@ class GenerationScheduler:
     # Schedule.
 
     def schedule(self, now_s: float, *, admit: bool = True) -> GeneratePlan | None:
-        """Plan the next step: decodes first, then chunks of prompts; None if nothing can run. Without `admit`
-        no waiting sequence takes blocks."""
+        """Plan the next step: decodes first, then chunks of prompts; None if nothing can run. Without
+        `admit`, no waiting sequence starts."""
         if not self._active and not len(self._queue):
             return None
         max_tokens, requests = self.limits.max_tokens, self._requests
@@ -203,13 +203,13 @@ class GenerationScheduler:
                 return None
             return self._next_step(Turn(now_s, requests.is_interactive, admit, max_tokens))
         plan = self._next_step(Turn(now_s, suspects.only_first(), True, max_tokens))
-        # The suspect may need blocks of running sequences. These continue, but nobody is admitted before it.
+        # The suspect may need blocks of running sequences. These continue, but none is admitted before it.
         return plan or self._next_step(Turn(now_s, suspects.none(), False, max_tokens))
 
     def schedule_background(
         self, now_s: float, max_tokens: int, *, admit: bool = True
     ) -> GeneratePlan | None:
-        """Plan a step of background sequences alone; None if none can run."""
+        """Plan a step of background sequences only; None if none can run."""
         background_ids = self._requests.background_ids
         if not background_ids or self._requests.suspects:
             return None
@@ -218,7 +218,7 @@ class GenerationScheduler:
         return self._next_step(turn)
 
     def _next_step(self, turn: Turn) -> GeneratePlan | None:
-        """A step of the requests whose turn it is."""
+        """Plan a step of the requests whose turn it is."""
         if self._separates_prefill:
             return self._prefill_or_decode(turn)
         decode = self._active.grow(self._decoding(turn))
@@ -236,17 +236,17 @@ class GenerationScheduler:
 
     @property
     def _separates_prefill(self) -> bool:
-        """Whether a step has either prompts or decodes."""
+        """Whether prompts and decodes run in separate steps."""
         if self.limits.separate_prefill or not self.can_mix_steps():
             return True
         return self.limits.mixed_needs_graph and bool(self._requests.unreplayable_ids)
 
     def _prefill_or_decode(self, turn: Turn) -> GeneratePlan | None:
-        """A step of one kind: prefill, unless the last step was one and sequences decode."""
+        """Plan a step of one kind: prefill, unless the last step was prefill and sequences can decode."""
         for is_prefill in (not self._last_was_prefill, self._last_was_prefill, False):
             if is_prefill:
                 found = self._prefills.choose(turn, turn.max_tokens, self.limits.max_rows)
-                # A sequence whose prefix is cached but for one token decodes with the others.
+                # A sequence with all tokens but one in the prefix cache runs with the decodes.
                 several = [(slot, count) for slot, count in found if self._slots.num_to_run(slot) > 1]
                 slots, counts = np.array(several, dtype=np.int32).reshape(-1, 2).T
                 plan = self._plan_prefill(slots, counts) if len(slots) else None
@@ -260,7 +260,7 @@ class GenerationScheduler:
         return None
 
     def _decoding(self, turn: Turn) -> Ints:
-        """Slots of the sequences that run one token, oldest first, as many as fit into a step."""
+        """Slots of the sequences that decode, oldest first, as many as fit into a step."""
         table, chosen, may_run = self._slots, self._active.running, turn.may_run
         if may_run is not None:
             chosen = [slot for slot in chosen if may_run(table[slot].request.id)]
@@ -283,20 +283,20 @@ class GenerationScheduler:
     # Plan.
 
     def _plan_prefill(self, slots: Ints, counts: Ints, proposed: ProposedRows | None = None) -> GeneratePlan:
-        """A step with prompts in it."""
+        """Plan a step with prompts."""
         if self.speculation is not None:
             self.speculation.interrupted()
         return self._plan(slots, counts, proposed)
 
     def _plan_decode(self, turn: Turn, slots: Ints, proposed: ProposedRows | None) -> GeneratePlan:
-        """A step of sequences that decode, without prompts."""
+        """Plan a step of decodes only."""
         plan = self._plan(slots, np.ones(len(slots), dtype=np.int32), proposed)
         if self.speculation is not None:
             self.speculation.planned(turn.now_s, slots, 0 if proposed is None else proposed.total)
         return plan
 
     def _plan(self, slots: Ints, counts: Ints, proposed: ProposedRows | None = None) -> GeneratePlan:
-        """A step of these sequences; the first of them have the proposed tokens."""
+        """Plan a step of these sequences. Proposals belong to the first of them, which decode."""
         table = self._slots
         begins, prompts = table.num_computed[slots], self._active.prompt_logprobs.requested(slots)
         samples = table.schedule(slots, counts)
@@ -324,12 +324,12 @@ class GenerationScheduler:
         return with_images(plan, table, self.image_cache) if table.has_images[slots].any() else plan
 
     def _adapters_of(self, slots: Ints) -> Ints | None:
-        """The adapter of each row; None if none has one."""
+        """The adapter of each row; None if no row has one."""
         adapters: Ints = self._slots.adapter[slots]
         return adapters if (adapters >= 0).any() else None
 
     def _masks(self, slots: Ints) -> tuple[tuple[int, Ints], ...]:
-        """The tokens that constrained sequences may sample; all tokens before are known."""
+        """The tokens that constrained sequences may sample. The CPU has read all their earlier tokens."""
         masks = []
         for slot in slots.tolist():
             sequence = self._slots[slot]
@@ -344,14 +344,14 @@ class GenerationScheduler:
     # Collect and recover.
 
     def collect(self, plan: GeneratePlan, result: SampledResult) -> list[DecodedTokens | GeneratedTokens]:
-        """Take in the tokens of a step, publish the blocks that it filled, and finish sequences that end.
-        Sequences that merely continue share one `DecodedTokens`."""
+        """Append the tokens of a step, publish the blocks that it filled, and finish sequences that end.
+        Sequences that only continue share one `DecodedTokens`."""
         self._prefills.budget.times.record(plan.num_tokens, result.device_s)
         return self._results.collect(plan.sample, result, self.speculation)
 
     def step_failed(self, plan: GeneratePlan, *, isolate: bool = True) -> list[Request]:
-        """Recover from a failed step: its sequences start over from their known tokens. With `isolate` their
-        requests run one at a time; a request that was alone in the step is dropped and returned."""
+        """Recover from a failed step: its sequences start over from their known tokens. With `isolate`, their
+        requests then run one at a time. A request that was alone in the step is dropped and returned."""
         sample, table, active = plan.sample, self._slots, self._active
         slots = dict.fromkeys(sample.slots[table.is_current(sample)].tolist())
         sequences = [sequence for slot in slots if (sequence := table.find(slot)) is not None]

@@ -1,7 +1,8 @@
-"""Images in generation: the features that prompts take, and positions in time, down and across.
+"""Images in generation: which image features the tokens of prompts read, and their rotary positions in time,
+down and across.
 
-Tokens behind a prompt have the same position on all axes: their index plus what the prompt's images save. So
-a decode step is one of text alone, whose positions are shifted.
+Tokens after a prompt have the same position on all three axes: their index plus a shift (`rope_delta`) that
+depends on the prompt's images. So decode steps are planned as for text, with shifted positions.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from penstock.types import GeneratePlan, Ints
 
 
 class _PromptRow(NamedTuple):
-    """A row of a step with tokens of a prompt that has images or positions of its own."""
+    """A row of a step that runs prompt tokens of a sequence with images or explicit positions."""
 
     sequence: SequenceState
-    first: int  # its first token in the step
-    begin: int  # the same in the sequence
-    end: int  # the end of the row, or of the prompt
+    first: int  # index of the row's first token in the step
+    begin: int  # index of the same token in the sequence
+    end: int  # end of the row or of the prompt, whichever comes first
 
 
 def with_images(plan: GeneratePlan, table: SlotTable, cache: ImageCache | None) -> GeneratePlan:
-    """The plan of a step some of whose sequences have images, with their features and positions."""
+    """Add image features and rotary positions to the plan of a step with sequences that have images."""
     positions = plan.positions + np.repeat(table.rope_delta[plan.sample.slots], plan.lengths)
     prompts = list(_prompt_rows(plan, table))
     if not prompts:
@@ -61,7 +62,7 @@ def _placed(row: _PromptRow) -> PlacedRows:
 
 
 def num_features(sequence: SequenceState, begin: int, end: int) -> int:
-    """Tokens of all images of which these tokens of a prompt have a part."""
+    """Total tokens of all images that overlap these tokens of a prompt."""
     if (images := sequence.request.images) is None:
         return 0
     own, _ = images.of_rows(np.array([sequence.row], dtype=np.int32))

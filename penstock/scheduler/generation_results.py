@@ -1,7 +1,7 @@
-"""What a generation step's results change: new tokens, published blocks, failures, finished sequences.
+"""Applies the results of a generation step: new tokens, published blocks, failures, finished sequences.
 
-Owns the way from a step's sampled tokens to its outputs. Sequences that merely continue share one
-`DecodedTokens`; those that end or ask for more get a `GeneratedTokens` each.
+Turns a step's sampled tokens into outputs. Sequences that only continue share one `DecodedTokens`; a sequence
+that ends, or requested more than tokens, gets a `GeneratedTokens` of its own.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _ALL_MINUS_INFINITY = "no token may follow: the model gives −inf for all of th
 
 
 class _NewTokens(NamedTuple):
-    """The sampled tokens of a step that count: [tokens] each, those of a sequence in their order."""
+    """The sampled tokens of a step that are kept. Tokens of one sequence are in order."""
 
-    slots: Ints
-    token_ids: Ints
-    offsets: Ints | None  # tokens of the same sequence before each; None: every sequence has one token
-    keep: NDArray[np.bool_]  # [sampled tokens of the step], which of them these are
-    current: NDArray[np.bool_]  # [rows of the step], which still belong to their sequence
+    slots: Ints  # [tokens]
+    token_ids: Ints  # [tokens]
+    offsets: Ints | None  # [tokens], earlier new tokens of the same sequence; None: one token per sequence
+    keep: NDArray[np.bool_]  # [sampled tokens of the step], whether the token is kept
+    current: NDArray[np.bool_]  # [rows of the step], whether the row still belongs to its sequence
 
     def where(self, chosen: NDArray[np.bool_]) -> tuple[Ints, Ints, Ints | None]:
-        """Slots, token ids and offsets of some of them."""
+        """Slots, token ids and offsets of the chosen tokens."""
         offsets = None if self.offsets is None else self.offsets[chosen]
         return self.slots[chosen], self.token_ids[chosen], offsets
 
 
 class ResultCollector:
-    """Takes in the results of steps."""
+    """Applies the results of steps to requests and sequences."""
 
     def __init__(
         self, requests: UnfinishedRequests, active: ActiveSequences, *, prefix_caching: bool
@@ -72,7 +72,7 @@ class ResultCollector:
     def _new_tokens(
         self, sample: SamplePlan, result: SampledResult, speculation: Speculation | None
     ) -> _NewTokens:
-        """The tokens that count. Requests for which no token could be sampled fail."""
+        """Select the tokens to keep. Requests for which no token could be sampled fail."""
         table, token_ids, verify = self._slots, result.token_ids, sample.verify
         current = table.is_current(sample)
         table.device_s[sample.slots[current]] += result.device_s
@@ -88,10 +88,11 @@ class ResultCollector:
         return _NewTokens(sample.sampled_slots[keep], token_ids[keep], offsets, keep, current)
 
     def _fail_without_token(self, slots: Ints, codes: Ints) -> None:
-        """Fail the requests for which no token could be sampled, and unpublish what invalid ones wrote."""
+        """Fail requests for which no token could be sampled. If the logits were not finite, unpublish the
+        request's blocks too."""
         for slot, code in zip(slots.tolist(), codes.tolist(), strict=True):
             sequence = self._slots.find(slot)
-            if sequence is None:  # another sequence of its request failed before
+            if sequence is None:  # an earlier sequence of the same request has failed it
                 continue
             request_id, not_finite = sequence.request.id, code == -1
             error = RowFailed(_NOT_FINITE) if not_finite else _no_token_error(sequence)
@@ -101,7 +102,7 @@ class ResultCollector:
             self._requests.cancel(request_id)
 
     def _append(self, sample: SamplePlan, new: _NewTokens) -> None:
-        """Write the new tokens behind the known ones of their sequences."""
+        """Append the new tokens to their sequences."""
         table = self._slots
         if new.offsets is None:
             table.append(new.slots, new.token_ids)
@@ -114,7 +115,7 @@ class ResultCollector:
         table, pool, slots = self._slots, self._active.pool, sample.slots
         size = pool.block_size
         current = current & (table.visit[slots] == sample.visits)
-        # Behind the computed tokens are those of rejected proposals.
+        # Tokens after the computed ones are rejected proposals.
         ends = np.minimum(sample.ends, np.minimum(table.num_known[slots], table.num_computed[slots]))
         for i in np.flatnonzero(current & (ends // size > table.num_published[slots])).tolist():
             slot, num_full = int(slots[i]), int(ends[i]) // size
@@ -129,14 +130,14 @@ class ResultCollector:
     def _outcomes(
         self, sample: SamplePlan, result: SampledResult, new: _NewTokens
     ) -> list[DecodedTokens | GeneratedTokens]:
-        """The outputs of all sequences; those that end are finished."""
+        """The outputs of all sequences. Finishes sequences that end."""
         table, slots, token_ids, offsets = self._slots, new.slots, new.token_ids, new.offsets
         stopped, full = table.stopped(slots, token_ids), table.is_full(slots)
         if offsets is not None:
             full &= is_last_of_run(offsets)
         in_detail = stopped | full | table.needs_details[slots]
         if offsets is not None:
-            in_detail = np.isin(slots, slots[in_detail])  # all tokens of a sequence in their order
+            in_detail = np.isin(slots, slots[in_detail])  # keeps all tokens of a sequence together, in order
         if not in_detail.any():
             return [*self._decoded(slots, token_ids, offsets)]
         others = ~in_detail
@@ -150,7 +151,7 @@ class ResultCollector:
         return outcomes
 
     def _decoded(self, slots: Ints, token_ids: Ints, offsets: Ints | None) -> list[DecodedTokens]:
-        """New tokens of sequences that merely continue: the first of each, then the second of some, …"""
+        """New tokens of sequences that only continue: the first of each sequence, then the second ones, …"""
         if not len(slots):
             return []
         if offsets is None or not offsets.any():
@@ -163,7 +164,8 @@ class ResultCollector:
     def _output(
         self, sequence: SequenceState, new: Ints, stopped: bool, full: bool, logprobs: Logprobs
     ) -> GeneratedTokens:
-        """One new token of a sequence, and the end if it ends. A stop token is not among those shown."""
+        """One new token of a sequence, and its finish reason if it ends. A stop token is not part of the
+        output."""
         completed = False
         if sequence.constraint is not None and not stopped:
             completed = self._accept(sequence, sequence.constraint, int(new[0]))
@@ -189,7 +191,7 @@ class ResultCollector:
         )
 
     def _accept(self, sequence: SequenceState, constraint: Constraint, token: int) -> bool:
-        """Advance a constraint by a token; whether the text is complete with it."""
+        """Advance a constraint by a token. Returns whether the text is complete."""
         try:
             constraint.accept(token)
         except PenstockError as error:
@@ -198,7 +200,7 @@ class ResultCollector:
 
 
 def _no_token_error(sequence: SequenceState) -> PenstockError:
-    """Why no token could be sampled: the request forbids them all, or the model gives none."""
+    """The reason why no token could be sampled: the request forbids all tokens, or the model gives −inf."""
     sampling = sequence.sampling
     forbids = sampling.grammar or sampling.allowed_token_ids or sampling.bad_token_ids or sampling.min_tokens
     return NotPossible(_ALL_FORBIDDEN) if forbids else RowFailed(_ALL_MINUS_INFINITY)

@@ -1,7 +1,7 @@
-"""Room in the store of image features on the device, by content. Counts only, no tensors.
+"""Allocates slots of the image feature store on the device, by image content. Bookkeeping only, no tensors.
 
-Features of every image of a step are in the store while the step runs. They stay there as long as there is
-room, so that an image that comes again, or whose tokens are spread over steps, need not run again.
+The features of all images of a step are in the store while the step runs. They stay until their slots are
+needed, so that a repeated image, or one whose tokens are spread over steps, does not run again.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from penstock.types import ImagePlan, Ints, Request
 @dataclass(slots=True, eq=False)
 class _Entry:
     slots: Ints  # [features]
-    writer: int = 0  # the last step that was planned to write it
-    is_ready: bool = False  # that step has succeeded
+    writer: int = 0  # the last step that was planned to write these features
+    is_ready: bool = False  # whether that step has succeeded
 
 
 class ImageCache:
     """Slots of the feature store.
 
-    A step that needs an image which no finished step has written writes it itself, to the same slots. An
-    image is ready once the last step that was to write it has succeeded. So what a failed step leaves in its
-    slots is never read.
+    If no finished step has written an image, each step that needs it writes it, to the same slots. An image
+    is ready when the last step planned to write it has succeeded. So features of a failed step are never
+    read.
     """
 
     def __init__(self, size: int) -> None:
@@ -40,12 +40,12 @@ class ImageCache:
         self._step = 0
 
     def begin_step(self) -> int:
-        """The number of the step that is planned next; what `place` finds missing, it writes."""
+        """Begin to plan a step and return its number. It writes the images that `place` finds missing."""
         self._step += 1
         return self._step
 
     def check(self, request: Request) -> None:
-        """`BadValue` if a row of the request has more image tokens than the store can hold."""
+        """Raise `BadValue` if a row of the request has more image tokens than the store can hold."""
         if (images := request.images) is None or not images.num_images:
             return
         per_row = np.bincount(images.rows, weights=images.num_tokens)
@@ -57,8 +57,8 @@ class ImageCache:
             )
 
     def place(self, key: bytes, num_features: int, used: Collection[bytes]) -> tuple[Ints, bool]:
-        """The slots of an image, and whether its features are there already. Images of this step, which are
-        `used`, stay."""
+        """The slots of an image, and whether its features are already there. Never evicts the images in
+        `used`, which belong to the same step."""
         self.lookups += 1
         entry = self._entries.get(key)
         if entry is not None:
@@ -75,7 +75,7 @@ class ImageCache:
         return slots, False
 
     def publish(self, plan: ImagePlan) -> None:
-        """The step has succeeded that wrote these images."""
+        """Mark the images that a step has written as ready, because the step has succeeded."""
         for key in plan.keys:
             entry = self._entries.get(key)
             if entry is not None and entry.writer == plan.number:

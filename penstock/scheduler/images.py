@@ -1,4 +1,4 @@
-"""Plans the images of a step: which of them the vision tower runs, and which tokens take which features."""
+"""Plans the images of a step: which images the vision tower runs, and which features each token reads."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class PlacedRows(NamedTuple):
 
     request: Request
     rows: Ints  # [n]
-    begins: Ints  # [n], first token of each row that runs
+    begins: Ints  # [n], first token of each row to run
     ends: Ints  # [n]
-    step_tokens: Ints  # [n], where that token is in the step
+    step_tokens: Ints  # [n], index of that token in the step
 
 
 class _Run(NamedTuple):
@@ -34,8 +34,8 @@ class _Run(NamedTuple):
 def image_plan(
     placed: Sequence[PlacedRows], cache: ImageCache, num_text_rows: int | None = None
 ) -> ImagePlan | None:
-    """The images with a token in these rows. None if there is none. Each image runs once, however many rows
-    have it, or not at all if its features are cached."""
+    """Plan the images with a token in these rows; None if there is none. Each image runs once, even if it is
+    in several rows, and not at all if its features are cached."""
     number = cache.begin_step()
     chosen: dict[bytes, _Run] = {}
     used: set[bytes] = set()
@@ -90,13 +90,13 @@ _NONE: Ints = np.zeros(0, dtype=np.int32)
 
 
 def image_key(images: RequestImages, image: int, salt: str) -> bytes:
-    """What the features of an image depend on. Salts separate tenants, so they separate images too."""
+    """The cache key of an image: its digest and the cache salt, which separates tenants."""
     digest: bytes = images.digests[image].tobytes()
     return digest + salt.encode()
 
 
 def patch_groups(counts: Ints) -> tuple[LengthGroup, ...]:
-    """Images of equal numbers of patches, which are consecutive."""
+    """Group consecutive images with equal numbers of patches."""
     if not len(counts):
         return ()
     firsts = np.flatnonzero(np.diff(counts, prepend=-1))

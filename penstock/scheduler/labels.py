@@ -1,4 +1,4 @@
-"""Plans rows whose prompt names labels: which tokens stand for labels, and which for words of the text."""
+"""Plans rows with labels in their prompt: which tokens represent labels, and which words of the text."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from penstock.types import (
 def label_variant(
     params: PoolingParams, rows: Ints, slices: Sequence[RowSlice], lengths: Ints, cu_lengths: Ints
 ) -> Variant:
-    """The variant of all rows of a step with these parameters, in the order of the slices. Rows run whole:
-    no model with labels in its prompt is causal."""
+    """The variant of all rows of a step with these parameters, in the order of the slices. Rows are never
+    chunked here: no model with labels in its prompt is causal."""
     tokens = tokens_of(rows, lengths, cu_lengths)
     marks = np.concatenate([_marks(each) for each in slices if params in each.request.all_params])
     row_of = np.repeat(np.arange(len(rows), dtype=np.int32), lengths[rows])

@@ -1,4 +1,4 @@
-"""Limits of generation, and what they refuse."""
+"""Limits of generation, and the check of requests against them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from penstock.types import Request, SamplerParams, check_sampling, shown
 
 @dataclass(frozen=True, slots=True)
 class GenerationLimits:
-    max_rows: int  # sequences of one step, and the number of slots
-    max_tokens: int  # of one step
-    max_chunk_tokens: int  # of one sequence in one step
-    max_length: int  # of a sequence, prompt and output
-    max_queued_tokens: int  # of prompts that wait
+    max_rows: int  # sequences per step, and the number of slots
+    max_tokens: int  # per step
+    max_chunk_tokens: int  # per sequence and step
+    max_length: int  # tokens of a sequence, prompt and output
+    max_queued_tokens: int  # tokens of waiting prompts
     prefix_caching: bool = True  # keep full blocks for sequences with the same prefix
     vocab_size: int = 1 << 31
     separate_prefill: bool = False  # prefill and decode steps alternate
     mixed_needs_graph: bool = False  # prompts run beside decodes only in steps that a graph can replay
-    target_itl_s: float = 0.0  # the time between two tokens that prompts may cause; 0: any
-    max_partial_prefills: int = 0  # prompts of which a step runs a part and leaves the rest; 0: any number
+    target_itl_s: float = 0.0  # inter-token latency that steps with prompts should keep; 0: no target
+    max_partial_prefills: int = 0  # prompts that a step may run in part only; 0: any number
 
     def check(self, request: Request, params: SamplerParams) -> None:
-        """`BadValue` for a request that can never run."""
+        """Raise `BadValue` for a request that can never run."""
         if request.num_rows == 0 or int(request.lengths.min()) == 0:
             raise BadValue("a prompt has no tokens; it needs at least one", param="prompt")
         for name, top in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):

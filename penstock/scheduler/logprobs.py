@@ -1,4 +1,4 @@
-"""Log probabilities on their way from steps to answers: of prompts, chunk by chunk, and of sampled tokens."""
+"""Carries log probabilities from steps to answers: of prompts, chunk by chunk, and of sampled tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PromptLogprobs:
 
     def __init__(self, slots: SlotTable) -> None:
         self._slots = slots
-        self._num_asking = 0  # sequences with a slot that ask for them
+        self._num_asking = 0  # sequences with a slot that request them
 
     def join(self, sequence: SequenceState) -> None:
         self._num_asking += sequence.sampling.prompt_logprobs is not None
@@ -52,8 +52,8 @@ class PromptLogprobs:
         return PromptRequest(lengths, max(asked))
 
     def store(self, plan: PromptPlan, sample: SamplePlan, found: TokenLogprobs) -> list[SequenceState]:
-        """Store what a step computed, by position: a sequence that started over computes some twice. Returns
-        the sequences with values that are not numbers."""
+        """Store a step's prompt log probabilities by position, since a sequence that started over computes
+        some again. Returns the sequences with NaN values."""
         not_finite: list[SequenceState] = []
         at = 0
         for row, begin, count in zip(
@@ -73,7 +73,7 @@ class PromptLogprobs:
 
     @staticmethod
     def take(sequence: SequenceState) -> Logprobs:
-        """What to send with the first sampled token of a sequence."""
+        """Take the prompt log probabilities to send with the first sampled token of a sequence."""
         if not sequence.wants_prompt_logprobs:
             return NO_LOGPROBS
         sequence.prompt_logprobs_sent = True
@@ -89,8 +89,8 @@ def _empty(sequence: SequenceState) -> TokenLogprobs:
 def split_logprobs(
     found: TokenLogprobs | None, num_logprobs: Ints, keep: NDArray[np.bool_]
 ) -> list[Logprobs]:
-    """Log probabilities of each sampled row that is kept. A step returns them only for the rows that asked,
-    in as many columns as the most that one asked for."""
+    """Log probabilities of each sampled row that is kept. A step returns them only for rows that request
+    them, with as many columns as the largest request."""
     if found is None:
         return [NO_LOGPROBS] * int(keep.sum())
     out: list[Logprobs] = []

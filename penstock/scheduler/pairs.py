@@ -1,4 +1,4 @@
-"""The plan of a step's scores: which documents are scored against which queries, and where their vectors
+"""Plans the scores of a step: which documents are scored against which queries, and where their vectors
 are."""
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ class _PairedSlice(NamedTuple):
     """The part of a request with pairs that is in a step."""
 
     row_slice: RowSlice
-    pairs: Ints  # [documents of the request], the query of each
+    pairs: Ints  # [documents of the request], the query of each document
     vectors: CachedVectors
     rows: Ints  # rows of the request that end in the step
-    first_query: int  # the number of its first query among those of all requests
+    first_query: int  # index of its first query among the queries of all requests
 
     @property
     def num_queries(self) -> int:
         return self.row_slice.request.num_queries
 
     def queries_of(self, documents: Ints) -> Ints:
-        """The query of each document, counted over all requests; for other rows the result means nothing."""
+        """The query of each document, counted over all requests. The result is undefined for query rows."""
         if not len(self.pairs):
             return documents + self.first_query
         return self.pairs.take(documents - self.num_queries, mode="wrap") + self.first_query
 
 
 class _FinishedRows(NamedTuple):
-    """The rows of all requests that end in a step, one after another."""
+    """The rows of all requests that end in a step, request by request."""
 
     step_rows: Ints
     is_query: NDArray[np.bool_]
     queries: Ints  # the query of each document, counted over all requests
-    starts: Ints  # of their vectors in the store; -1: not stored
-    lengths: Ints  # vectors of each row
+    starts: Ints  # start of each row's vectors in the store; -1: not stored
+    lengths: Ints  # number of vectors of each row
 
 
 def pair_variant(
@@ -60,7 +60,7 @@ def pair_variant(
     paired = _paired_slices(slices)
     finished = _finished_rows(paired)
     tokens: Ints | None = None
-    if not params.late:  # a row has one vector, numbered like the rows of the step
+    if not params.late:  # each row has one vector, with the index of the row in the step
         begins = finished.step_rows
     elif all(row_slice.request.token_mask is None for row_slice in slices):
         begins = cu_lengths[finished.step_rows]
@@ -134,7 +134,7 @@ def _concatenate(parts: Sequence[_Array]) -> _Array:
 
 
 def _kept_tokens(paired: Sequence[_PairedSlice], tokens: Ints) -> Ints:
-    """Of the tokens of all rows that end, those whose vectors take part in a score."""
+    """Select the tokens whose vectors take part in a score. `tokens`: all tokens of the rows that end."""
     flags: list[Ints] = []
     for each in paired:
         request, rows = each.row_slice.request, each.rows

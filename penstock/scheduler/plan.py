@@ -1,4 +1,4 @@
-"""From scheduled rows to a `PoolPlan`: every integer of a step, in NumPy."""
+"""Turns scheduled rows into a `PoolPlan`: every integer of a step, in NumPy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def build_plan(
     scheduled: Sequence[ScheduledRows], block_size: int = 0, image_cache: ImageCache | None = None
 ) -> PoolPlan:
     """Lay all scheduled rows out as one ragged run, ordered by length and then by cached tokens or key limit.
-    Rows that are images follow all others."""
+    Image rows follow all other rows."""
     parts = _StepParts.of(scheduled)
     lengths, num_rows = np.concatenate(parts.lengths), [len(part) for part in parts.lengths]
     num_cached = _concatenate([entry.begins for entry in scheduled], num_rows)
@@ -44,7 +44,7 @@ def build_plan(
     if num_cached is not None and keys is not None:
         raise ValueError("a row that may be chunked has no key limit: its tokens attend to all before them")
     if num_cached is not None and not num_cached.any() and not _uses_blocks(scheduled):
-        num_cached = None  # rows might have been chunked, but all run whole
+        num_cached = None  # chunking is enabled, but all rows run whole
     token_ids = np.concatenate(parts.token_ids)
     type_ids = _concatenate(parts.type_ids, [len(part) for part in parts.token_ids])
     skip = _concatenate(parts.skip, num_rows)
@@ -62,7 +62,7 @@ def build_plan(
         order = np.lexsort(sort_keys).astype(np.int32)
         step_row_of = np.empty_like(order)
         step_row_of[order] = np.arange(len(order), dtype=np.int32)
-        starts = cu_lengths[:-1][order]  # of each row in the concatenated parts
+        starts = cu_lengths[:-1][order]  # start of each row in the concatenated parts
         lengths = lengths[order]
         num_cached, keys, skip, adapters, is_image = (
             None if each is None else each[order] for each in (num_cached, keys, skip, adapters, is_image)
@@ -92,7 +92,7 @@ def build_plan(
 
 
 def _image_rows(scheduled: Sequence[ScheduledRows], num_rows: Sequence[int]) -> Ints | None:
-    """[rows], 1 where a row is an image; None if none is."""
+    """[rows], 1 where a row is an image; None if no row is an image."""
     if not any((images := entry.request.images) is not None and images.are_rows for entry in scheduled):
         return None
     parts = []
@@ -119,7 +119,7 @@ def _images(
 
 
 def _rope_positions(scheduled: Sequence[ScheduledRows], parts: _StepParts) -> Ints | None:
-    """[tokens, 3]; a token without given positions has its index in the row. None if no token has any."""
+    """[tokens, 3]; rows without given positions use each token's index in the row. None if no row has any."""
     if _are_absent(parts.rope_positions):
         return None
     columns = []
@@ -137,8 +137,8 @@ def _uses_blocks(scheduled: Sequence[ScheduledRows]) -> bool:
 
 
 class _StepParts(NamedTuple):
-    """What each scheduled request runs in a step, in columns: only the step's tokens, however large the
-    requests. The fields have the names of those of a `Request`."""
+    """What each scheduled request runs in a step, as columns. Only the step's tokens are copied, however
+    large the requests are. The fields have the names of the fields of `Request`."""
 
     token_ids: Sequence[Ints]
     lengths: Sequence[Ints]
@@ -167,7 +167,7 @@ def _step_part(entry: ScheduledRows) -> _StepPart:
     if entry.begins is not None and entry.ends is not None:
         lengths, starts = entry.ends - entry.begins, starts + entry.begins
     tokens: Ints | slice | None = None
-    if entry.begins is None:  # a slice of whole rows needs no gather
+    if entry.begins is None:  # consecutive whole rows are a slice, which needs no gather
         tokens = consecutive_tokens(rows, request.lengths, request.starts)
     if tokens is None:
         tokens = ragged_arange(starts, lengths, cumulative(lengths))
@@ -183,7 +183,7 @@ def _step_part(entry: ScheduledRows) -> _StepPart:
 
 
 def _key_limits(keys: Ints | None, lengths: Ints) -> Ints | None:
-    """How many leading tokens of each row are attended to; None if every row attends to all."""
+    """How many leading tokens of each row are attended to; None if all rows attend to all their tokens."""
     if keys is None:
         return None
     keys = np.where(keys > 0, np.minimum(keys, lengths), lengths)
@@ -191,7 +191,7 @@ def _key_limits(keys: Ints | None, lengths: Ints) -> Ints | None:
 
 
 def _concatenate(arrays: Sequence[Ints | None], sizes: Sequence[int], absent: int = 0) -> Ints | None:
-    """Concatenate optional arrays, with `absent` in the place of missing ones; None if all are missing."""
+    """Concatenate optional arrays, with missing ones filled with `absent`; None if all are missing."""
     if _are_absent(arrays):
         return None
     return np.concatenate(
@@ -203,7 +203,7 @@ def _concatenate(arrays: Sequence[Ints | None], sizes: Sequence[int], absent: in
 
 
 def _are_absent(values: Sequence[object]) -> bool:
-    """Whether all are None; without a loop in Python, because it is asked for every row of every step."""
+    """Whether all values are None. No Python loop, because this runs over all rows of every step."""
     return {*map(type, values)} <= {NoneType}
 
 
@@ -270,7 +270,7 @@ def _limits(lengths: Ints, cu_lengths: Ints, keys: Ints) -> KeyLimits:
 
 
 def _variants(slices: Sequence[RowSlice], lengths: Ints, cu_lengths: Ints) -> tuple[Variant, ...]:
-    """Rows by pooling parameters. A row that does not end in this step only gives per-token outputs."""
+    """Group rows by pooling parameters. A row that does not end in this step has only per-token outputs."""
     by_params: dict[PoolingParams, list[Ints]] = {}
     paired: dict[PoolingParams, list[RowSlice]] = {}
     all_rows_end = True
@@ -303,7 +303,7 @@ def _variants(slices: Sequence[RowSlice], lengths: Ints, cu_lengths: Ints) -> tu
 def _kv_plan(
     scheduled: Sequence[ScheduledRows], order: Ints, lengths: Ints, num_cached: Ints, block_size: int
 ) -> KVPlan:
-    """Where keys and values are read from and written to, for the rows in the order of the step."""
+    """Where keys and values are read from and written to, for the rows in step order."""
     unordered = [table for entry in scheduled for table in (entry.tables or (None,) * len(entry.rows))]
     row_lengths = np.concatenate([entry.request.lengths[entry.rows] for entry in scheduled])[order]
     tables = [unordered[row] for row in order]

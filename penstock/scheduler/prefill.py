@@ -1,7 +1,7 @@
-"""Which prompts run in a step, and how many tokens of each.
+"""Chooses the prompts that run in a step, and how many tokens of each.
 
-Owns the order in which prompts are taken (running, preempted, waiting), the admission of waiting sequences,
-and the budget that keeps prompts within the target of the time between tokens.
+Owns the order of prompts: running, then preempted, then waiting. It also owns the admission of waiting
+sequences, and the budget that keeps steps with prompts within the target inter-token latency.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from penstock.scheduler.suspects import MayRun
 
 
 class Turn(NamedTuple):
-    """Whose turn the next step is, and what it may take."""
+    """Which sequences may run in the next step, and how many tokens."""
 
     now_s: float
-    may_run: MayRun | None  # None: all may
-    admits: bool  # sequences that wait may take slots and blocks
+    may_run: MayRun | None  # None: all requests may run
+    admits: bool  # waiting sequences may take slots and blocks
     max_tokens: int
-    is_background: bool = False  # which of the two lines sequences are admitted from
+    is_background: bool = False  # admit background sequences instead of interactive ones
 
 
 class Prefills:
-    """Chooses the prompts of a step; those that wait get their slots and blocks here."""
+    """Chooses the prompts of a step. Gives slots and blocks to the waiting sequences that it admits."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class Prefills:
         self._max_background = limits.max_rows / 2
 
     def max_tokens_beside(self, num_decoding: int, max_tokens: int) -> int:
-        """Prompt tokens that may run beside these decodes, where a step has room for `max_tokens`."""
+        """Prompt tokens that may run beside these decodes, in a step with room for `max_tokens`."""
         return self.budget.max_tokens(self._demand(num_decoding, max_tokens))
 
     def _demand(self, num_decoding: int, max_tokens: int) -> PrefillDemand:
-        """The prompts that have begun, and those that could begin with the slots and blocks that are free."""
+        """The prompts that have begun, and those that could begin with the free slots and blocks."""
         table, active, queue = self._slots, self._active, self._queue
         running = np.array(active.running, dtype=np.int32)
         lengths = table.num_tokens[running]
@@ -74,7 +74,7 @@ class Prefills:
         )
 
     def choose(self, turn: Turn, max_tokens: int, max_rows: int) -> Iterator[tuple[int, int]]:
-        """Slots that prefill, with the number of tokens of each."""
+        """Yield the slots that prefill, with the number of tokens of each."""
         if max_tokens <= 0 or max_rows <= 0:
             return
         table, num_image_features, num_partial = self._slots, 0, 0
@@ -87,7 +87,7 @@ class Prefills:
                 first = int(table.num_computed[slot])
                 needed = num_features(table[slot], first, first + count)
                 if num_image_features and num_image_features + needed > self._image_cache.size:
-                    return  # it runs in the next step
+                    return  # the sequence runs in the next step
                 num_image_features += needed
             yield slot, count
             max_tokens, max_rows = max_tokens - count, max_rows - 1
@@ -95,7 +95,7 @@ class Prefills:
                 return
 
     def _candidates(self, turn: Turn) -> Iterator[int]:
-        """Slots with more than one token to run: of running, then preempted, then new sequences."""
+        """Yield slots with prompt tokens to run: of running, then preempted, then new sequences."""
         table, active, may_run = self._slots, self._active, turn.may_run
         running = np.array(active.running, dtype=np.int32)
         for slot in running[table.num_tokens[running] - table.num_computed[running] > 1].tolist():
@@ -104,7 +104,7 @@ class Prefills:
         for sequence in [s for s in active.preempted if may_run is None or may_run(s.request.id)]:
             slot = sequence.slot
             if table.num_known[slot] < table.num_tokens[slot]:
-                continue  # its last token is in flight
+                continue  # the sequence's last token is in flight
             if not active.has_adapter_room(sequence) or not active.resume(sequence):
                 return
             yield slot
@@ -116,12 +116,12 @@ class Prefills:
             yield new.slot
 
     def _admit(self, sequence: SequenceState, now_s: float) -> bool:
-        """Let a waiting sequence start; False if there is no room for it."""
+        """Start a waiting sequence; False if there is no room for it."""
         if not self._active.has_adapter_room(sequence) or not self._active.start(sequence):
             return False
         self._queue.start(sequence, now_s)
         return True
 
     def _leaves_few_slots(self) -> bool:
-        """Whether background sequences hold half of all slots; the others are for other requests."""
+        """Whether background sequences hold half of all slots. The rest is kept for interactive sequences."""
         return self._active.num_background >= self._max_background

@@ -1,9 +1,9 @@
-"""How many prompt tokens run beside decodes in one step.
+"""Decides how many prompt tokens run beside decodes in one step.
 
-A prompt in a step holds up every sequence that decodes in it. In turn, prompts are cheap there: the weights
-are read for the decodes anyway. So each step takes a piece of the waiting prompts. It is as large as the time
-between tokens allows, by what recent steps took, and no larger than it takes to prefill what waits in some
-steps.
+Prompt tokens in a step delay every sequence that decodes in it. But prompts are cheap beside decodes, because
+the weights are read anyway. So each step takes a piece of the waiting prompts. Its size is limited by the
+target inter-token latency, as estimated from recent steps. It is also no larger than needed to prefill all
+waiting prompts in `STEPS_TO_PREFILL` steps.
 """
 
 from __future__ import annotations
@@ -11,39 +11,42 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import NamedTuple
 
-# Tokens of a step with prompts and decodes. Such steps are padded to one of these sizes to replay a graph, so
-# a piece is cut to end at one of them. Products work in tiles of 64 or 128 tokens, so odd sizes gain nothing.
+# Sizes of steps with prompts and decodes, in tokens. Such steps are padded to one of these sizes to replay a
+# graph, so a piece is cut to reach one exactly. Matrix products work in tiles of 64 or 128 tokens, so other
+# sizes gain nothing.
 STEP_SIZES = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-STEPS_TO_PREFILL = 16  # in which the prompts that wait run, if the target allows
-MIN_PIECE = 192  # tokens that cost little more than none, because a step reads all weights anyway
-MIN_PROGRESS = 16  # tokens that run whatever the target is
-MAX_OVERSHOOT = 1.25  # times the tokens that fit, of one step: the mean keeps the target
-MAX_SLOWDOWN = 1.5  # times the time of its decodes alone: what a step may take, whatever the target is
-_MEMORY = 0.97  # weight of a measured step after each further one
-_MAX_GROWTH = 2  # times the largest step measured so far: beyond, the estimate is not trusted
-_MAX_SURPRISE = 4.0  # times the estimate: a step that compiled a kernel or captured a graph counts as no more
+STEPS_TO_PREFILL = 16  # steps in which all waiting prompts should run, if the target allows
+MIN_PIECE = 192  # prompt tokens that cost little more than none, because a step reads all weights anyway
+MIN_PROGRESS = 16  # prompt tokens that run whatever the target is
+MAX_OVERSHOOT = 1.25  # size limit of one step, relative to the target's size; the mean keeps the target
+MAX_SLOWDOWN = 1.5  # time that any step may take, relative to its decodes alone, whatever the target is
+_MEMORY = 0.97  # factor on the weight of earlier steps with each new one
+_MAX_GROWTH = 2  # estimates are trusted up to this multiple of the largest measured step
+# A step counts as at most this multiple of its estimate: it may have compiled a kernel or captured a graph.
+_MAX_SURPRISE = 4.0
 
 
 class PrefillDemand(NamedTuple):
     """What a step could run."""
 
-    num_decoding: int  # sequences that run one token each
+    num_decoding: int  # decoding tokens, one per sequence plus proposed tokens
     num_prompts: int  # prompts that have begun or could begin now
-    num_prompt_tokens: int  # of these prompts, with the tokens that have run already
-    max_tokens: int  # prompt tokens for which the step has room
+    num_prompt_tokens: int  # all tokens of these prompts, including those that have already run
+    max_tokens: int  # prompt tokens that the step has room for
 
 
 class StepTimes:
-    """Seconds of a step as a line over its tokens: least squares over recent steps, older ones counting less.
+    """Step time as a linear function of tokens: least squares over recent steps, older ones weighing less.
 
-    A step of twice the tokens takes at most twice the time, and one of more tokens takes no less. Between
-    measured sizes the line is above the true cost, which grows faster where products stop waiting for memory.
+    The slope is bounded: a step of twice the tokens takes at most twice the time, and more tokens never take
+    less. Between measured sizes the line is above the true cost, which grows faster once matrix products are
+    no longer limited by memory bandwidth.
     """
 
     def __init__(self) -> None:
         self.max_measured = 0.0  # tokens of the largest recent step
         self._weight = 0.0
-        self._tokens = 0.0  # weighted sums from here on
+        self._tokens = 0.0  # this and the following are weighted sums
         self._seconds = 0.0
         self._tokens_squared = 0.0
         self._products = 0.0
@@ -66,25 +69,25 @@ class StepTimes:
         self.max_measured = max(num_tokens, keep * self.max_measured)
 
     def _line(self) -> tuple[float, float]:
-        """Seconds of a step without tokens, and of each token."""
+        """Seconds of a step without tokens, and seconds per token."""
         mean_tokens, mean_seconds = self._tokens / self._weight, self._seconds / self._weight
         variance = self._tokens_squared / self._weight - mean_tokens * mean_tokens
         steepest = mean_seconds / mean_tokens  # as if a step without tokens took no time
         if variance < 1.0 + 1e-3 * mean_tokens * mean_tokens:
-            return 0.0, steepest  # all steps were alike
+            return 0.0, steepest  # all steps had about the same size
         covariance = self._products / self._weight - mean_tokens * mean_seconds
         slope = min(max(covariance / variance, 1e-3 * steepest), steepest)
         return mean_seconds - slope * mean_tokens, slope
 
     def seconds_of(self, num_tokens: int) -> float:
-        """0 while nothing is known."""
+        """Estimated seconds of a step; 0 until a step is measured."""
         if not self.is_known:
             return 0.0
         fixed, each = self._line()
         return fixed + each * num_tokens
 
     def tokens_within(self, seconds: float) -> int:
-        """The size of a step that takes so long."""
+        """The size of a step that takes this time; 0 until a step is measured."""
         if not self.is_known:
             return 0
         fixed, each = self._line()
@@ -95,10 +98,10 @@ class PrefillBudget:
     """The size of the piece of prompts in the next step."""
 
     def __init__(self, target_itl_s: float) -> None:
-        """`target_itl_s`: the time between two tokens of a sequence that prompts may cause; 0: any."""
+        """`target_itl_s`: inter-token latency that steps with prompts should keep; 0: no target."""
         self.target_itl_s = target_itl_s
         self.times = StepTimes()
-        self._unused = 0  # tokens that the target allowed in the last steps and that they did not take
+        self._unused = 0  # tokens that the target allowed in recent steps but that did not run
 
     def max_tokens(self, demand: PrefillDemand) -> int:
         """Prompt tokens that the next step may run."""
@@ -118,18 +121,19 @@ class PrefillBudget:
         return min(piece, max(wanted, MIN_PROGRESS), room)
 
     def _tokens_in_time(self, demand: PrefillDemand) -> int:
-        """The size of a step that keeps the target. Where more prompts wait than sequences decode, they hold
-        up fewer sequences than wait for them, so the step may take as many times longer."""
+        """The size of a step that keeps the target. If more prompts wait than sequences decode, the allowed
+        time is longer by that ratio, because the step delays fewer sequences than wait for it."""
         decoding, times = demand.num_decoding, self.times
         pressure = max(1.0, demand.num_prompts / decoding)
         allowed_s = max(self.target_itl_s, MAX_SLOWDOWN * times.seconds_of(decoding)) * pressure
         tokens = times.tokens_within(allowed_s)
-        if times.max_measured < MIN_PIECE:  # too little is known to go by it
+        if times.max_measured < MIN_PIECE:  # measured steps are too small to rely on
             return max(tokens, decoding + MIN_PIECE)
         return tokens
 
     def _size_on_average(self, fitting: int) -> int:
-        """A size around what fits. Smaller steps save up for larger ones: the mean keeps the target."""
+        """The graph size just below or above what fits. Tokens that smaller steps leave unused allow larger
+        steps later, so that the mean keeps the target."""
         lower, upper = _size_below(fitting), _size_above(fitting)
         if upper <= min(fitting + self._unused, MAX_OVERSHOOT * fitting):
             self._unused -= upper - fitting
@@ -139,12 +143,12 @@ class PrefillBudget:
 
 
 def _size_below(num_tokens: int) -> int:
-    """The largest size of steps up to this one; beyond all of them, this one."""
+    """The largest of `STEP_SIZES` up to this size; outside their range, this size itself."""
     if not STEP_SIZES[0] <= num_tokens <= STEP_SIZES[-1]:
         return num_tokens
     return STEP_SIZES[bisect_right(STEP_SIZES, num_tokens) - 1]
 
 
 def _size_above(num_tokens: int) -> int:
-    """The smallest size of steps from this one on; beyond all of them, this one."""
+    """The smallest of `STEP_SIZES` from this size on; beyond all of them, this size itself."""
     return next((size for size in STEP_SIZES if size >= num_tokens), num_tokens)

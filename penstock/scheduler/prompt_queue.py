@@ -1,5 +1,5 @@
-"""Sequences that wait for a slot. Owns their fair order, with background sequences in a line of their own,
-and the counts of their tokens."""
+"""Sequences that wait for a slot. Owns their fair order and their token counts. Background sequences wait in
+a separate queue."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from penstock.scheduler.limits import GenerationLimits
 from penstock.scheduler.sequence import SequenceState
 from penstock.types import Request
 
-_LATEST_WEIGHT = 0.05  # of the latest sequence in the mean length of outputs
+_LATEST_WEIGHT = 0.05  # weight of the latest sequence in the mean output length
 
 
 class PromptQueue:
     """add → start, or remove."""
 
     def __init__(self, limits: GenerationLimits) -> None:
-        self.num_tokens = 0  # without those of background sequences
+        self.num_tokens = 0  # waiting prompt tokens, without background sequences
         self.num_background_tokens = 0
-        self.num_started_tokens = 0  # of prompts that no longer wait
+        self.num_started_tokens = 0  # prompt tokens of all sequences started so far, without background ones
         self._max_tokens = limits.max_queued_tokens
         self._interactive = FairQueue[SequenceState]()
         self._interactive.head_start_tokens = STEPS_IN_HEAD_START * limits.max_tokens
         self._background = FairQueue[SequenceState]()
-        self._mean_output = 0.0  # tokens of finished sequences
+        self._mean_output = 0.0  # mean number of tokens that finished sequences have generated
 
     def __len__(self) -> int:
-        """Sequences, without background ones."""
+        """Number of waiting sequences, without background ones."""
         return len(self._interactive)
 
     @property
     def weight(self) -> float:
-        """The weights of all clients whose prompts wait."""
+        """The total weight of clients with waiting prompts."""
         return self._interactive.weight
 
     def num_tokens_of(self, client: str) -> int:
-        """Tokens of a client's prompts that wait."""
+        """Tokens of a client's waiting prompts."""
         return self._interactive.num_tokens_of(client)
 
     def walk(self, *, is_background: bool = False) -> Iterator[SequenceState]:
@@ -46,7 +46,7 @@ class PromptQueue:
         return (self._background if is_background else self._interactive).walk()
 
     def check_room(self, request: Request) -> None:
-        """`QueueFull` if too many tokens wait."""
+        """Raise `QueueFull` if too many tokens wait."""
         limit = self._max_tokens
         waiting = self.num_background_tokens if request.is_background else self.num_tokens
         if not waiting or waiting + request.num_tokens <= limit:
@@ -68,8 +68,7 @@ class PromptQueue:
         self._count(request, request.num_tokens)
 
     def start(self, sequence: SequenceState, now_s: float) -> None:
-        """Take a sequence that has got its slot from the queue. Its client is charged for the tokens that it
-        is expected to run."""
+        """Remove a sequence that has got its slot. Charge its client for its prompt and expected output."""
         request, num_tokens = sequence.request, len(sequence.prompt)
         output = min(self._mean_output, sequence.sampling.max_tokens)
         self.remove(sequence, num_charged=num_tokens + output)
@@ -78,7 +77,7 @@ class PromptQueue:
         sequence.queued_s = max(0.0, now_s - request.arrival_s)
 
     def remove(self, sequence: SequenceState, num_charged: float = 0.0) -> None:
-        """Take a sequence from the queue, and charge its client for some tokens."""
+        """Remove a sequence from the queue, and charge its client for `num_charged` tokens."""
         num_tokens, client = len(sequence.prompt), sequence.client
         line = self._line_of(sequence.request)
         self._count(sequence.request, -num_tokens)
@@ -89,11 +88,11 @@ class PromptQueue:
         line.remove(client, sequence.rank)
 
     def note_output(self, num_tokens: int) -> None:
-        """Note how many tokens a finished sequence has generated."""
+        """Record how many tokens a finished sequence has generated."""
         self._mean_output += _LATEST_WEIGHT * (num_tokens - self._mean_output)
 
     def check_integrity(self) -> int:
-        """Assert that the counts are right. Returns the number of all sequences that wait."""
+        """Assert that the counts are right. Returns the number of waiting sequences, background included."""
         waiting, background = list(self.walk()), list(self.walk(is_background=True))
         assert all(not sequence.blocks for sequence in waiting + background)
         assert self.num_tokens == sum(len(sequence.prompt) for sequence in waiting)

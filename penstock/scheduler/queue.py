@@ -3,10 +3,10 @@
 The order of a client's requests never has to be recomputed. A priority level is worth a fixed head start in
 seconds, so the rank of a request is `arrival + priority × head start`. Requests of one priority run first
 come, first served. A request that arrives later than the head start cannot overtake, so no request starves.
-Clients take turns by the tokens that run for them (`FairQueue`).
+Across clients, `FairQueue` orders requests by the tokens that have run for each client.
 
-Small requests, which fit into one step, and large ones wait in two lines of their own. The scheduler lets
-both have a share of each step, so that a single row does not wait for the thousands of an earlier request.
+Small requests, which fit into one step, and large ones wait in separate queues. The scheduler gives each kind
+a share of every step. So a single row does not wait for the thousands of rows of an earlier request.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from penstock.scheduler.fair_queue import ClientQueue, FairQueue
 from penstock.scheduler.start_deadlines import StartDeadlines
 from penstock.types import ONE_ROW, CachedVectors, Ints, Request
 
-_QUERY_FIRST: Ints = np.arange(2, dtype=np.int32)  # the order of one query and one document
+_QUERY_FIRST: Ints = np.arange(2, dtype=np.int32)  # the row order of one query and one document
 _QUERY_FIRST.flags.writeable = False
-HEAD_START_S = 1.0  # what one level of priority is worth
+HEAD_START_S = 1.0  # per level of priority
 UNBOUNDED = 2**62
 
 Rank = tuple[float, int]  # arrival plus head start, then order of arrival
@@ -33,36 +33,34 @@ Rank = tuple[float, int]  # arrival plus head start, then order of arrival
 
 @dataclass(slots=True, eq=False)
 class OpenRow:
-    """A row that runs over several steps; its keys and values so far are in `blocks`."""
+    """A row that runs over several steps. `blocks` hold the keys and values of its tokens that have run."""
 
     row: int
     length: int
-    num_done: int  # tokens that have run or that a cached prefix covers
+    num_done: int  # tokens that have run or are covered by a cached prefix
     blocks: list[int]
-    prefix_keys: list[bytes]  # of its full blocks, where prefixes are cached
+    prefix_keys: list[bytes]  # keys of the row's full blocks; empty without prefix caching
 
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A request with rows still to run. `order` lists its rows by length; `cursor` is the next one."""
+    """A request with rows still to run. `order` lists its rows by length; `cursor` points at the next one."""
 
     request: Request
-    order: Ints  # [rows], row numbers, longest first
-    cumulative: Ints  # [rows], tokens of rows order[0..i]
+    order: Ints  # [rows], row numbers, longest first; queries before documents
+    cumulative: Ints  # [rows], total tokens of rows order[0..i]
     rank: Rank
     client: ClientQueue[QueuedRequest]
     is_large: bool = False
     has_started: bool = False  # some of its rows have been scheduled
     cursor: int = 0
     open: list[OpenRow] = field(default_factory=list)
-    cached: CachedVectors | None = (
-        None  # of a request with pairs, once its queries have room in the vector cache
-    )
-    cached_documents: Ints | None = None  # documents that only have to be scored, until they are
-    patches: Ints | None = None  # [rows], of a request with images, once it is asked for
+    cached: CachedVectors | None = None  # set when a request with pairs has got room in the vector cache
+    cached_documents: Ints | None = None  # documents with cached vectors, not yet scored
+    patches: Ints | None = None  # [rows], patches of each row's images; computed on first use
     next_length: int = field(init=False)  # tokens of the next row; 0: no row is left to open
-    adapters: frozenset[int] | None = field(init=False)  # that its rows have; None: none
-    is_one_text: bool = field(init=False)  # one row, which reads no image and is paired with no other
+    adapters: frozenset[int] | None = field(init=False)  # adapters of its rows; None: no row has one
+    is_one_text: bool = field(init=False)  # a single row, without images and without pairs
 
     def __post_init__(self) -> None:
         request = self.request
@@ -75,7 +73,7 @@ class QueuedRequest:
             self._update_next_length()
 
     def _update_next_length(self) -> None:
-        """Every step asks each waiting request for this number, so it is kept."""
+        """Update `next_length`. It is stored because every step reads it for each waiting request."""
         at = self.cursor
         self.next_length = int(self.request.lengths[self.order[at]]) if at < len(self.order) else 0
 
@@ -102,7 +100,7 @@ class QueuedRequest:
 
     @property
     def documents_blocked(self) -> bool:
-        """Whether the next row is a document that must wait for a query that is still open."""
+        """Whether the next row is a document and has to wait for a query that is still open."""
         queries = self.request.num_queries
         if not queries or not any(row.row < queries for row in self.open):
             return False
@@ -122,7 +120,7 @@ class QueuedRequest:
         return int(lengths[cached.ready].sum()), int(cached.ready[:queries].sum())
 
     def take_cached_documents(self) -> Ints | None:
-        """The documents that only have to be scored, once all queries are scheduled."""
+        """Take the documents whose vectors are cached, for scoring. None until all queries are scheduled."""
         queries = self.request.num_queries
         query_waits = self.num_unopened and int(self.order[self.cursor]) < queries
         if self.cached_documents is None or query_waits or any(row.row < queries for row in self.open):
@@ -131,7 +129,7 @@ class QueuedRequest:
         return documents
 
     def requeue(self, rows: Ints, cached_documents: Ints | None = None) -> None:
-        """Run rows that were taken once more, from their first token."""
+        """Put rows back that were taken; they run again from their first token."""
         left = np.concatenate([self.order[self.cursor :], rows])
         self.order = left[_longest_first(self.request, left)]
         self.cumulative = np.cumsum(self.request.lengths[self.order], dtype=np.int32)
@@ -144,13 +142,13 @@ class QueuedRequest:
             )
 
     def close_rows(self, rows: Ints | None = None) -> list[OpenRow]:
-        """Close these open rows, or all; the caller frees their blocks."""
+        """Close these open rows, or all of them if None. The caller frees their blocks."""
         closed = [row for row in self.open if rows is None or row.row in rows]
         self.open = [row for row in self.open if row not in closed]
         return closed
 
     def rows_within(self, max_patches: int, *, or_one: bool) -> int:
-        """How many of the next rows have images of at most so many patches; with `or_one` one at least."""
+        """How many of the next rows fit into `max_patches` together; with `or_one`, at least one."""
         totals = np.cumsum(self._patches_of_rows[self.order[self.cursor :]])
         return max(int(or_one), int(np.searchsorted(totals, max_patches, side="right")))
 
@@ -164,12 +162,12 @@ class QueuedRequest:
         return self.patches
 
     def take_only_row(self) -> Ints:
-        """The row of a request with one text, which has not been taken before."""
+        """Take the row of a request with a single row that was not taken before."""
         self.cursor, self.next_length = 1, 0
         return self.order
 
     def take(self, max_tokens: int, max_rows: int) -> Ints:
-        """The next rows within these limits, as row numbers of the request."""
+        """Take the next rows within these limits, as row numbers of the request."""
         if len(self.order) == 1:  # most requests have one row
             if self.cursor or max_rows < 1 or self.cumulative[0] > max_tokens:
                 return self.order[1:]
@@ -182,11 +180,11 @@ class QueuedRequest:
         return taken
 
 
-_NO_CLIENT = ClientQueue[QueuedRequest]("")  # of a request that does not wait in line
+_NO_CLIENT = ClientQueue[QueuedRequest]("")  # placeholder until the request is queued
 
 
 def _longest_first(request: Request, rows: Ints) -> Ints:
-    """An order of rows: the longest first, but queries before the documents that need them."""
+    """Order rows by length, longest first, but queries before documents."""
     lengths = request.lengths[rows]
     if request.pairs is None:
         return np.argsort(-lengths, kind="stable").astype(np.int32)
@@ -201,13 +199,13 @@ class WaitingQueue:
     """Requests in the order in which they run, with look-up by id and by deadline."""
 
     def __init__(self, max_small_tokens: int = UNBOUNDED, max_small_rows: int = UNBOUNDED) -> None:
-        """Requests with more tokens or rows than these are large."""
+        """Requests with more tokens or rows than these limits are large."""
         self._max_small_tokens = max_small_tokens
         self._max_small_rows = max_small_rows
         self._small = FairQueue[QueuedRequest]()
         self._large = FairQueue[QueuedRequest]()
         self._by_id: dict[str, QueuedRequest] = {}
-        self._deadlines: list[tuple[float, int, str]] = []  # a heap that may name requests that have left
+        self._deadlines: list[tuple[float, int, str]] = []  # a heap; may contain requests that have left
         self._start_by = StartDeadlines(self._waits_to_start)
         self._count = itertools.count()
         self.num_tokens = 0
@@ -219,7 +217,7 @@ class WaitingQueue:
         return len(self._by_id)
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        """By rank, whatever the client and the kind."""
+        """All requests by rank, of all clients and both kinds."""
         return iter(sorted(self._by_id.values(), key=lambda queued: queued.rank))
 
     def __contains__(self, request_id: str) -> bool:
@@ -227,7 +225,7 @@ class WaitingQueue:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether small and large requests wait."""
+        """Whether both small and large requests wait."""
         return bool(self._small and self._large)
 
     @property
@@ -245,30 +243,30 @@ class WaitingQueue:
         return self._large if large else self._small
 
     def is_far_behind(self, queued: QueuedRequest, num_tokens: int) -> bool:
-        """Whether the client of a request has run less than its share by so many tokens."""
+        """Whether the client of a request is more than `num_tokens` behind its share."""
         behind = self._line(queued.is_large).virtual_time - queued.client.virtual_time
         return behind * queued.client.weight > num_tokens
 
     def set_head_start(self, num_tokens: float) -> None:
-        """Set what one level of priority is worth against other clients, in tokens of the device."""
+        """Set the head start of one priority level over other clients, in tokens."""
         self._small.head_start_tokens = self._large.head_start_tokens = num_tokens
 
     @property
     def small_share(self) -> float:
-        """The share of a step that small requests have while both kinds wait: by the clients that wait."""
+        """The share of a step for small requests while both kinds wait, by the weights of waiting clients."""
         return small_share(self._small.weight, self._large.weight)
 
     @property
     def num_clients(self) -> int:
-        """Clients that wait; one with requests of both kinds counts twice."""
+        """Number of waiting clients. A client with requests of both kinds counts twice."""
         return self._small.num_clients + self._large.num_clients
 
     def weight(self, *, large: bool) -> float:
-        """The weights of all clients whose requests of a kind wait."""
+        """The total weight of the clients with waiting requests of a kind."""
         return self._line(large).weight
 
     def num_tokens_of(self, client: str, *, large: bool | None = None) -> int:
-        """The tokens of a client's requests that wait, of a kind or of both."""
+        """Queued tokens of a client, in requests of one kind or (None) of both."""
         if large is None:
             return self._small.num_tokens_of(client) + self._large.num_tokens_of(client)
         return self._line(large).num_tokens_of(client)
@@ -281,7 +279,7 @@ class WaitingQueue:
         return request.arrival_s + request.priority * HEAD_START_S, next(self._count)
 
     def add(self, request: Request, start_by_s: float | None = None) -> None:
-        """Queue a request. `remove_overdue` gives it up if nothing of it has run at `start_by_s`."""
+        """Queue a request. If none of its rows has run by `start_by_s`, `remove_overdue` removes it."""
         rank = self.next_rank(request)
         num_tokens, num_rows = request.num_tokens, request.num_rows
         if num_rows == 1:
@@ -303,7 +301,7 @@ class WaitingQueue:
             self._start_by.add(start_by_s, queued)
 
     def account(self, queued: QueuedRequest, tokens: int, rows: int) -> None:
-        """Subtract tokens and rows that left the queue to run; negative numbers come back to it."""
+        """Subtract tokens and rows that left the queue. Negative numbers add what came back."""
         self.num_tokens -= tokens
         self.num_rows -= rows
         queued.client.num_tokens -= tokens
@@ -312,7 +310,7 @@ class WaitingQueue:
             self.num_large_rows -= rows
 
     def account_run(self, queued: QueuedRequest, tokens: int, rows: int) -> None:
-        """Subtract tokens and rows that run now, and count the tokens for the client of the request."""
+        """Subtract tokens and rows that run now, and charge the tokens to the client of the request."""
         client, line = queued.client, self._small
         self.num_tokens -= tokens
         self.num_rows -= rows
@@ -324,8 +322,8 @@ class WaitingQueue:
         line.charge(client, tokens)
 
     def settle(self, num_visited: int, *, large: bool = False) -> None:
-        """After a walk over `num_visited` requests of a kind: remove those that have no rows left, and let
-        the clients take turns."""
+        """After a walk over `num_visited` requests of a kind, remove those without rows left and reorder the
+        clients."""
         for queued in self._line(large).settle(num_visited, _has_rows_left):
             del self._by_id[queued.request.id]
 
@@ -350,14 +348,14 @@ class WaitingQueue:
         return expired
 
     def remove_overdue(self, now_s: float) -> list[QueuedRequest]:
-        """Remove and return the requests that should have started by now."""
+        """Remove and return the requests that had to start by now and have not."""
         overdue = self._start_by.pop_overdue(now_s)
         for queued in overdue:
             self.remove(queued.request.id)
         return overdue
 
     def next_deadline_s(self) -> float | None:
-        """When `remove_expired` or `remove_overdue` has something to remove, unless it runs before."""
+        """The earliest time at which `remove_expired` or `remove_overdue` may have a request to remove."""
         while self._deadlines and not self._is_current(self._deadlines[0]):
             heapq.heappop(self._deadlines)
         start_by_s = self._start_by.next_s()
@@ -366,7 +364,7 @@ class WaitingQueue:
         return self._deadlines[0][0] if start_by_s is None else min(start_by_s, self._deadlines[0][0])
 
     def _is_current(self, entry: tuple[float, int, str]) -> bool:
-        """Whether a deadline belongs to a waiting request, and not to an earlier one of the same id."""
+        """Whether a deadline belongs to a waiting request, not to an earlier one with the same id."""
         queued = self._by_id.get(entry[2])
         return queued is not None and queued.rank[1] == entry[1]
 
@@ -374,7 +372,7 @@ class WaitingQueue:
         return not queued.has_started and self._by_id.get(queued.request.id) is queued
 
     def _drop_stale_deadlines(self) -> None:
-        """Keep the heap in proportion to the queue; most requests leave long before their deadline."""
+        """Keep the heap in proportion to the queue: most requests leave long before their deadline."""
         if len(self._deadlines) > 64 + 2 * len(self._by_id):
             self._deadlines = [entry for entry in self._deadlines if self._is_current(entry)]
             heapq.heapify(self._deadlines)

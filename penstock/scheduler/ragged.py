@@ -6,7 +6,7 @@ from penstock.types import Ints, runs
 
 
 def tokens_of(rows: Ints, lengths: Ints, starts: Ints) -> Ints:
-    """The indices in the flat run of all tokens of these rows, row after row."""
+    """The indices of all tokens of these rows in the flat run, row after row."""
     return runs(starts[rows], lengths[rows])
 
 

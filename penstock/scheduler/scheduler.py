@@ -1,5 +1,5 @@
-"""Which rows run in the next step, within a budget of tokens and rows. Pure Python and NumPy, without a
-clock."""
+"""Chooses the rows that run in the next step, within a budget of tokens and rows. Pure Python and NumPy,
+without a clock."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from penstock.types import CachedVectors, Ints, PoolingParams, Request
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    max_tokens: int  # of one step
-    max_rows: int  # of one step
-    max_queued_tokens: int  # of the waiting queue; requests beyond it are refused
-    max_output_bytes: int = 0  # of token vectors that leave one step, a first row excepted; 0: no limit
-    is_shared: bool = False  # small requests get half of each step while large ones, of several steps, run
-    max_patches: int = UNBOUNDED  # of images that start in one step, a first row excepted
+    max_tokens: int  # per step
+    max_rows: int  # per step
+    max_queued_tokens: int  # in the waiting queue; further requests are refused
+    max_output_bytes: int = 0  # token vectors per step; a step's first row may exceed it; 0: no limit
+    is_shared: bool = False  # small and large requests (of several steps) share each step while both wait
+    max_patches: int = UNBOUNDED  # image patches that start in a step; a step's first row may exceed it
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +36,20 @@ class Chunking:
     """How rows of causal models are spread over steps."""
 
     pool: BlockPool
-    max_chunk_tokens: int  # of one row in one step
+    max_chunk_tokens: int  # per row and step
     prefix_caching: bool = False  # keep the KV cache blocks of prefixes for later rows
 
 
 class ScheduledRows(NamedTuple):
-    """The rows that one request runs in the coming step: whole, or the tokens begins…ends of each."""
+    """The rows that one request runs in the next step: whole rows, or tokens `begins` to `ends` of each."""
 
     request: Request
     rows: Ints
     begins: Ints | None = None  # [rows]
     ends: Ints | None = None  # [rows]
-    tables: tuple[list[int] | None, ...] = ()  # the block table of each row; None: nothing of it is cached
-    cached: CachedVectors | None = None  # where the vectors of a request with pairs are stored
-    cached_documents: Ints | None = None  # its documents that are scored without being run
+    tables: tuple[list[int] | None, ...] = ()  # block table of each row; None: the row uses no KV cache
+    cached: CachedVectors | None = None  # locations of the request's vectors, if it has pairs
+    cached_documents: Ints | None = None  # documents with cached vectors: scored without running
 
 
 _NO_ROWS = np.zeros(0, dtype=np.int32)
@@ -64,18 +64,18 @@ class _Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class _StepRoom:
-    """What is left of a step's budget."""
+    """The rest of a step's budget."""
 
     tokens: int
     rows: int
-    output_bytes: int  # of token vectors
-    patches: int = UNBOUNDED  # of images
-    has_images: bool = False  # whether an image starts in the step already
-    features: int = UNBOUNDED  # slots of the store of image features, which the rows of a step share
-    token_bytes: int = 0  # output of each token of the request that is being scheduled
-    has_output: bool = False  # whether token vectors leave the step already
-    first_fits: bool = True  # a first row runs whatever its length
-    adapters: set[int] = field(default_factory=set)  # that the step's rows have
+    output_bytes: int  # for token vectors
+    patches: int = UNBOUNDED  # for images
+    has_images: bool = False  # an image already starts in this step
+    features: int = UNBOUNDED  # free slots of the image feature store, shared by the rows of the step
+    token_bytes: int = 0  # output size per token of the request being scheduled
+    has_output: bool = False  # the step already returns token vectors
+    first_fits: bool = True  # the first row runs whatever its length
+    adapters: set[int] = field(default_factory=set)  # adapters of the rows scheduled so far
 
     @property
     def is_full(self) -> bool:
@@ -83,11 +83,11 @@ class _StepRoom:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that may still run and whose outputs still fit."""
+        """Tokens that still fit, together with their output."""
         return min(self.tokens, self.output_bytes // self.token_bytes) if self.token_bytes else self.tokens
 
     def has_output_room(self, tokens: int) -> bool:
-        """Whether the output of a row fits. The first row always does, so that none waits for ever."""
+        """Whether the output of a row fits. The first row always fits, so that no row waits for ever."""
         return not (self.token_bytes and self.has_output) or tokens * self.token_bytes <= self.output_bytes
 
     def use_patches(self, count: int) -> None:
@@ -95,8 +95,9 @@ class _StepRoom:
         self.has_images |= count > 0
 
     def take_features(self, count: int, size: int) -> bool:
-        """Whether the images of a row fit into the store of `size` slots beside those of the step's others. A
-        first row always does: a larger one is refused when it comes."""
+        """Reserve slots for the images of a row in the feature store of `size` slots. False if they do not
+        fit beside the images of the step's other rows. A first row always fits: rows with more images than
+        the store holds are refused on arrival."""
         left = min(self.features, size)
         if count > left and left < size:
             return False
@@ -111,15 +112,16 @@ class _StepRoom:
 
 
 class Scheduler:
-    """Continuous batching: the requests that wait share the next step as far as they fit, in queue order.
+    """Continuous batching: fills each step with rows of waiting requests, in queue order.
 
-    Where the budget is shared, requests that fit into one step and larger ones have half of each step while
-    both wait. What one kind does not need, the other takes, so every step is as full as without shares.
+    If `Budget.is_shared`, small requests (that fit into one step) and large ones each get a share of every
+    step while both wait. A kind that needs less than its share leaves the rest to the other, so steps are as
+    full as without shares.
     """
 
-    LOOK_AHEAD = 64  # requests behind one that does not fit that may still fill the step
-    ADAPTER_LOOK_AHEAD = 1024  # the same, behind one whose adapter the step has no room for
-    SHORT_STEPS = 32  # after the last step with small requests, those of large ones stay short
+    LOOK_AHEAD = 64  # requests that may be passed over because they do not fit
+    ADAPTER_LOOK_AHEAD = 1024  # requests that may be passed over because their adapter does not fit
+    SHORT_STEPS = 32  # number of steps that stay short after small requests or a flood were seen
 
     def __init__(
         self,
@@ -129,7 +131,7 @@ class Scheduler:
         token_bytes: Callable[[PoolingParams], int] = lambda params: 0,
         image_cache: ImageCache | None = None,
     ) -> None:
-        """`token_bytes` gives the output size of each token for some pooling parameters."""
+        """`token_bytes` returns the output size of a token for given pooling parameters."""
         self.budget = budget
         self.token_bytes = token_bytes
         self.chunking = chunking
@@ -137,20 +139,19 @@ class Scheduler:
         self.image_cache = image_cache  # for requests with images
         self.queue = WaitingQueue(budget.max_tokens, budget.max_rows) if budget.is_shared else WaitingQueue()
         self.queue.set_head_start(STEPS_IN_HEAD_START * budget.max_tokens)
-        self.background = WaitingQueue()  # requests that run only in what those of `queue` leave
-        self.max_adapters = 0  # different ones in one step; 0: no limit
-        self.max_shared_tokens = budget.max_tokens  # of a step of large requests that small ones wait for
-        self._small_lead = 0.0  # tokens that small requests have run more than large ones while both waited
-        self._num_flood_steps = 0  # steps of small requests that stay short, as a client waits beside a flood
-        self._num_short_steps = 0  # steps of large requests that stay short, as small ones may come
-        self.isolated: deque[list[QueuedRequest]] = (
-            deque()
-        )  # rows of failed steps, in groups, before the queue
+        self.background = WaitingQueue()  # background requests, which run when `queue` leaves room
+        self.max_adapters = 0  # different adapters per step; 0: no limit
+        self.max_shared_tokens = budget.max_tokens  # step size while small requests may wait for the step
+        self._small_lead = 0.0  # tokens by which small requests are ahead of their share
+        self._num_flood_steps = 0  # coming small-only steps to keep short: a client waits behind a flood
+        self._num_short_steps = 0  # coming large-only steps to keep short: small requests may arrive
+        # Rows of failed steps, in groups. They run before the queue.
+        self.isolated: deque[list[QueuedRequest]] = deque()
         self._finished: list[OpenRow] = []  # rows that end in the step being scheduled
 
     def add(self, request: Request, start_by_s: float | None = None) -> None:
-        """Join the waiting queue; `QueueFull` if it is too long. An empty queue takes any request.
-        `overdue` gives it up if nothing of it has run at `start_by_s`."""
+        """Queue a request; raises `QueueFull` if the queue is too long. An empty queue takes any request.
+        If none of its rows has run by `start_by_s`, `overdue` removes it."""
         if request.images is not None:
             self._check_images(request)
         if request.is_background:
@@ -171,7 +172,8 @@ class Scheduler:
         self.image_cache.check(request)
 
     def _add_background(self, request: Request) -> None:
-        """Join the background queue, which counts for nobody else. It has no time by which it must start."""
+        """Queue a background request. It does not count against the limit of the other queue, and it has no
+        time by which it must start."""
         waiting, limit = self.background.num_tokens, self.budget.max_queued_tokens
         if waiting and waiting + request.num_tokens > limit:
             raise QueueFull(f"{waiting} tokens of batches are waiting and at most {limit} may")
@@ -180,32 +182,32 @@ class Scheduler:
         self.background.add(request)
 
     def requeue(self, request: Request, start_by_s: float | None = None) -> None:
-        """Queue a request that was admitted before, so no limit applies."""
+        """Queue a request again, without checking limits: it was admitted before."""
         self._queue_of(request).add(request, start_by_s)
 
     def _queue_of(self, request: Request) -> WaitingQueue:
         return self.background if request.is_background else self.queue
 
     def _is_beside_flood(self, request: Request, waiting: int) -> bool:
-        """Whether a client with nothing else to run adds a little to what others have filled several steps
-        with. It waits for the step in flight and runs in the next, so both should be short."""
+        """Whether a client without queued requests adds a small one to a queue of several steps. The request
+        waits for the step in flight and runs in the next one, so both should be short."""
         max_tokens, queue = self.budget.max_tokens, self.queue
         is_little = 8 * request.num_tokens <= max_tokens and waiting > max_tokens * queue.num_clients
         return is_little and not queue.num_tokens_of(request.client)
 
     def _check_share(self, request: Request, waiting: int, limit: int) -> None:
-        """Let a request into a full queue if its client holds less than its share of it."""
+        """Raise `QueueFull`, unless the request's client holds less than its share of the full queue."""
         held = self.queue.num_tokens_of(request.client)
         limit = max_queued_of(limit, waiting, held, self.queue.num_clients)
         if waiting + request.num_tokens > limit:
             raise QueueFull(f"{waiting} tokens are waiting and at most {limit} may; try again shortly")
 
     def runs_soon(self, request: Request) -> bool:
-        """Whether no more than a step of a request's client waits, so that its rows run before long."""
+        """Whether the request's client has at most one step of tokens queued, so that its rows run soon."""
         return self._queue_of(request).num_tokens_of(request.client) <= self.budget.max_tokens
 
     def finish(self, request: Request, *, succeeded: bool) -> None:
-        """Free what a request holds once nothing of it is left to run."""
+        """Free what a request holds, when no row of it is left to run."""
         if self.vector_cache is not None and request.pairs is not None:
             self.vector_cache.release(request.id, succeeded=succeeded)
 
@@ -227,14 +229,14 @@ class Scheduler:
         return [queued.request for queued in expired]
 
     def overdue(self, now_s: float) -> list[Request]:
-        """Remove and return the requests that should have started by now."""
+        """Remove and return the requests that had to start by now and have not."""
         return [queued.request for queued in self.queue.remove_overdue(now_s)]
 
     # Rows of failed steps.
 
     def requeue_isolated(self, groups: Sequence[Sequence[ScheduledRows]]) -> None:
-        """Run rows again from their first token, before the queue. Each group runs apart from all other rows,
-        and after the group before it."""
+        """Run rows again from their first token, before the queue. Groups run one after another, each apart
+        from all other rows."""
         for scheduled in groups:
             group: dict[str, QueuedRequest] = {}
             for entry in scheduled:
@@ -243,7 +245,8 @@ class Scheduler:
             self.isolated.append(list(group.values()))
 
     def _requeue(self, entry: ScheduledRows, isolated: QueuedRequest | None) -> QueuedRequest:
-        """Add rows to those of their request that are isolated already, so that queries still run first."""
+        """Add rows to the isolated rows of the same request, if there are any, so that queries still run
+        first."""
         request, queue = entry.request, self._queue_of(entry.request)
         queued = queue.find(request.id)
         if isolated is None:
@@ -276,7 +279,7 @@ class Scheduler:
         self.isolated = deque(group for group in groups if group)
 
     def _preempt_queued_rows(self, queue: WaitingQueue) -> bool:
-        """Take the blocks of open rows in a queue for more urgent ones; the open rows start over later."""
+        """Free the blocks of all open rows in a queue, for more urgent rows. The open rows start over."""
         found = False
         for queued in queue:
             for row in queued.close_rows():
@@ -287,7 +290,7 @@ class Scheduler:
         return found
 
     def retract(self, scheduled: Sequence[ScheduledRows]) -> None:
-        """Unpublish the blocks that a failed step should have written."""
+        """Unpublish the blocks that a failed step was to write."""
         if self.chunking is None:
             return
         pool = self.chunking.pool
@@ -314,14 +317,14 @@ class Scheduler:
         self._free_finished()
         if scheduled or self.chunking is None or not len(self.background):
             return scheduled
-        # Background rows may hold the blocks that those of the queue wait for.
+        # Background rows may hold the blocks that the queued rows wait for.
         return self.schedule() if self._preempt_queued_rows(self.background) else scheduled
 
     def schedule_background(
         self, max_tokens: int, *, max_rows: int | None = None, first_fits: bool = False
     ) -> list[ScheduledRows]:
-        """Fill a step with background rows alone: those of other requests never wait for the rows beside
-        them. With `first_fits` a first row runs whatever its length."""
+        """Fill a step with background rows only, so that interactive rows never share a step with them. With
+        `first_fits`, the first row runs whatever its length."""
         if not len(self.background) or self.isolated:
             return []
         scheduled: list[ScheduledRows] = []
@@ -350,7 +353,7 @@ class Scheduler:
         return scheduled
 
     def _fill_small(self) -> list[ScheduledRows]:
-        """A step while only small requests wait, or while steps are not shared."""
+        """Fill a step while only small requests wait, or while steps are not shared."""
         scheduled: list[ScheduledRows] = []
         room = self._step_room()
         if self._num_flood_steps:
@@ -366,7 +369,7 @@ class Scheduler:
         return scheduled
 
     def _fill_large(self) -> list[ScheduledRows]:
-        """A step while only large requests wait."""
+        """Fill a step while only large requests wait."""
         scheduled: list[ScheduledRows] = []
         room = self._step_room()
         if self._num_short_steps:
@@ -381,8 +384,8 @@ class Scheduler:
         return scheduled
 
     def _fill_mixed(self) -> list[ScheduledRows]:
-        """A step while small and large requests wait. The kind that has run less goes first, so that its
-        first row runs whatever its length; it leaves the other kind its share."""
+        """Fill a step while both small and large requests wait. The kind that has run less leads: its first
+        row runs whatever its length. It leaves the other kind its share."""
         queue, scheduled, room = self.queue, list[ScheduledRows](), self._step_room()
         room.tokens = min(room.tokens, self.max_shared_tokens)
         self._num_short_steps = self.SHORT_STEPS
@@ -392,12 +395,12 @@ class Scheduler:
         waiting = (queue.of_kind(large=False), queue.of_kind(large=True))
         num_visited = [0, 0]  # small, large
         tokens, rows = self._share(room, large=not leader)
-        if (self._small_lead > 0) is leader:  # it catches up what it is behind
+        if (self._small_lead > 0) is leader:  # the leader is behind its share and catches up
             tokens -= min(int(abs(self._small_lead) / 2), tokens // 2)
         room.tokens, room.rows = room.tokens - tokens, room.rows - rows
         num_visited[leader] = self._fill(waiting[leader], room, scheduled)
         room.tokens, room.rows = room.tokens + tokens, room.rows + rows
-        for kind in (not leader, leader):  # the leader continues where the other has left room
+        for kind in (not leader, leader):  # the leader gets what the other kind leaves
             if not room.is_full:
                 num_visited[kind] += self._fill(waiting[kind], room, scheduled)
         for kind in (False, True):
@@ -411,9 +414,9 @@ class Scheduler:
         return scheduled
 
     def _fill_started(self, scheduled: list[ScheduledRows], queue: WaitingQueue) -> None:
-        """Continue requests that hold blocks or vectors. All that were visited wait for what these hold."""
+        """Continue requests that hold blocks or vectors, because all visited requests wait for these."""
         if len(queue) <= self.LOOK_AHEAD:
-            return  # all were visited
+            return  # the whole queue was visited
         started = [queued for queued in queue if queued.open or queued.cached is not None]
         self._fill(iter(started), self._step_room(), scheduled)
         for queued in started:
@@ -421,7 +424,7 @@ class Scheduler:
                 queue.remove(queued.request.id)
 
     def _share(self, room: _StepRoom, *, large: bool) -> tuple[int, int]:
-        """The tokens and rows of a step that are left for a kind of requests: its share at most."""
+        """The tokens and rows of a step to reserve for a kind of requests: its need, at most its share."""
         if self._yields(large=large):
             return 0, 0
         queue = self.queue
@@ -432,8 +435,8 @@ class Scheduler:
         return min(tokens, int(room.tokens * share)), min(rows, int(room.rows * share))
 
     def _yields(self, *, large: bool) -> bool:
-        """Whether a kind has no share of the step: its first request is less urgent than the other's, and of
-        the same client."""
+        """Whether a kind gets no share of the step, because the other kind's first request is of the same
+        client and more urgent."""
         own, other = self.queue.first(large=large), self.queue.first(large=not large)
         if own.request.priority <= other.request.priority or own.request.client != other.request.client:
             return False
@@ -452,7 +455,7 @@ class Scheduler:
             num_visited += 1
             entry = None
             if queued.adapters is not None and not self._has_adapter_room(queued.adapters, room):
-                num_other_adapters += 1  # it is among the first in the next step
+                num_other_adapters += 1  # the request is among the first in the next step
                 if num_other_adapters > self.ADAPTER_LOOK_AHEAD:
                     break
                 continue
@@ -461,7 +464,7 @@ class Scheduler:
                 if is_wide and not self._queue_of(queued.request).is_far_behind(
                     queued, self.budget.max_tokens
                 ):
-                    wide.append(queued)  # most requests of a long queue end here, in every step
+                    wide.append(queued)  # in every step, most requests of a long queue take this branch
                     num_passed_over += 1
                     if num_passed_over > self.LOOK_AHEAD:
                         break
@@ -493,13 +496,14 @@ class Scheduler:
         return len(adapters | room.adapters) <= self.max_adapters
 
     def _output_bytes_per_token(self, request: Request) -> int:
-        if not request.extra_params:  # almost all requests, and this runs for each of them in every step
+        if not request.extra_params:  # fast path: true for almost all requests, and this runs in every step
             return self.token_bytes(request.params)
         return sum(self.token_bytes(params) for params in request.all_params)
 
     def _best_fits(self, wide: list[QueuedRequest], room: _StepRoom) -> Iterator[ScheduledRows]:
-        """Of rows that need more than half of the room left, the largest that fits. The first request in the
-        queue is scheduled already, and a full step costs no more to launch than one with room left."""
+        """Schedule rows that need more than half of the remaining room: repeatedly the largest that fits. The
+        first request of the queue is already scheduled, and a full step costs no more to launch than one with
+        room left."""
         while wide and room.rows > 0:
             fitting = [queued for queued in wide if queued.next_length <= room.tokens]
             if not fitting:
@@ -517,7 +521,7 @@ class Scheduler:
                 yield entry
 
     def _schedule_text(self, queued: QueuedRequest, room: _StepRoom, *, alone: bool) -> ScheduledRows | None:
-        """The only row of a request, as `_schedule_whole_rows` does it, in fewer steps."""
+        """Fast path of `_schedule_whole_rows` for a request with a single row."""
         tokens, request = queued.next_length, queued.request
         if room.rows < 1:
             return None
@@ -536,7 +540,7 @@ class Scheduler:
     def _schedule_whole_rows(
         self, queued: QueuedRequest, room: _StepRoom, *, alone: bool
     ) -> ScheduledRows | None:
-        """Rows that run from end to end in this step."""
+        """Schedule rows that run from first to last token in this step."""
         num_before, max_rows = queued.num_tokens_taken, room.rows
         if queued.request.images is not None:
             max_rows = min(max_rows, queued.rows_within(room.patches, or_one=not room.has_images))
@@ -556,9 +560,9 @@ class Scheduler:
     # Requests with pairs.
 
     def _hold_vectors(self, queued: QueuedRequest) -> bool:
-        """Hold room for the vectors of a request with pairs. Rows whose vectors are cached do not run."""
+        """Reserve room for the vectors of a request with pairs. Rows whose vectors are cached do not run."""
         if self.vector_cache is None or (cached := self.vector_cache.hold(queued.request)) is None:
-            return False  # it runs when others have finished
+            return False  # the request runs when others have finished
         tokens, rows = queued.use_cached_vectors(cached)
         self._account(queued, tokens, rows)
         return True
@@ -586,7 +590,7 @@ class Scheduler:
     def _schedule_chunks(
         self, queued: QueuedRequest, room: _StepRoom, chunking: Chunking
     ) -> ScheduledRows | None:
-        """Advance open rows; then run further rows whole where they fit, and open those that do not."""
+        """Advance open rows. Then run further rows whole if they fit, and open rows that do not."""
         max_tokens = chunking.max_chunk_tokens
         chunks: list[_Chunk] = []
         for open_row in list(queued.open):
@@ -598,7 +602,7 @@ class Scheduler:
         while not room.is_full and queued.num_unopened and not queued.documents_blocked:
             length = queued.next_length
             if not room.has_output_room(length):
-                break  # it goes first in another step instead of being chunked
+                break  # the row runs first in a later step instead of being chunked
             if queued.request.images is not None:
                 if not queued.rows_within(room.patches, or_one=not room.has_images):
                     break
@@ -612,7 +616,7 @@ class Scheduler:
             elif (opened := self._open(queued, length, chunking)) is not None:
                 chunks.append(self._advance(queued, opened, chunking, room))
             else:
-                break  # no blocks are free: it runs when others have finished
+                break  # no blocks are free: the row runs when others have finished
         documents = self._take_cached_documents(queued)
         if not chunks and documents is None:
             return None
@@ -625,8 +629,8 @@ class Scheduler:
         return ScheduledRows(queued.request, rows, begins, ends, tables, queued.cached, documents)
 
     def _fits_features(self, queued: QueuedRequest, row: int, room: _StepRoom) -> bool:
-        """Whether the features of a row's images have room beside those of the step's other rows. A chunk
-        needs those of a whole image, however few of its tokens are in it."""
+        """Whether the features of a row's images fit into the store beside those of the step's other rows. A
+        chunk with any token of an image needs the features of the whole image."""
         images = queued.request.images
         if images is None or self.image_cache is None:
             return True
@@ -635,11 +639,11 @@ class Scheduler:
 
     @staticmethod
     def _caches_prefix(queued: QueuedRequest, length: int, chunking: Chunking) -> bool:
-        """Whether a row writes to the prefix cache although it fits into the step."""
+        """Whether a row uses the prefix cache; then it needs KV cache blocks even if it fits into a step."""
         return chunking.prefix_caching and queued.request.reuse_prefix and length > chunking.pool.block_size
 
     def _open(self, queued: QueuedRequest, length: int, chunking: Chunking) -> OpenRow | None:
-        """Open a row with all its blocks at once, so that it can always finish."""
+        """Open a row and allocate all its blocks, so that it can always finish. None if too few are free."""
         pool, request = chunking.pool, queued.request
         row = int(queued.order[queued.cursor])
         prefix_keys: list[bytes] = []
@@ -661,8 +665,9 @@ class Scheduler:
         return opened
 
     def _advance(self, queued: QueuedRequest, row: OpenRow, chunking: Chunking, room: _StepRoom) -> _Chunk:
-        """Run the next chunk of an open row. Steps run in order, and in a step each layer writes before it
-        reads. So the blocks of a chunk are published at once, and those of a finished row freed at once."""
+        """Run the next chunk of an open row. Steps run in order, and within a step each layer writes keys and
+        values before it reads them. So the chunk's blocks are published immediately, and the blocks of a
+        finished row are freed immediately."""
         count = min(row.length - row.num_done, chunking.max_chunk_tokens, room.tokens)
         chunk = _Chunk(row.row, row.num_done, row.num_done + count, row.blocks)
         size = chunking.pool.block_size

@@ -15,21 +15,21 @@ SequenceRank = tuple[float, int, int]  # arrival plus head start, order of arriv
 
 
 class Constraint(Protocol):
-    """Which tokens a sequence may sample next, such as those that a grammar allows."""
+    """Limits which tokens a sequence may sample next, for example to those that a grammar allows."""
 
     @property
     def done(self) -> bool:
         """Whether the text is complete."""
 
     def mask(self) -> NDArray[Any]:
-        """The tokens that may come next, 32 to a word; the next call may overwrite the array."""
+        """A bit mask of the allowed next tokens, 32 per word. The next call may overwrite the array."""
 
     def accept(self, token: int) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """One sequence; its numbers that change every step are in the `SlotTable`."""
+    """One sequence. Numbers that change every step are in the `SlotTable`."""
 
     request: Request
     sampling: SamplerParams
@@ -38,10 +38,10 @@ class SequenceState:
     prefix_keys: PrefixKeys
     constraint: Constraint | None = None
     client: ClientQueue[SequenceState] | None = None  # set when it is queued
-    slot: int = -1  # -1: it waits and has none yet
+    slot: int = -1  # -1: the sequence waits for its first slot
     blocks: list[int] = field(default_factory=list)
     queued_s: float = 0.0
-    prompt_logprobs: TokenLogprobs | None = None  # filled chunk by chunk, if the request asks for them
+    prompt_logprobs: TokenLogprobs | None = None  # filled chunk by chunk, if requested
     prompt_logprobs_sent: bool = False
 
     @property
@@ -51,7 +51,7 @@ class SequenceState:
 
     @property
     def rope_positions(self) -> Ints | None:
-        """[tokens of the prompt, 3], in time, down and across; None: each is the token's index."""
+        """[prompt tokens, 3], positions in time, down and across; None: all are the token's index."""
         if (positions := self.request.rope_positions) is None:
             return None
         start = int(self.request.starts[self.row])

@@ -1,8 +1,8 @@
 """Slot bookkeeping of generation: everything that changes every step, in NumPy arrays by slot.
 
-A slot is a sequence's index in the sampler and here. Arrays make a step cost a few NumPy calls for any number
-of sequences. A token that the device has sampled but the CPU has not read counts in `num_tokens`, not in
-`num_known`: its position is planned before its id is known.
+A slot is a sequence's index in these arrays and in the sampler. With arrays, a step costs a few NumPy calls
+for any number of sequences. The position of a token is planned before its id is known: a token that the
+device has sampled but the CPU has not read counts in `num_tokens`, not in `num_known`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from penstock.scheduler.sequence import SequenceState
 from penstock.types import Ints, Join, SamplePlan, SamplerParams, SequenceIds
 
-MAX_INLINE_STOPS = 8  # stop tokens that are compared for all rows at once; few requests have more
+MAX_INLINE_STOPS = 8  # stop tokens per sequence in the array `stop_ids`; few requests have more
 
 
 class SlotTable:
-    """Slots with their sequences, their numbers, and the changes that the sampler has yet to apply."""
+    """Slots with their sequences and numbers, and the changes that the sampler has not applied yet."""
 
     def __init__(self, num_slots: int, max_length: int, max_blocks: int) -> None:
         def numbers() -> Ints:
@@ -27,25 +27,25 @@ class SlotTable:
         self.token_ids: Ints = np.zeros((num_slots, max_length), dtype=np.int32)
         self.block_tables: Ints = np.zeros((num_slots, max_blocks), dtype=np.int32)
         self.stop_ids: Ints = np.full((MAX_INLINE_STOPS, num_slots), -1, dtype=np.int32)
-        self._more_stops: dict[int, frozenset[int]] = {}  # slot → all of them, where the column is too short
+        self._more_stops: dict[int, frozenset[int]] = {}  # slot → all stop tokens, if `stop_ids` is too small
         self.num_tokens = numbers()  # prompt and sampled tokens
         self.num_known = numbers()  # tokens that the CPU has read
         self.num_computed = numbers()  # tokens that have run or are in a step in flight
         self.prompt_length = numbers()
-        self.max_length = numbers()  # tokens at which the sequence ends
-        self.min_length = numbers()  # tokens up to which no stop token ends it
+        self.max_length = numbers()  # number of tokens at which the sequence ends
+        self.min_length = numbers()  # number of tokens up to which stop tokens have no effect
         self.num_blocks = numbers()
-        self.num_published = numbers()  # blocks that others may reuse
-        self.adapter = numbers()  # its id; -1: none
-        self.rope_delta = numbers()  # what is added to the index of a token behind the prompt: its position
-        self.has_images = np.zeros(num_slots, dtype=bool)  # or positions of its own, in its prompt
-        self.num_logprobs = numbers()  # top tokens that it asks for; -1: no log probabilities
+        self.num_published = numbers()  # blocks that other sequences may reuse
+        self.adapter = numbers()  # adapter id; -1: none
+        self.rope_delta = numbers()  # position minus index, for tokens after the prompt
+        self.has_images = np.zeros(num_slots, dtype=bool)  # the prompt has images or explicit positions
+        self.num_logprobs = numbers()  # requested top tokens; -1: no log probabilities
         self.epoch = numbers()  # changes whenever results in flight for the slot become invalid
-        self.visit = numbers()  # changes whenever its sequence gets or loses its blocks
-        self.stream = np.zeros(num_slots, dtype=np.int64)  # of its noise, where it has no seed
+        self.visit = numbers()  # changes whenever the sequence gets or loses its blocks
+        self.stream = np.zeros(num_slots, dtype=np.int64)  # noise stream, for sequences without a seed
         self.device_s = np.zeros(num_slots)
         self.is_constrained = np.zeros(num_slots, dtype=bool)
-        self.needs_details = np.zeros(num_slots, dtype=bool)  # its outputs carry more than a token id
+        self.needs_details = np.zeros(num_slots, dtype=bool)  # outputs contain more than a token id
         self._sequences: list[SequenceState | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self._joins: list[Join] = []
@@ -105,7 +105,7 @@ class SlotTable:
         self._joins.append(Join(slot, params, prompt, stream=self._num_assigned))
 
     def free(self, sequence: SequenceState) -> None:
-        """Take a sequence's slot; its results in flight are ignored when they come."""
+        """Free a sequence's slot. Results still in flight for it are ignored."""
         slot = sequence.slot
         self._sequences[slot] = None
         self.epoch[slot] += 1
@@ -115,8 +115,8 @@ class SlotTable:
         self._leave(slot)
 
     def restart(self, sequence: SequenceState) -> None:
-        """Forget what is in flight for a sequence. It joins the sampler again, which may have counted tokens
-        that nobody has read."""
+        """Discard what is in flight for a sequence, and join it to the sampler again: the sampler may have
+        counted tokens that the CPU has not read."""
         slot = sequence.slot
         self.epoch[slot] += 1
         self.num_tokens[slot] = self.num_known[slot]
@@ -135,7 +135,7 @@ class SlotTable:
         return leaves
 
     def take_joins(self) -> tuple[Join, ...]:
-        """The slots that were taken since the last call."""
+        """The sequences that have joined since the last call."""
         joins, self._joins = tuple(self._joins), []
         return joins
 
@@ -148,7 +148,7 @@ class SlotTable:
         self.num_blocks[slot] = len(sequence.blocks)
 
     def add_block_each(self, slots: Ints, blocks: list[int]) -> None:
-        """One block for each of some sequences."""
+        """Add one block to each of these sequences."""
         self.block_tables[slots, self.num_blocks[slots]] = blocks
         self.num_blocks[slots] += 1
         for slot, block in zip(slots.tolist(), blocks, strict=True):
@@ -157,8 +157,7 @@ class SlotTable:
     def start_visit(
         self, sequence: SequenceState, blocks: list[int], num_cached: int, block_size: int
     ) -> None:
-        """Give a sequence the blocks of all its tokens, of which the first `num_cached` hold a cached
-        prefix."""
+        """Give a sequence the blocks of all its tokens. The first `num_cached` hold a cached prefix."""
         slot, sequence.blocks = sequence.slot, []
         self.add_blocks(sequence, blocks)
         self.num_published[slot] = num_cached
@@ -166,7 +165,7 @@ class SlotTable:
         self.visit[slot] += 1
 
     def end_visit(self, sequence: SequenceState) -> list[int]:
-        """Take all blocks of a sequence; nothing of it is computed any more."""
+        """Take and return all blocks of a sequence. None of its tokens counts as computed any more."""
         blocks, sequence.blocks = sequence.blocks, []
         self.num_blocks[sequence.slot] = self.num_computed[sequence.slot] = 0
         self.visit[sequence.slot] += 1
@@ -175,17 +174,17 @@ class SlotTable:
     # Tokens.
 
     def append(self, slots: Ints, token_ids: Ints) -> None:
-        """The CPU has read one sampled token of each of these sequences."""
+        """Append one sampled token, which the CPU has read, to each of these sequences."""
         self.token_ids[slots, self.num_known[slots]] = token_ids
         self.num_known[slots] += 1
 
     def append_runs(self, slots: Ints, token_ids: Ints, offsets: Ints, computed: NDArray[np.bool_]) -> None:
-        """The CPU has read several tokens of some sequences: the first was expected, the others ran in the
-        same step, as accepted proposals. `offsets` count from 0 within each run. `computed`: where keys and
-        values of these are still the sequence's."""
+        """Append several tokens to some sequences. The first token of a run is already in `num_tokens`; the
+        others come from accepted proposals that ran in the same step. `offsets` count from 0 within each run.
+        `computed`: whether the sequence still holds the blocks with the keys and values of that step."""
         self.token_ids[slots, self.num_known[slots] + offsets] = token_ids
         added = np.zeros(self.num_slots, dtype=np.int32)
-        added[slots] = offsets + 1  # of equal slots the last one stays
+        added[slots] = offsets + 1  # of equal slots, the last one is kept
         self.num_known += added
         more = np.maximum(added - 1, 0)
         self.num_tokens += more
@@ -194,11 +193,11 @@ class SlotTable:
         self.num_computed += np.where(lost, 0, more).astype(np.int32)
 
     def num_to_run(self, slot: int) -> int:
-        """Tokens of a sequence that have not run and are in no step in flight."""
+        """Number of tokens of a sequence that have not run and are in no step in flight."""
         return int(self.num_tokens[slot] - self.num_computed[slot])
 
     def schedule(self, slots: Ints, counts: Ints) -> NDArray[np.bool_]:
-        """Count tokens as computed. Returns which sequences sample: those whose last token is among them."""
+        """Count tokens as computed. Returns which sequences sample, because their last token is computed."""
         ends = self.num_computed[slots] + counts
         samples: NDArray[np.bool_] = ends == self.num_tokens[slots]
         self.num_computed[slots] = ends
@@ -211,8 +210,8 @@ class SlotTable:
         return current
 
     def stopped(self, slots: Ints, token_ids: Ints, offsets: Ints | None = None) -> NDArray[np.bool_]:
-        """Which sequences end with a stop token as their latest; with `offsets`, as the token that is to come
-        so many behind the known ones."""
+        """Which sequences end because of a stop token. `token_ids` are the latest known tokens, or, with
+        `offsets`, tokens at these offsets after the known ones."""
         stopped: NDArray[np.bool_] = (self.stop_ids.take(slots, axis=1) == token_ids).any(axis=0)
         if self._more_stops:
             for row in np.flatnonzero(np.isin(slots, list(self._more_stops))).tolist():
@@ -222,12 +221,12 @@ class SlotTable:
         return stopped
 
     def is_full(self, slots: Ints) -> NDArray[np.bool_]:
-        """Which sequences have all the tokens that they may have."""
+        """Which sequences have reached their maximum length."""
         full: NDArray[np.bool_] = self.num_known[slots] >= self.max_length[slots]
         return full
 
     def sequence_ids(self, slots: Ints) -> SequenceIds:
-        """Request and row of each slot; the same object as before while nothing has changed."""
+        """Request id and row of each slot. Returns the same object as before if nothing has changed."""
         epochs = self.epoch[slots]
         named_slots, named_epochs = self._named
         if not (np.array_equal(slots, named_slots) and np.array_equal(epochs, named_epochs)):
@@ -237,7 +236,7 @@ class SlotTable:
         return self._names
 
     def check_integrity(self, running: list[int], preempted: list[int], block_size: int) -> None:
-        """Assert that every slot is free or has one sequence, which is running or preempted."""
+        """Assert that every slot is free or has one sequence, either running or preempted."""
         used = self.used_slots
         assert sorted(used + self._free) == list(range(self.num_slots)), "slots are lost or used twice"
         assert sorted(running + preempted) == used, "a sequence is neither running nor preempted"

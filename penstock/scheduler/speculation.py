@@ -1,14 +1,14 @@
-"""Speculative decoding: which sequences run proposed tokens, how many, and whether that pays.
+"""Speculative decoding: which sequences run proposed tokens, how many, and whether that is faster.
 
-A step of speculation runs the last token of a sequence and the tokens that may follow it, each as a row of
-its own, and samples behind each of them. The samples are those that plain decoding would take, with the same
-noise (`kernels.sampling`). A proposal is accepted if it equals the sample of the row before it. So output
-does not change, and a step gives one token more for each accepted proposal.
+A speculative step runs the last token of a sequence and its proposed tokens, each as a row of its own. It
+samples after each row, exactly as plain decoding would, with the same noise (`kernels.sampling`). A proposal
+is accepted if it equals the sample of the row before it. So the output does not change, and a step yields one
+more token for each accepted proposal.
 
-Proposals need the known tokens, so no decode step is planned ahead while speculation is on. Whether the
-tokens that it gains outweigh its longer steps is measured all the time. While it is off, proposals that cost
-nothing are still made and compared with the tokens that come. Those of a draft model are not: it runs in
-trials of a few steps, after which it is known again what it gains.
+Proposals need the known tokens, so no decode step is planned ahead while speculation is on. Step times are
+measured continuously, to decide whether the gained tokens outweigh the longer steps. While speculation is
+off, free proposals are still made and compared with the tokens that follow. A draft model is not free: it
+runs in trials of a few steps, which measure its gain again.
 """
 
 from __future__ import annotations
@@ -26,34 +26,35 @@ from penstock.scheduler.sequence import SequenceState
 from penstock.scheduler.slots import SlotTable
 from penstock.types import Ints, SamplePlan, VerifyPlan
 
-MAX_ROWS = 1024  # of a decode step, with those of proposed tokens; more are not replayed as a graph
-_LATEST_WEIGHT = 0.2  # of the latest proposal in a sequence's means
-_PRIOR_GAIN = 0.5  # tokens that a proposal of the first sequence is expected to gain
-_PRIOR_TRIES = 2.0  # proposed tokens that the expected acceptance of a new sequence counts for
+MAX_ROWS = 1024  # rows of a decode step, proposed tokens included; larger steps run without a graph
+_LATEST_WEIGHT = 0.2  # weight of the latest proposal in a sequence's means
+_PRIOR_GAIN = 0.5  # expected gain of a proposal in tokens, before any is compared
+_PRIOR_TRIES = 2.0  # weight of the expected acceptance of a new sequence, in proposed tokens
 _PRIOR_ACCEPTANCE = 0.7
-_MARGIN = 1.03  # by so much speculation must be faster before it is switched on
-_MAX_ROW_COST = 0.5  # of a proposed token, in tokens
-_RETRY_AFTER = 32  # tokens of a sequence that a draft model predicts badly, until it is tried again
+_MARGIN = 1.03  # speed-up that speculation must promise before it is switched on
+_MAX_ROW_COST = 0.5  # upper limit of the cost of a proposed token, in decoded tokens
+_RETRY_AFTER = 32  # tokens to wait before the draft model is tried again on a sequence that it predicts badly
 
 
 class Proposer(Protocol):
-    num_tokens: int  # that it proposes for a sequence
+    num_tokens: int  # maximum number of tokens proposed per sequence
 
     @property
     def is_free(self) -> bool:
-        """Whether proposals cost the device nothing. Else those of a sequence are made when it has blocks for
-        them, and none are made that do not run."""
+        """Whether proposals are free for the device. If not, propose only tokens that will run, for sequences
+        that have KV cache blocks for them."""
 
     def propose(self, slots: Ints, max_counts: Ints) -> Proposals:
-        """Tokens that may follow the known tokens of these slots, at most `max_counts` [slots] of each; a
-        free proposer may give more."""
+        """Propose tokens after the known tokens of these slots, at most `max_counts` [slots] for each. A free
+        proposer may propose more."""
 
     def forget(self, slots: Ints) -> None:
-        """Other sequences have taken these slots."""
+        """Forget the sequences of these slots, because other sequences have taken them."""
 
 
 class ProposedRows(NamedTuple):
-    """How many proposed tokens each decoding sequence runs; their ids stand behind its known tokens."""
+    """How many proposed tokens each decoding sequence runs. In the slot table, their ids follow its known
+    tokens."""
 
     counts: Ints  # [sequences]
     total: int
@@ -61,17 +62,18 @@ class ProposedRows(NamedTuple):
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """What speculation did so far, for metrics."""
+    """Totals of speculation, for metrics."""
 
-    num_drafts: int = 0  # proposals that ran, one for a sequence and a step
+    num_drafts: int = 0  # proposals that ran; one per sequence and step
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    draft_s: float = 0.0  # that a draft model took to propose
+    draft_s: float = 0.0  # time that the draft model took to propose
 
 
 def can_speculate(sequence: SequenceState) -> bool:
-    """Whether proposed tokens of a sequence can be verified together. What edits logits by the tokens before
-    cannot: penalties and bad words. Other edits of logits have one copy of them for each sequence."""
+    """Whether proposed tokens of a sequence can be verified in one step. Penalties and bad words prevent it,
+    because they depend on the tokens before. Other edits of logits prevent it, because their values are
+    stored once per sequence, not per row."""
     params = sequence.sampling
     edits = (
         params.logit_bias
@@ -85,19 +87,19 @@ def can_speculate(sequence: SequenceState) -> bool:
 
 
 def is_last_of_run(offsets: Ints) -> NDArray[np.bool_]:
-    """Which rows are the last of their sequence, by the number of its rows before each."""
+    """Which rows are the last of their sequence. `offsets`: number of earlier rows of the same sequence."""
     is_last = np.ones(len(offsets), dtype=bool)
     is_last[:-1] = offsets[1:] == 0
     return is_last
 
 
 class Speculation:
-    """Speculation of all sequences of a `GenerationScheduler`."""
+    """Speculation for all sequences of a `GenerationScheduler`."""
 
     def __init__(
         self, slots: SlotTable, pool: BlockPool, proposer: Proposer, *, is_adaptive: bool = True
     ) -> None:
-        """Without `is_adaptive` it is always on, and every proposal runs whole."""
+        """Without `is_adaptive`, speculation is always on, and proposals run in full length."""
         self.counts = SpeculationCounts()
         self.accepted_at: NDArray[np.int64] = np.zeros(proposer.num_tokens, dtype=np.int64)  # by position
         self.is_on = not is_adaptive
@@ -106,25 +108,25 @@ class Speculation:
         self._slots, self._pool = slots, pool
         self._is_adaptive = is_adaptive
         count, width = slots.num_slots, proposer.num_tokens
-        self._epochs = np.full(count, -1, dtype=np.int32)  # of the sequences that the arrays below belong to
+        self._epochs = np.full(count, -1, dtype=np.int32)  # slot epochs that the arrays below belong to
         self._eligible = np.zeros(count, dtype=bool)
         self._gain = np.zeros(count)  # mean number of tokens that a proposal gains
         self._hits, self._tries = np.zeros(count), np.zeros(count)  # proposed tokens: accepted, compared
         self._pending: Ints = np.zeros((count, width), dtype=np.int32)  # the latest proposal
         self._pending_count: Ints = np.zeros(count, dtype=np.int32)
-        self._pending_at = np.full(count, -1, dtype=np.int32)  # tokens known when it was made; -1: none
-        self._tried_at: Ints = np.zeros(count, dtype=np.int32)  # tokens known when it was last not empty
-        self._proposed_at = np.full(count, -1, dtype=np.int32)  # tokens known when proposals last ran
-        self._catch_up_s = 0.0  # of the latest proposals
+        self._pending_at = np.full(count, -1, dtype=np.int32)  # known tokens at the latest proposal; -1: none
+        self._tried_at: Ints = np.zeros(count, dtype=np.int32)  # known tokens at the last non-empty proposal
+        self._proposed_at = np.full(count, -1, dtype=np.int32)  # known tokens when proposals last ran
+        self._catch_up_s = 0.0  # catch-up time of the latest proposals
         self._mean_gain = _PRIOR_GAIN
         self._num_unobserved = 0  # steps since proposals were last compared while speculation was off
 
     # Plan.
 
     def must_wait(self, decoding: Ints) -> bool:
-        """Whether tokens of these sequences have to be read before their next step is planned. All of them
-        wait: sequences that run in turns take as many steps more. While speculation is off, only a step with
-        proposals in it is waited for: how many tokens it gives is not known."""
+        """Whether tokens of these sequences have to be read before their next step is planned. Then all
+        sequences wait, because alternating steps of different sequences would take more steps. While
+        speculation is off, wait only for steps with proposals, whose number of tokens is not known yet."""
         known = self._slots.num_known[decoding]
         is_unread = known < self._slots.num_tokens[decoding]
         if not self.is_on:
@@ -132,8 +134,8 @@ class Speculation:
         return bool(is_unread.any())
 
     def propose(self, decoding: Ints, max_tokens: int) -> ProposedRows | None:
-        """Write proposals behind the known tokens of sequences that decode now, at most `max_tokens` in all.
-        None: nothing is proposed."""
+        """Write proposals after the known tokens of the decoding sequences, at most `max_tokens` in total.
+        None if nothing is proposed."""
         if not len(decoding) or not self._is_due():
             return None
         self._meet(decoding)
@@ -158,7 +160,8 @@ class Speculation:
         return ProposedRows(counts, total)
 
     def planned(self, now_s: float, decoding: Ints, num_proposed: int) -> None:
-        """A step of these decoding sequences alone begins now."""
+        """Record that a step of only these decoding sequences begins now, and decide whether to speculate
+        next."""
         self.times.begin(
             now_s,
             len(decoding),
@@ -173,12 +176,12 @@ class Speculation:
             self._expect_average()
 
     def interrupted(self) -> None:
-        """A step of another kind was planned: the time until the next one says nothing about decoding."""
+        """Record that a step of another kind was planned: the time until the next decode is not measured."""
         self.times.interrupt()
 
     def _is_due(self) -> bool:
-        """Whether to make proposals and compare them with tokens now: always while speculation is on; else,
-        if that is free, once for as many tokens as a proposal has."""
+        """Whether to make proposals and compare them now. Always true while speculation is on. While it is
+        off, a free proposer proposes once in as many steps as a proposal has tokens."""
         self._num_unobserved += 1
         is_skipped = self._num_unobserved < self.proposer.num_tokens or not self.proposer.is_free
         if not self.is_on and is_skipped:
@@ -187,7 +190,7 @@ class Speculation:
         return True
 
     def _meet(self, slots: Ints) -> None:
-        """Forget what belonged to earlier sequences of these slots. New ones are expected to be average."""
+        """Reset the state of slots with new sequences. New sequences are expected to be average."""
         new = slots[self._epochs[slots] != self._slots.epoch[slots]]
         if not len(new):
             return
@@ -199,13 +202,14 @@ class Speculation:
         self.proposer.forget(new)
 
     def _expect_average(self) -> None:
-        """Forget how often proposals were right: none were made for a while. Else a trial would propose
-        nothing for sequences that were predicted badly before, and so not notice that this has changed."""
+        """Reset the acceptance of all sequences, because no proposals were made for a while. Otherwise a
+        trial would propose nothing for sequences that were predicted badly, and never notice an
+        improvement."""
         self._tries[:], self._hits[:] = _PRIOR_TRIES, _PRIOR_TRIES * _PRIOR_ACCEPTANCE
         self._pending_at[:] = -1
 
     def _compare(self, slots: Ints) -> None:
-        """Compare the last proposals with the tokens that came."""
+        """Compare the last proposals with the tokens that have followed."""
         table, width = self._slots, self.proposer.num_tokens
         known, at, count = table.num_known[slots], self._pending_at[slots], self._pending_count[slots]
         compared = np.minimum(count, known - at)
@@ -219,7 +223,7 @@ class Speculation:
         self._learn(slots[is_compared], num_equal[is_compared], compared[is_compared])
 
     def _make(self, slots: Ints, max_counts: Ints) -> Proposals:
-        """New proposals; only those that may run have a count."""
+        """Make new proposals. The counts of sequences that may not run them are set to 0."""
         table = self._slots
         proposals = self.proposer.propose(slots, max_counts)
         self.counts.draft_s += proposals.seconds
@@ -236,7 +240,7 @@ class Speculation:
         return may & (self._slots.num_known[slots] >= self._slots.min_length[slots])
 
     def _learn(self, slots: Ints, num_equal: NDArray[np.intp], compared: Ints) -> None:
-        """Take in how many tokens of the last proposals came true."""
+        """Update the means with the number of correct tokens in the last proposals."""
         if not len(slots):
             return
         self._gain[slots] += _LATEST_WEIGHT * (num_equal - self._gain[slots])
@@ -246,21 +250,21 @@ class Speculation:
         self._mean_gain += _LATEST_WEIGHT / 4 * (float(num_equal.mean()) - self._mean_gain)
 
     def _worthwhile(self, slots: Ints) -> Ints:
-        """Proposed tokens of each sequence that are likely enough to be accepted to be worth their time."""
+        """How many proposed tokens of each sequence are worth their cost, by their chance of acceptance."""
         width, may = self.proposer.num_tokens, self._may_run(slots)
         if not self._is_adaptive:
             return np.where(may, np.int32(width), np.int32(0))
         cost = min(self.times.row_cost(len(slots)), _MAX_ROW_COST)
         acceptance = np.clip(self._hits[slots] / self._tries[slots], 1e-3, 0.999)
         counts: Ints = np.minimum(np.log(cost) / np.log(acceptance), width).astype(np.int32)
-        if not self.proposer.is_free:  # what is not proposed is not compared
+        if not self.proposer.is_free:  # retry badly predicted sequences, as only proposals are compared
             is_due = self._slots.num_known[slots] - self._tried_at[slots] >= _RETRY_AFTER
             counts = np.where(is_due, np.maximum(counts, np.int32(1)), counts)
         return np.where(may, counts, np.int32(0))
 
     def _fitting(self, slots: Ints, counts: Ints, max_tokens: int) -> Ints:
-        """As many as the sequences may still have, as the step has room for, and as there are blocks for.
-        Nobody is preempted for a proposal."""
+        """Limit `counts` to the rest of each sequence's length, the room of the step, and the free blocks. No
+        sequence is preempted for a proposal."""
         table, pool = self._slots, self._pool
         length = table.num_tokens[slots]
         counts = np.minimum(counts, table.max_length[slots] - length - 1)
@@ -282,8 +286,8 @@ class Speculation:
     def verify(
         self, sample: SamplePlan, verify: VerifyPlan, token_ids: Ints, current: NDArray[np.bool_]
     ) -> NDArray[np.bool_]:
-        """Which of the sampled tokens count: those behind accepted proposals, up to a stop token. `current`:
-        those of sequences that still wait for them."""
+        """Which sampled tokens to keep: those after accepted proposals, up to a stop token. `current`:
+        whether the sampled token still belongs to its sequence."""
         counts, num_accepted = verify.counts, verify.num_accepted(token_ids)
         keep = verify.offsets <= np.repeat(num_accepted, counts)
         stops = keep & self._slots.stopped(sample.sampled_slots, token_ids, verify.offsets)
@@ -299,14 +303,14 @@ class Speculation:
         totals.num_drafts += len(num_accepted)
         totals.num_draft_tokens += int(num_proposed.sum())
         totals.num_accepted_tokens += int(num_accepted.sum())
-        sequences = np.bincount(num_accepted, minlength=len(self.accepted_at) + 1)  # by how many they accept
+        sequences = np.bincount(num_accepted, minlength=len(self.accepted_at) + 1)  # by accepted tokens
         self.accepted_at += sequences[::-1].cumsum()[::-1][1:]
 
     # Decide.
 
     @property
     def speedup(self) -> float:
-        """How many times as fast decoding is with speculation, by its latest estimate; 1 while it is off."""
+        """Estimated speed-up of decoding by speculation; 1 while it is off."""
         return self.times.speedup(self._mean_gain) if self.is_on else 1.0
 
     def _pays(self, decoding: Ints) -> bool:

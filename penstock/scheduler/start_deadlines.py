@@ -1,4 +1,4 @@
-"""By when waiting requests must have started: whoever has not, is given up."""
+"""Deadlines by which waiting requests must have started."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 class StartDeadlines(Generic[T]):
-    """Items by the time at which they must have started. Nothing is removed when an item starts: `waits` says
-    whether it still waits, and items that do not are dropped once they are the earliest."""
+    """Items sorted by the time at which they must have started. An item is not removed when it starts.
+    Instead, the earliest item is dropped when `waits` returns False for it."""
 
     def __init__(self, waits: Callable[[T], bool]) -> None:
         self._waits = waits
@@ -28,14 +28,14 @@ class StartDeadlines(Generic[T]):
             bisect.insort(self._items, (start_by_s, item), key=lambda entry: entry[0])
 
     def pop_overdue(self, now_s: float) -> list[T]:
-        """Remove and return the items that should have started by now."""
+        """Remove and return the items that had to start by now and still wait."""
         overdue = []
         while (next_s := self.next_s()) is not None and next_s <= now_s:
             overdue.append(self._items.popleft()[1])
         return overdue
 
     def next_s(self) -> float | None:
-        """The earliest time of an item that waits."""
+        """The earliest deadline of a waiting item."""
         while self._items and not self._waits(self._items[0][1]):
             self._items.popleft()
         return self._items[0][0] if self._items else None

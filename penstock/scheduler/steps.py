@@ -1,4 +1,4 @@
-"""From the sequences that the generation scheduler has chosen to the `GeneratePlan` of a step."""
+"""Turns the sequences that the generation scheduler has chosen into the `GeneratePlan` of a step."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _NONE = np.zeros(0, dtype=np.int32)
 
 
 class StepRows(NamedTuple):
-    """The rows of a step, [rows] each: which tokens of which sequences run."""
+    """The rows of a step: which tokens of which sequences run. All arrays are [rows]."""
 
     slots: Ints
-    begins: Ints  # the first token of each row
+    begins: Ints  # index of each row's first token in its sequence
     counts: Ints  # tokens of each row
-    samples: NDArray[np.bool_]  # whether it samples: the row has the last token of its sequence
+    samples: NDArray[np.bool_]  # whether the row samples: it includes the last token of its sequence
     num_known: Ints  # tokens of the sequence that the CPU has read
-    num_logprobs: Ints  # top tokens that the sequence asks for; -1: no log probabilities
+    num_logprobs: Ints  # requested top tokens; -1: no log probabilities
     epochs: Ints
     visits: Ints
-    adapters: Ints | None = None  # ids of adapters, -1: none; None: no row has one
-    proposed: Ints | None = None  # the token that should follow a row, -1: none; None: nothing is proposed
-    offsets: Ints | None = None  # rows of the same sequence before it; None: all 0
+    adapters: Ints | None = None  # adapter ids, -1: none; None: no row has one
+    proposed: Ints | None = None  # token proposed after each row, -1: none; None: no proposals in the step
+    offsets: Ints | None = None  # number of earlier rows of the same sequence; None: all 0
 
     def with_proposals(self, counts: Ints, token_ids: Ints) -> StepRows:
-        """The same with `counts` [rows] proposed tokens more of each row, each a row of its own. They stand
-        behind the known tokens in `token_ids` [slots, length]."""
+        """Add `counts` [rows] proposed tokens after each row, each token as a row of its own. In `token_ids`
+        [slots, length], proposed tokens follow the known tokens."""
         source = np.repeat(np.arange(len(counts)), counts + 1)
         rows = self.ordered(source)
         firsts = np.repeat(np.cumsum(counts + 1) - counts - 1, counts + 1)
@@ -58,8 +58,8 @@ class StepRows(NamedTuple):
 
     @property
     def first_begins(self) -> Ints:
-        """The first token of the sequence's first row. Rows are ordered by it: those of a sequence stay
-        together."""
+        """The begin of the first row of each row's sequence. Rows are sorted by it, so that the rows of a
+        sequence stay together."""
         return self.begins if self.offsets is None else self.begins - self.offsets
 
     def ordered(self, order: NDArray[np.intp]) -> StepRows:
@@ -95,16 +95,17 @@ class SamplerChanges(NamedTuple):
 
 
 class PromptRequest(NamedTuple):
-    """Which rows ask for log probabilities of their prompt."""
+    """The rows with requested log probabilities of their prompt."""
 
-    lengths: Ints  # [rows], the prompt length of rows that ask; 0 for others
-    max_logprobs: int  # most top tokens that a row asks for
+    lengths: Ints  # [rows], prompt length of rows that request them; 0 for other rows
+    max_logprobs: int  # largest number of top tokens that a row requests
 
 
 def generation_plan(
     rows: StepRows, memory: SequenceMemory, changes: SamplerChanges, prompts: PromptRequest | None = None
 ) -> GeneratePlan:
-    """Rows of one token come first and read their keys by block table; all others read a run of keys."""
+    """Plan a step. Rows of one token come first and read their keys through block tables (paged); longer rows
+    read theirs from one contiguous run of keys."""
     if prompts is None and len(rows.counts) and int(rows.counts.max()) == 1:
         return _decode_plan(rows, memory, changes)
     order = np.lexsort((rows.first_begins, rows.counts))
@@ -151,7 +152,8 @@ def generation_plan(
 
 
 def _decode_plan(rows: StepRows, memory: SequenceMemory, changes: SamplerChanges) -> GeneratePlan:
-    """`generation_plan` for steps in which every row runs one token, as most do: no ragged run is built."""
+    """Fast path of `generation_plan` for the most common steps, in which every row runs one token. It builds
+    no ragged run."""
     order = np.argsort(rows.first_begins, kind="stable")
     rows = rows.ordered(order)
     slots, positions, size = rows.slots, rows.begins, memory.block_size
@@ -216,7 +218,7 @@ def _verify_plan(rows: StepRows, sampled: Ints) -> VerifyPlan | None:
 
 
 def _known_ids(token_ids: Ints, slots: Ints, positions: Ints) -> Ints:
-    """Token ids as far as the CPU knows them; those that are fed on the device may have any value."""
+    """The token ids that the CPU has read. Ids of tokens that the device feeds itself may have any value."""
     known: Ints = token_ids[slots, np.minimum(positions, token_ids.shape[1] - 1)]
     return known
 
@@ -224,7 +226,8 @@ def _known_ids(token_ids: Ints, slots: Ints, positions: Ints) -> Ints:
 def _prompt_plan(
     rows: StepRows, cu_lengths: Ints, token_ids: Ints, prompts: PromptRequest
 ) -> PromptPlan | None:
-    """Every prompt token but the last predicts the next prompt token; the last predicts the sampled one."""
+    """Plan the log probabilities of prompt tokens. Every prompt token but the last predicts the next prompt
+    token; the last predicts the sampled token."""
     num_scored = np.clip(prompts.lengths - 1 - rows.begins, 0, rows.counts)
     asking = np.flatnonzero(num_scored).astype(np.int32)
     if not len(asking):
@@ -241,7 +244,7 @@ def _prompt_plan(
 
 
 def _groups(begins: Ints, counts: Ints, cu_lengths: Ints, num_paged: int) -> tuple[LengthGroup, ...]:
-    """Groups of the rows behind the paged ones; the run of keys has only the keys of these rows."""
+    """Groups of the rows after the paged rows. The run of keys holds only the keys of these rows."""
     length, num_cached = counts[num_paged:], begins[num_paged:]
     if not len(length):
         return ()
@@ -276,7 +279,7 @@ def _kv_plan(
     row_of_token = np.repeat(np.arange(num_rows, dtype=np.int32), step.counts)
     token_slots = cache_slots(row_of_token, positions)
     length, num_cached = step.counts[num_paged:], step.begins[num_paged:]
-    # A paged row counts only its own key: `cu_keys` less `num_paged` points into the run of the other rows.
+    # A paged row counts as one key, so `cu_keys` minus `num_paged` indexes the run of keys of the other rows.
     num_keys = np.concatenate([np.ones(num_paged, dtype=np.int32), length + num_cached])
     cu_keys = cumulative(num_keys)
     first_key = cu_keys[num_paged:-1] - num_paged

@@ -8,8 +8,8 @@ MayRun = Callable[[str], bool]  # whether a request may be in the next step
 
 
 class SuspectRequests:
-    """Requests of failed steps. Each runs alone until one of its steps succeeds, or fails and with it the
-    request."""
+    """Requests of failed steps. Each runs alone until one of its steps succeeds, which clears the request, or
+    fails, which fails the request."""
 
     def __init__(self) -> None:
         self._ids: list[str] = []
@@ -24,15 +24,15 @@ class SuspectRequests:
         self._ids = [suspect for suspect in self._ids if suspect != request_id]
 
     def clear(self, request_ids: Container[str]) -> None:
-        """These requests ran well."""
+        """Clear these requests, because a step of them has succeeded."""
         self._ids = [suspect for suspect in self._ids if suspect not in request_ids]
 
     def only_first(self) -> MayRun:
-        """Lets the first suspect run, and nobody else."""
+        """Let only the first suspect run."""
         first = self._ids[0]
         return lambda request_id: request_id == first
 
     def none(self) -> MayRun:
-        """Lets everybody run but the suspects."""
+        """Let all requests run except the suspects."""
         suspects = set(self._ids)
         return lambda request_id: request_id not in suspects

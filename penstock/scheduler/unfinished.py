@@ -16,7 +16,7 @@ from penstock.scheduler.start_deadlines import StartDeadlines
 from penstock.scheduler.suspects import SuspectRequests
 from penstock.types import Request, SamplerParams
 
-_BEHIND_ALL = 1e12  # seconds in the rank of a background sequence: it is preempted before any other
+_BEHIND_ALL = 1e12  # seconds added to the rank of background sequences, so that they are preempted first
 
 
 class UnfinishedRequests:
@@ -25,11 +25,11 @@ class UnfinishedRequests:
     def __init__(self, queue: PromptQueue, active: ActiveSequences) -> None:
         self.suspects = SuspectRequests()
         self.background_ids: set[str] = set()
-        self.unreplayable_ids: set[str] = set()  # of those whose prompts no graph runs beside decodes
+        self.unreplayable_ids: set[str] = set()  # requests whose prompts no graph can run beside decodes
         self._queue = queue
         self._active = active
-        self._sequences: dict[str, list[SequenceState]] = {}  # of each request
-        self._failures: dict[str, PenstockError] = {}  # of requests that cannot continue
+        self._sequences: dict[str, list[SequenceState]] = {}  # by request id
+        self._failures: dict[str, PenstockError] = {}  # errors of requests that cannot continue, by id
         self._may_have_deadlines = False
         self._start_by = StartDeadlines(self._waits_to_start)
         self._count = itertools.count()
@@ -49,7 +49,7 @@ class UnfinishedRequests:
 
     @property
     def has_interactive(self) -> bool:
-        """Whether there are others than background requests."""
+        """Whether there are any interactive requests."""
         return len(self._sequences) > len(self.background_ids)
 
     def is_interactive(self, request_id: str) -> bool:
@@ -62,7 +62,7 @@ class UnfinishedRequests:
         constraints: Sequence[Constraint] = (),
         start_by_s: float | None = None,
     ) -> None:
-        """Queue the sequences of a request, each with its constraint if there are some."""
+        """Queue the sequences of a request. `constraints` is empty or has one for each row."""
         number = next(self._count)
         start = request.arrival_s + request.priority * HEAD_START_S
         if request.is_background:
@@ -98,7 +98,7 @@ class UnfinishedRequests:
         self._drop(sequence)
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request: its blocks and slots are free for the next step."""
+        """Drop a request. Its blocks and slots are free for the next step."""
         for sequence in self._sequences.pop(request_id, ()):
             self._drop(sequence)
         self.background_ids.discard(request_id)
@@ -119,11 +119,11 @@ class UnfinishedRequests:
         return request_ids
 
     def fail(self, request_id: str, error: PenstockError) -> None:
-        """Note that a request cannot continue, until `take_failures`."""
+        """Record that a request cannot continue. `take_failures` drops it."""
         self._failures[request_id] = error
 
     def take_failures(self) -> dict[str, PenstockError]:
-        """Drop the requests that cannot continue; their errors by id."""
+        """Drop the requests that cannot continue, and return their errors by request id."""
         failures, self._failures = self._failures, {}
         for request_id in failures:
             self.cancel(request_id)
@@ -141,14 +141,14 @@ class UnfinishedRequests:
         return expired
 
     def overdue(self, now_s: float) -> list[Request]:
-        """Drop and return the requests that should have started by now."""
+        """Drop and return the requests that had to start by now and have not."""
         requests = [sequences[0].request for sequences in self._start_by.pop_overdue(now_s)]
         for request in requests:
             self.cancel(request.id)
         return requests
 
     def _waits_to_start(self, sequences: list[SequenceState]) -> bool:
-        """Whether none of the sequences of a request has begun."""
+        """Whether no sequence of a request has started."""
         if not sequences or len(sequences) < sequences[0].request.num_rows:
             return False
         is_current = self._sequences.get(sequences[0].request.id) is sequences
@@ -163,7 +163,7 @@ class UnfinishedRequests:
         return min((d for d in (start_by_s, *deadlines) if d is not None), default=None)
 
     def check_integrity(self) -> None:
-        """Assert that every sequence waits or has a slot, and that nothing is held for any other."""
+        """Assert that every sequence waits or has a slot, and that nothing else holds blocks."""
         num_sequences = sum(map(len, self._sequences.values()))
         assert num_sequences == self._active.check_integrity() + self._queue.check_integrity()
         assert self.background_ids <= self._sequences.keys()
@@ -174,6 +174,6 @@ class UnfinishedRequests:
 
 
 def _is_unreplayable(request: Request, sampling: SamplerParams) -> bool:
-    """Whether no graph runs a request's prompt beside decodes."""
+    """Whether no graph can run a request's prompt beside decodes."""
     has_images = request.images is not None or request.rope_positions is not None
     return has_images or sampling.prompt_logprobs is not None

@@ -1,7 +1,7 @@
-"""Room in the vector store on the device, which scores read from. Counts only, no tensors.
+"""Allocates ranges of the vector store on the device, which scores read from. Bookkeeping only, no tensors.
 
-A request with pairs holds room for its queries while its documents run. Vectors of queries, and of documents
-if these are cached too, stay as long as there is room, so that rows that come again need not run again.
+A request with pairs holds room for its queries while its documents run. Vectors of queries (and of documents,
+if these are cached too) stay until their room is needed. So repeated rows do not run again.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class _Entry:
 
 
 class VectorCache:
-    """Ranges of the vector store, by content. Others find an entry once its request has succeeded."""
+    """Ranges of the vector store, by content. Other requests find an entry when its request has succeeded."""
 
     def __init__(self, size: int, *, documents: bool = False, reuse: bool = True) -> None:
         self.size = size
         self.keeps_documents = documents and reuse
-        self.reuse = reuse  # whether any entry is found again
+        self.reuse = reuse  # whether later requests may find entries
         self.query_hits = self.query_lookups = 0
         self.document_hits = self.document_lookups = 0
         self._free = FreeRanges(size)
         self._published: dict[_Key, _Entry] = {}
-        self._idle: OrderedDict[int, _Entry] = OrderedDict()  # by start: published, unused, oldest first
+        self._idle: OrderedDict[int, _Entry] = OrderedDict()  # by start; published, unused, oldest first
         self._by_request: dict[str, list[_Entry]] = {}
 
     def hold(self, request: Request) -> CachedVectors | None:
-        """Hold room for all queries, and for the documents that fit; None while the queries do not fit."""
+        """Reserve room for all queries, and for the documents that fit. None while the queries do not fit."""
         lengths = vector_counts(request)
         starts = np.full(request.num_rows, -1, dtype=np.int32)
         ready = np.zeros(request.num_rows, dtype=bool)
@@ -71,12 +71,12 @@ class VectorCache:
 
     @staticmethod
     def _keys(request: Request, num_rows: int) -> list[_Key]:
-        """The keys of the first rows."""
+        """The keys of the first `num_rows` rows."""
         shared = (request.params.late, *scope(request))
         return [(key, *shared) for key in row_keys(request)[:num_rows]]
 
     def release(self, request_id: str, *, succeeded: bool) -> None:
-        """The request has ended. Only the vectors of one that succeeded are published."""
+        """Release the entries of a request that has ended. If it succeeded, publish its vectors."""
         entries = self._by_request.pop(request_id, ())
         for entry in entries if succeeded and self.reuse else ():
             if not entry.is_published and entry.key not in self._published:
@@ -106,7 +106,7 @@ class VectorCache:
         self._idle.pop(entry.start, None)
 
     def _allocate(self, key: _Key, length: int) -> _Entry | None:
-        """Room for a new entry; evicts idle entries, oldest first."""
+        """Allocate a new entry, evicting idle entries if needed, oldest first. None if it does not fit."""
         if length > self.size:
             return None
         while (start := self._free.take(length)) is None:
@@ -132,7 +132,7 @@ class VectorCache:
 
 
 def vector_counts(request: Request) -> Ints:
-    """How many vectors each row has in a score."""
+    """How many vectors of each row take part in a score."""
     if not request.params.late:
         return np.ones(request.num_rows, dtype=np.int32)
     if request.token_mask is None:

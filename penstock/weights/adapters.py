@@ -1,9 +1,9 @@
-"""Reads low-rank adapters in two layouts: torch's parametrisation and PEFT's. Of the first, one adapter or
-none is merged as a tensor is read, or all are returned. `merged.py` merges PEFT adapters.
+"""Reads low-rank adapters in two layouts: torch's parametrisation and PEFT's.
 
-torch's parametrisation stores them next to the weights they change: a weight `x.weight` is stored as
-`x.parametrizations.weight.original`, with `….0.lora_A` and `….0.lora_B` for all adapters at once. PEFT stores
-each adapter in a folder of its own, as `base_model.model.x.lora_A.weight` and `….lora_B.weight`.
+torch's parametrisation stores adapters next to the weights that they change. A weight `x.weight` is stored as
+`x.parametrizations.weight.original`, with `….0.lora_A` and `….0.lora_B` for all adapters at once. Reading a
+tensor merges at most one of these adapters, or returns all of them. PEFT stores each adapter in its own
+folder, as `base_model.model.x.lora_A.weight` and `….lora_B.weight`; `merged.py` merges PEFT adapters.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from penstock.weights.stream import WeightSource
 
 
 class PartWeights(NamedTuple):
-    """What an adapter does to one layer, in host memory."""
+    """The weights of an adapter for one layer, in host memory."""
 
     down: Tensor | None = None  # [rank, inputs]
-    up: Tensor | None = None  # [outputs, rank], with the scale
-    gain: Tensor | None = None  # fp32 [outputs], of DoRA: what the layer's own output is multiplied by
-    shift: Tensor | None = None  # fp32 [outputs], what is added to it then
-    weight: Tensor | None = None  # [outputs, inputs], instead of the layer's
-    bias: Tensor | None = None  # [outputs], beside it
+    up: Tensor | None = None  # [outputs, rank], multiplied by the scale
+    gain: Tensor | None = None  # fp32 [outputs], DoRA: factor on the layer's output
+    shift: Tensor | None = None  # fp32 [outputs], DoRA: added to that product
+    weight: Tensor | None = None  # [outputs, inputs], replaces the layer's weight
+    bias: Tensor | None = None  # [outputs], goes with `weight`
 
     @property
     def rank(self) -> int:
@@ -37,19 +37,19 @@ class PartWeights(NamedTuple):
 
 
 class TableWeights(NamedTuple):
-    """What an adapter does to an embedding table, in host memory."""
+    """The weights of an adapter for an embedding table, in host memory."""
 
     down: Tensor | None = None  # [table rows, rank]
-    up: Tensor | None = None  # [width, rank], with the scale
-    indices: Tensor | None = None  # int64 [replaced]: rows that are replaced
-    rows: Tensor | None = None  # [replaced, width]
+    up: Tensor | None = None  # [width, rank], multiplied by the scale
+    indices: Tensor | None = None  # int64 [replaced], table rows to replace
+    rows: Tensor | None = None  # [replaced, width], their new values
 
     @property
     def rank(self) -> int:
         return 0 if self.up is None else self.up.shape[1]
 
 
-ModuleWeights = dict[str, PartWeights | TableWeights]  # an adapter, by the names of the model's modules
+ModuleWeights = dict[str, PartWeights | TableWeights]  # an adapter, by module name of the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class MergedSource(WeightSource):
         return self._inner.has(_part_name(name, "0.lora_A"))
 
     def adapters(self, name: str, shape: Sequence[int], adapters: AdapterSet) -> tuple[Tensor, Tensor]:
-        """[count, rows, rank] and [count, rank, columns]; the change is their product."""
+        """[count, rows, rank] and [count, rank, columns]; their product is added to the weight."""
         return self._parts(name, shape, adapters.count, adapters.rank)
 
     def _change(self, name: str, shape: Sequence[int], adapter: Adapter) -> Tensor:
@@ -128,7 +128,7 @@ def _part_name(name: str, part: str) -> str:
 
 
 def read_lora_file(spec: LoraSpec) -> dict[str, Tensor]:
-    """The tensors of an adapter by their names below PEFT's prefix."""
+    """The tensors of an adapter, by name without PEFT's prefix."""
     try:
         tensors = load_file(spec.file)
     except (SafetensorError, OSError) as error:

@@ -1,9 +1,9 @@
 """Copies many stored tensors to a device at once.
 
-The destination is one contiguous tensor, seen as bytes and cut into chunks. Threads read each chunk's parts
+The destination is one contiguous tensor, viewed as bytes and cut into chunks. Threads read each chunk's parts
 from the files into a staging buffer, in the destination's order, and one copy moves the chunk to the device.
-So a stack of hundreds of small tensors costs as few copies as one large tensor, and no copy is waited for:
-a buffer is only filled again after the copy out of it has ended.
+So a stack of hundreds of small tensors costs as few copies as one large tensor. A thread waits for a copy
+only before it fills the same buffer again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.errors import ModelLoadError
 MAX_THREADS = 16
 MAX_CHUNK_BYTES = 8 << 20
 MIN_CHUNK_BYTES = 1 << 20  # a smaller tensor is read by the calling thread
-_BUFFERS = 2  # of each thread: one is filled while the other is copied
+_BUFFERS = 2  # per thread: one is filled while the other is copied
 
 
 class Part(NamedTuple):
@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A range of bytes of a file, and where it begins in a chunk."""
+    """A range of bytes of a file, and its offset `begin` in a chunk."""
 
     path: Path
     offset: int
@@ -64,7 +64,7 @@ class _Buffer:
 
 
 class BulkReader:
-    """Fills tensors on `device` from files. Its methods are called by one thread."""
+    """Fills tensors on `device` from files. Use it from one thread only."""
 
     def __init__(
         self, device: torch.device, threads: int | None = None, max_chunk_bytes: int = MAX_CHUNK_BYTES
@@ -81,7 +81,7 @@ class BulkReader:
     def fill(self, out: Tensor, parts: Sequence[Part]) -> None:
         """Fill a contiguous tensor with the bytes of `parts`, one after another.
 
-        On return all bytes are read. Work that the current stream is given later sees them in place.
+        On return, all bytes are read from the files. Later work on the current stream sees them in `out`.
         """
         flat = out.view(-1).view(torch.uint8) if out.numel() else out.new_empty(0, dtype=torch.uint8)
         parts = _merged(parts)
@@ -122,12 +122,12 @@ class BulkReader:
 
     @contextmanager
     def _ordered(self) -> Iterator[None]:
-        """Copy after the work that the current stream has, and before what it is given later."""
+        """Order the copies after earlier work on the current stream, and before later work."""
         if self._stream is None:
             yield
             return
         current = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(current)  # the memory may be in use by work before
+        self._stream.wait_stream(current)  # earlier work may still use the memory
         try:
             yield
         finally:
@@ -163,19 +163,18 @@ class BulkReader:
 
 
 def _staging_memory(size: int, device: torch.device) -> Tensor:
-    """Pinned memory for a GPU, from which copies run beside other work; ordinary memory if none is left."""
+    """Pinned memory for a GPU, so that copies run asynchronously; pageable memory if none is left."""
     if device.type == "cuda":
         try:
             with torch.cuda.device(device):
                 return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:
-            pass  # a copy from ordinary memory is slower, but right
+            pass  # copies from pageable memory are slower, but correct
     return torch.empty(size, dtype=torch.uint8)
 
 
 def _merged(parts: Sequence[Part]) -> list[Part]:
-    """The same bytes in fewer parts: parts that are adjacent in a file are joined, such as the gate and up
-    projections of an expert."""
+    """Join parts that are adjacent in a file, such as the gate and up projections of an expert."""
     merged: list[Part] = []
     path, begin, end = None, 0, 0
     for part in parts:
@@ -189,7 +188,7 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
 
 
 def _pieces(parts: Sequence[Part], ends: Sequence[int], begin: int, end: int) -> Iterator[_Piece]:
-    """What fills a chunk, the destination's bytes from `begin` to `end`. `ends`: where each part ends."""
+    """The pieces of a chunk, which is bytes `begin` to `end` of the destination. `ends`: end of each part."""
     at, number = begin, bisect_right(ends, begin)
     while at < end:
         part, stop = parts[number], min(ends[number], end)
@@ -200,7 +199,7 @@ def _pieces(parts: Sequence[Part], ends: Sequence[int], begin: int, end: int) ->
 
 
 def _read(descriptor: int, piece: _Piece, into: memoryview) -> None:
-    """Read a piece to its place in a chunk. Other threads run meanwhile."""
+    """Read a piece to its place in a chunk. Releases the GIL while it reads."""
     done = 0
     while done < piece.size:
         target = into[piece.begin + done : piece.begin + piece.size]

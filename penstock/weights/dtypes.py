@@ -1,4 +1,4 @@
-"""The names of number formats in safetensors files."""
+"""Names of dtypes in safetensors files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opens the files of a checkpoint: the names, places and values of their tensors."""
+"""Opens the files of a checkpoint: names, file offsets and values of their tensors."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class StoredTensor(NamedTuple):
     """A tensor of an open file."""
 
     file: TensorFile
-    key: str  # its name in the file
+    key: str  # name in the file
     shape: tuple[int, ...]
-    dtype: torch.dtype | None  # None: PyTorch has no such format
+    dtype: torch.dtype | None  # None: PyTorch does not have the stored format
     offset: int  # bytes from the beginning of the file
     size: int  # bytes
 
@@ -35,8 +35,8 @@ class StoredTensor(NamedTuple):
         return Part(self.file.path, self.offset, self.size)
 
     def parts(self, ranges: Ranges) -> list[Part]:
-        """The bytes of a part of the tensor, in the order of its numbers: one run of bytes for each index of
-        the axes before the last one that is cut. (): the whole tensor."""
+        """The bytes of a part of the tensor, in memory order. There is one run of bytes for each index of the
+        axes before the last cut axis. (): the whole tensor."""
         if not ranges or not self.size:
             return [self.part]
         starts, width = [self.offset], self.size // self.shape[0]  # bytes of one index of the axis
@@ -47,20 +47,20 @@ class StoredTensor(NamedTuple):
         return [Part(self.file.path, start + begin * width, (end - begin) * width) for start in starts]
 
     def read(self) -> Tensor:
-        """The tensor in memory that is mapped from the file."""
+        """The tensor, mapped from the file into memory."""
         return self.file.read(self.key)
 
 
 class TensorFile(Protocol):
     path: Path
     tensors: list[StoredTensor]
-    is_seekable: bool  # the bytes of each tensor are in the file as they are in memory
+    is_seekable: bool  # the file has the bytes of each tensor in memory layout, at `offset`
 
     def read(self, key: str) -> Tensor: ...
 
 
 def open_file(path: Path) -> TensorFile:
-    """A safetensors file, or a pickle, which is converted to one if the cache can be written."""
+    """Open a safetensors file, or a pickle, which is converted to safetensors if the cache is writable."""
     if path.suffix not in PICKLES:
         return SafetensorsFile(path)
     cached = converted(path)
@@ -101,7 +101,7 @@ class SafetensorsFile:
 
 
 class PickledFile:
-    """A pickle that is not converted."""
+    """A pickle that could not be converted."""
 
     is_seekable = False
 

@@ -1,7 +1,7 @@
 """Merges a PEFT adapter into a checkpoint's weights, tensor by tensor, as they are read.
 
-Sums are computed in fp32: W + scale · B A. Tensors that the adapter replaces are read from its own file. Each
-module of the adapter must be in the checkpoint, or the adapter must have all its weights.
+Sums are computed in fp32: W + scale · B A. Tensors that the adapter replaces are read from its file. Each
+module of the adapter must be in the checkpoint, or the adapter must have all weights of the module.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PeftMergedSource(WeightSource):
         self._inner = inner
         self._spec = spec
         self._tensors = read_lora_file(spec)
-        self._modules = self._matched()  # module name in the checkpoint → in the adapter
+        self._modules = self._matched()  # module name in the checkpoint → module name in the adapter
         saved: dict[str, str] = {}  # name in the checkpoint → name of the adapter's replacement
         for name in spec.saved:
             module, _, kind = name.rpartition(".")
@@ -45,7 +45,7 @@ class PeftMergedSource(WeightSource):
         self._saved = saved
         self._new = {without_wrappers(name): name for name in saved if not inner.has(name)}
         self._left = {*spec.targets, *spec.tokens, *spec.saved}
-        self._unchanged: list[str] = []  # modules that were read
+        self._unchanged: list[str] = []  # modules that were read and that the adapter does not change
 
     def _matched(self) -> dict[str, str]:
         stored = dict.fromkeys(name.rpartition(".")[0] for name in self._inner.names())
@@ -108,7 +108,8 @@ class PeftMergedSource(WeightSource):
         return self._inner.prefix_of(*names)
 
     def check_tied(self, vocabulary: int, heads: Sequence[str]) -> None:
-        """The adapter was trained on a table and a head of their own; merged, they would be one."""
+        """Refuse an adapter that changes the word table or the head, if they share one weight. It was trained
+        on separate weights, and merging would change both."""
         spec = self._spec
         changed = [
             *match_modules(spec.modules, heads),
@@ -141,7 +142,7 @@ class PeftMergedSource(WeightSource):
         self._inner.close()
 
     def _saved_name(self, name: str) -> str | None:
-        """The name of the adapter's tensor that replaces this one."""
+        """The name of the adapter's tensor that replaces this tensor."""
         return self._saved.get(self._new.get(without_wrappers(name), name))
 
     def _changed(self, module: str, target: LoraTarget, weight: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Reads tensors that torch.save pickled, without running any code of the file.
+"""Reads tensors that torch.save pickled, without running any code in the file.
 
-Each file is converted to safetensors once, into the cache. Where the cache cannot be written, the tensors
-come from the pickle itself each time.
+Each file is converted to safetensors once, into the cache. If the cache cannot be written, the pickle itself
+is read each time.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from penstock.errors import ModelLoadError
 from penstock.weights.dtypes import DTYPE_NAMES
 
 log = logging.getLogger(__name__)
-_ALIGNMENT = 8  # bytes; of the first tensor
+_ALIGNMENT = 8  # bytes, alignment of the first tensor
 _WRAPPER = "state_dict"  # the only key of a file that wraps its tensors once more
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """All tensors of a small file, of safetensors or a pickle."""
+    """All tensors of a small file, either safetensors or a pickle."""
     if file.suffix not in PICKLES:
         return dict(load_file(file))
     cached = converted(file)
@@ -42,16 +42,16 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def load_pickle(file: Path) -> dict[str, Tensor]:
-    """The tensors of a pickle, mapped into memory where its format allows it.
+    """The tensors of a pickle, mapped into memory if its format allows it.
 
-    PyTorch's restricted unpickler builds tensors and plain containers. It refuses everything else before any
-    of it runs.
+    PyTorch's restricted unpickler builds only tensors and plain containers. It refuses everything else before
+    any code runs.
     """
     try:
         values = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip(file))
     except FileNotFoundError:
         raise ModelLoadError(f"{file} is missing", param="model") from None
-    except Exception as error:  # the unpickler raises many kinds
+    except Exception as error:  # the unpickler raises many types of exceptions
         if (found := _GLOBAL.search(str(error))) is not None:
             raise ModelLoadError(
                 f"{file} was not loaded: it holds {found[1]}, which is no tensor and could run code; "
@@ -84,7 +84,8 @@ def _tensors_of(file: Path, values: Any) -> dict[str, Tensor]:
 def converted(file: Path) -> Path | None:
     """The file's tensors as safetensors in the cache, converted if they are not there yet.
 
-    None if the cache cannot be written. Of several processes one converts, and the others wait for it.
+    None if the cache cannot be written. If several processes need the file, one converts it and the others
+    wait.
     """
     cached = converted_file(file)
     if cached.is_file():
@@ -111,19 +112,20 @@ def converted(file: Path) -> Path | None:
 
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Held by one process at a time. Ends with the process, however it ends."""
+    """A lock between processes. It is released when the process exits, even by a crash."""
     with file.open("w") as lock:
-        with suppress(OSError):  # some network file systems have no locks: then each process converts
+        with suppress(OSError):  # some network file systems have no locks; then each process converts
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _write(tensors: Mapping[str, Tensor], cached: Path) -> None:
     """Write tensor by tensor, so that they are never all in memory. Tensors that share memory are stored
-    separately, because the format has no sharing. The widest come first, so that each is aligned."""
+    separately, because safetensors cannot share. The widest dtypes come first, so that each tensor is
+    aligned."""
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
     for left in cached.parent.glob(f"{cached.stem}.*.part"):
-        left.unlink(missing_ok=True)  # of a process that was killed
+        left.unlink(missing_ok=True)  # left by a process that was killed
     draft = cached.with_suffix(f".{os.getpid()}.part")
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -144,7 +146,7 @@ def _write(tensors: Mapping[str, Tensor], cached: Path) -> None:
                 if tensor.numel():
                     out.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
             out.flush()
-            os.fsync(out.fileno())  # a power failure may not leave a complete name with half of the content
+            os.fsync(out.fileno())  # after a power failure, a file under the final name must be complete
         draft.replace(cached)
     except BaseException:
         draft.unlink(missing_ok=True)

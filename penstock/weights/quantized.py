@@ -1,7 +1,7 @@
 """Reads the weights of quantised checkpoints, in the layouts that `checkpoint/quantization.py` describes.
 
-Packed integers of every writer become one form, `IntGroups`. What has no kernel is dequantised as it is read.
-Values are unpacked on the model's device, one module at a time.
+Packed integers of all formats become `IntGroups`. Formats without a kernel are dequantised while they are
+read. Values are unpacked on the model's device, one module at a time.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from penstock.errors import ModelLoadError
 from penstock.weights.stream import DummySource, WeightSource
 
 _FP8 = torch.float8_e4m3fn
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of eight neighbouring outputs is in a word
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # positions in a word of eight consecutive outputs
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_MAX_BLOCK_VALUES = 4096  # of bitsandbytes, as of its writer
+_MAX_BLOCK_VALUES = 4096  # largest block size that bitsandbytes writes
 _LAYER_NUMBER = re.compile(r"(?:^|\.)layers?\.\d+\.")  # in the name of a module
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledFp8:
-    """values · scales, with a scale for each output."""
+    """A weight that is values · scales, with one scale per output."""
 
     values: Tensor  # fp8 [outputs, inputs]
     scales: Tensor  # fp32 [outputs, 1]
@@ -41,11 +41,12 @@ class ScaledFp8:
 
 @dataclass(frozen=True, slots=True)
 class IntGroups:
-    """(codes − zeros) · scales, where inputs of one group share a zero and a scale of each output."""
+    """A weight that is (codes − zeros) · scales. For each output, the inputs of a group share a zero point
+    and a scale."""
 
     codes: Tensor  # uint8 [outputs, inputs]
     scales: Tensor  # [groups, outputs], in the checkpoint's precision
-    zeros: Tensor | None  # uint8 [groups, outputs]; None: half the range
+    zeros: Tensor | None  # uint8 [groups, outputs], zero points; None: half the range
     group_of: Tensor | None  # int64 [inputs]; None: groups are consecutive inputs
     bits: int
 
@@ -54,7 +55,7 @@ class IntGroups:
         return 1 << (self.bits - 1)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """[outputs, inputs], rounded once."""
+        """The weight [outputs, inputs], rounded only once, to `dtype`."""
         inputs = self.codes.shape[1]
         group_of = self.group_of
         if group_of is None:
@@ -72,15 +73,15 @@ StoredPart: TypeAlias = Tensor | ScaledFp8 | IntGroups  # the weight of one modu
 
 
 class QuantizedReader:
-    """Reads the weights of the modules that a checkpoint's format covers."""
+    """Reads the weights of modules in a quantised checkpoint."""
 
     def __init__(self, weights: WeightSource, stored: StoredFormat) -> None:
         self.weights = weights
         self.stored = stored
 
     def find(self, module: str) -> StoredWeight | None:
-        """How a module's weight is stored; None if it is plain. The tensors decide: a module that the format
-        covers may be stored plainly, but none that it does not cover may be quantised."""
+        """How a module's weight is stored; None if it is not quantised. The tensors decide: a module that the
+        format covers may be stored unquantised, but a module that it does not cover must not be quantised."""
         weight = self.stored.weight_of(module)
         if isinstance(self.weights, DummySource):
             return weight if _LAYER_NUMBER.search(module) else None
@@ -118,7 +119,7 @@ class QuantizedReader:
                 return self._bnb_int8(module, outputs, inputs)
 
     def read_plain(self, module: str, outputs: int, inputs: int) -> Tensor:
-        """The weight of a module in the model's dtype, dequantised if it is stored otherwise."""
+        """The weight of a module in the model's dtype, dequantised if needed."""
         stored = self.find(module)
         part: StoredPart
         if stored is None:
@@ -128,7 +129,7 @@ class QuantizedReader:
         return dequantize_part(part, self.weights.dtype).to(self.weights.device)
 
     def _fp8_blocks(self, module: str, outputs: int, inputs: int) -> Tensor:
-        """A head's weight. Layers keep their blocks and do not come here."""
+        """Dequantise a head's weight. Layers keep their blocks and do not use this method."""
         values = self._take(f"{module}.weight", _FP8, (outputs, inputs))
         shape = (-(-outputs // BLOCK), -(-inputs // BLOCK))
         scales = self._floats(self._scale_name(module), shape).float()
@@ -190,7 +191,7 @@ class QuantizedReader:
         words = self._take(f"{module}.qweight", torch.int32, (inputs // in_word, outputs))
         scales = self._floats(f"{module}.scales", (groups, outputs))
         packed = self._take(f"{module}.qzeros", torch.int32, (groups, outputs // in_word))
-        if stored.has_lowered_zeros:  # as one addition to the whole word, which is how it was subtracted
+        if stored.has_lowered_zeros:  # add to the whole word at once, as the writer subtracted
             packed = packed + sum(1 << (bits * i) for i in range(in_word))
         codes = unpack(words.t().contiguous(), bits)
         order = self._order(module, "g_idx", inputs, groups)
@@ -205,7 +206,8 @@ class QuantizedReader:
         return IntGroups(_awq_outputs(words).t().contiguous(), scales, zeros, None, 4)
 
     def _bnb_4bit(self, module: str, outputs: int, inputs: int) -> Tensor:
-        """A table of 16 values, times the largest magnitude of each block; these may be quantised as well."""
+        """Codes into a table of 16 values, times the largest magnitude of each block. These magnitudes may be
+        quantised too."""
         name, count = f"{module}.weight", outputs * inputs
         kind = next(
             (kind for kind in ("nf4", "fp4") if self._has(f"{name}.quant_state.bitsandbytes__{kind}")), None
@@ -258,11 +260,11 @@ class QuantizedReader:
         return (values.float() * (largest / 127)[:, None]).to(self.weights.dtype)
 
     def _order(self, module: str, name: str, inputs: int, groups: int) -> Tensor | None:
-        """The group of each input, if the groups are not consecutive inputs."""
+        """The group of each input; None if groups are consecutive inputs."""
         if not self._has(f"{module}.{name}"):
             return None
         found = self._take(f"{module}.{name}", torch.int32, (inputs,), keep=True)
-        if (found == -1).all() or groups == 1:  # never set, or nothing to choose from
+        if (found == -1).all() or groups == 1:  # never set, or only one group
             return None
         if found.min() < 0 or found.max() >= groups:
             raise ModelLoadError(
@@ -288,7 +290,7 @@ class QuantizedReader:
         *shapes: Sequence[int],
         keep: bool = False,
     ) -> Tensor:
-        """Read a tensor of one of these types and shapes to the model's device; `keep`: to the CPU."""
+        """Read a tensor of one of these dtypes and shapes to the model's device or, with `keep`, the CPU."""
         accepted = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
         if isinstance(self.weights, DummySource):
             return _dummy(name, tuple(shapes[0]), accepted[0], self.weights.device)
@@ -319,7 +321,7 @@ def dequantize_part(part: StoredPart, dtype: torch.dtype) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """int32 [rows, words] → uint8 [rows, words · 32 / bits]; the first value is in the lowest bits."""
+    """int32 [rows, words] → uint8 [rows, words · 32 / bits]. The first value is in the lowest bits."""
     octets = words.contiguous().view(torch.uint8)  # little-endian
     if bits == 8:
         return octets
@@ -327,7 +329,7 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def _awq_outputs(words: Tensor) -> Tensor:
-    """int32 [rows, outputs / 8] → uint8 [rows, outputs], in order."""
+    """int32 [rows, outputs / 8] → uint8 [rows, outputs], in the order of outputs."""
     values = unpack(words, 4).view(len(words), -1, 8)
     return values[:, :, list(_AWQ_ORDER)].flatten(1)
 
@@ -357,7 +359,7 @@ def _check_multiple(module: str, outputs: int, inputs: int, multiple: int) -> No
 
 
 def _dummy(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Values that give weights of a plausible size, the same for the same name."""
+    """Dummy values that give weights of plausible magnitude, always the same for a name."""
     if dtype in _FLOATS:
         return torch.full(shape, 0.005, dtype=dtype, device=device)
     generator = torch.Generator(device=device).manual_seed(zlib.crc32(name.encode()))

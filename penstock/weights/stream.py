@@ -1,7 +1,7 @@
 """Reads tensors of a checkpoint one at a time, by name.
 
-A model takes the tensors that it needs from a `WeightSource`. A missing tensor, one of another shape, and one
-that was never read are errors that name it.
+A model reads the tensors that it needs from a `WeightSource`. A missing tensor, a wrong shape and a tensor
+that was never read are errors that name the tensor.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from penstock.weights.bulk import BulkReader
 from penstock.weights.files import Ranges, StoredTensor, open_file
 
 _FP8 = torch.float8_e4m3fn
-_SCALES = "_scale_inv"  # ends the name of an fp8 tensor's scales
-_MAX_CONVERTED_BYTES = 256 << 20  # of tensors that are in memory in two dtypes at once
+_SCALES = "_scale_inv"  # suffix of the name of an fp8 tensor's scales
+_MAX_CONVERTED_BYTES = 256 << 20  # limit of tensors that are in memory in two dtypes at the same time
 
 
 class Wanted(NamedTuple):
     """A tensor that a model needs, or a part of it."""
 
     name: str
-    shape: tuple[int, ...]  # as it is stored
-    ranges: Ranges = ()  # what is read along its leading axes; (): all of it
+    shape: tuple[int, ...]  # stored shape
+    ranges: Ranges = ()  # indices to read along the leading axes; (): the whole tensor
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """The shape of what is read."""
+        """The shape of the part to read."""
         sizes = tuple(end - begin for begin, end in self.ranges)
         return sizes + tuple(self.shape[len(sizes) :])
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """What is read of the stored tensor."""
+        """The part to read, cut from the stored tensor."""
         return whole[tuple(slice(begin, end) for begin, end in self.ranges)] if self.ranges else whole
 
 
@@ -71,7 +71,8 @@ class WeightSource(ABC):
         return ()
 
     def check_tied(self, vocabulary: int, heads: Sequence[str]) -> None:
-        """Refuse changes that tell a head with one of these names from the word table whose weight it has."""
+        """Refuse an adapter whose changes would separate the word table from a head (one of these names) that
+        shares its weight."""
         return
 
     @abstractmethod
@@ -80,8 +81,8 @@ class WeightSource(ABC):
 
     @abstractmethod
     def check_all_read(self, ignored_tensors: Iterable[str]) -> list[str]:
-        """Raise if a tensor was never read, unless its name contains one of `ignored_tensors`; return the
-        names of those that were not."""
+        """Raise if a tensor was never read, unless its name contains one of `ignored_tensors`. Returns the
+        names of the ignored tensors."""
 
     def read_fp8(self, name: str, shape: Sequence[int]) -> Tensor:
         """Read a tensor that is stored in fp8, without its scales."""
@@ -93,12 +94,13 @@ class WeightSource(ABC):
         return self.read_plain(name, shape).to(dtype=self.dtype, device=self.device)
 
     def fuse(self, names: Sequence[str], rows: int | Sequence[int], *rest: int) -> Tensor:
-        """Several tensors concatenated along the first axis, of `rows` rows each, or one count for each."""
+        """Concatenate tensors along the first axis. `rows`: rows of each tensor, one number for all or one
+        per tensor."""
         sizes = [rows] * len(names) if isinstance(rows, int) else list(rows)
         return self.join([Wanted(name, (size, *rest)) for name, size in zip(names, sizes, strict=True)])
 
     def join(self, wanted: Sequence[Wanted]) -> Tensor:
-        """Tensors, or parts of tensors, concatenated along the first axis."""
+        """Concatenate tensors, or parts of tensors, along the first axis."""
         for tensor in wanted:
             self.check(tensor.name, tensor.shape)  # before the memory for all of them is allocated
         shapes = [tensor.part_shape for tensor in wanted]
@@ -108,12 +110,12 @@ class WeightSource(ABC):
         return out
 
     def skip(self, name: str, shape: Sequence[int]) -> None:
-        """Pass over a tensor that another process reads."""
+        """Count a tensor as read without reading it, because another process reads it."""
         self.read(name, shape)
 
     def fill(self, out: Tensor, wanted: Sequence[Wanted]) -> None:
-        """Read tensors into `out`, which is contiguous, one after another. They are converted to its dtype;
-        but only tensors that are stored in fp8 go into fp8, and they go nowhere else."""
+        """Read tensors into the contiguous `out`, one after another, and convert them to its dtype. Tensors
+        stored in fp8 are not converted: `out` must be fp8 for these, and only for these."""
         flat, end = out.view(-1), 0
         read = self.read_fp8 if out.dtype == _FP8 else self.read_plain
         for tensor in wanted:
@@ -122,11 +124,11 @@ class WeightSource(ABC):
             flat[begin:end].view(shape).copy_(tensor.part_of(read(tensor.name, tensor.shape)))
 
     def close(self) -> None:
-        """Free what reading needed. Tensors that were read stay valid."""
+        """Free the resources for reading. Tensors that were read stay valid."""
         return
 
     def read_plain(self, name: str, shape: Sequence[int]) -> Tensor:
-        """As `read`, for a tensor without scales."""
+        """Like `read`, for a tensor that is not quantised."""
         tensor = self.read(name, shape)
         _check_format(name, tensor.dtype, is_fp8=False)
         return tensor
@@ -199,7 +201,7 @@ class SafetensorsSource(WeightSource):
     def _fill(
         self, reader: BulkReader, flat: Tensor, dtype: torch.dtype | None, pieces: Sequence[_StoredPart]
     ) -> None:
-        """Fill with tensors that are all stored as `dtype`."""
+        """Fill `flat` with tensors that are all stored as `dtype`."""
         if dtype is None:
             raise ModelLoadError(
                 f"tensor {pieces[0].stored.key!r} is stored in a format that PyTorch does not have"
@@ -290,7 +292,7 @@ class _StoredPart(NamedTuple):
 
     stored: StoredTensor
     ranges: Ranges
-    num_values: int  # that are read
+    num_values: int  # values to read
 
     @property
     def num_bytes(self) -> int:
@@ -298,7 +300,7 @@ class _StoredPart(NamedTuple):
 
 
 def _batches(pieces: Iterable[_StoredPart], max_bytes: int | None) -> Iterator[list[_StoredPart]]:
-    """Consecutive tensors of at most `max_bytes` together, or one that is larger."""
+    """Batches of consecutive tensors with at most `max_bytes` together, or a single larger tensor."""
     batch: list[_StoredPart] = []
     held = 0
     for piece in pieces:
@@ -312,7 +314,7 @@ def _batches(pieces: Iterable[_StoredPart], max_bytes: int | None) -> Iterator[l
 
 
 def _check_format(name: str, stored: torch.dtype, *, is_fp8: bool) -> None:
-    """Refuse quantised values where none are expected, and anything but fp8 where it is."""
+    """Refuse quantised values where plain ones are expected, and other dtypes where fp8 is expected."""
     if is_fp8 and stored != _FP8:
         raise ModelLoadError(f"tensor {name!r} has scales, but is stored as {stored}, not {_FP8}")
     if not is_fp8 and (stored == _FP8 or not stored.is_floating_point):
