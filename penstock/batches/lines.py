@@ -46,7 +46,7 @@ class CheckedFile:
     """The result of checking an input file."""
 
     num_lines: int = 0
-    model: str | None = None  # of the first line
+    model: str | None = None  # model named by the first line
     errors: list[LineError] = field(default_factory=list)
 
 

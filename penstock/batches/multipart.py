@@ -25,7 +25,7 @@ class Form:
     """The fields of a form, and facts about its file."""
 
     filename: str | None = None  # None: there was no file
-    num_bytes: int = 0  # of the file
+    num_bytes: int = 0  # size of the file
     fields: dict[str, str] = field(default_factory=dict)
 
 
@@ -48,7 +48,7 @@ class FormReader:
         self._header = b""  # name of the header that is being read
         self._value = b""
         self._disposition = b""
-        self._name: str | None = None  # of the field that is being read; None for the file
+        self._name: str | None = None  # name of the field that is being read; None for the file
         self._text = bytearray()
         self._parser = MultipartParser(
             boundary,

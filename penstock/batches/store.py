@@ -20,7 +20,7 @@ import msgspec
 from penstock.batches.records import ENDED, UNFINISHED, BatchRecord, FileRecord
 from penstock.errors import BadValue, ConfigError, NotFound
 
-_VERSION = 1  # of the table schema
+_VERSION = 1  # version of the table schema
 _BUSY_S = 30.0  # longest wait for another process's transaction
 _TABLES = """
 CREATE TABLE files (
@@ -81,7 +81,7 @@ class BatchStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Run a transaction. Other writers, in this and other processes, wait."""
+        """Run a transaction; an exception rolls it back. Writers in this and other processes wait."""
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")
             try:

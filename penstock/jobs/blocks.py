@@ -38,7 +38,7 @@ class VectorColumns:
     widths: dict[VectorKind, int]  # numbers per stored vector; 0 for sparse vectors
     dtype: OutputDtype
     stamp: Stamp
-    dense_name: str = "embedding"  # in files; stores call it `vector`
+    dense_name: str = "embedding"  # the name in files; stores call it `vector`
 
     @property
     def kinds(self) -> tuple[VectorKind, ...]:

@@ -38,7 +38,7 @@ class ImageRef:
     """One image of an input. Picklable."""
 
     path: str
-    page: int | None = None  # of a PDF file, from 1
+    page: int | None = None  # page of a PDF file, from 1
     dpi: int = DEFAULT_PDF_DPI
 
     def __len__(self) -> int:

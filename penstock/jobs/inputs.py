@@ -79,7 +79,7 @@ def open_inputs(
 
 
 def find_files(inputs: Sequence[str], wanted: InputFormat | None) -> list[InputFile]:
-    """Find the files of the inputs, in order; those of a folder or pattern by name. Empty for stdin."""
+    """Find the files of the inputs, in order; files of a folder or pattern by name. Empty for stdin."""
     if STDIN in inputs:
         if len(inputs) > 1:
             raise BadValue("stdin (-) cannot be combined with files", param="input")

@@ -107,7 +107,7 @@ class Sink(msgspec.Struct, frozen=True, kw_only=True):
 class RunStats:
     """Counts of a run, for the summary line at its end."""
 
-    rows: int = 0  # with vectors
+    rows: int = 0  # rows with vectors
     bad: int = 0
     tokens: int = 0
     truncated: int = 0  # rows that exceeded the model's limit

@@ -4,10 +4,10 @@ It holds `_manifest.json`, one file for each block of rows, named by first row a
 rows for each block that has some. A file gets its name only when it is complete and on disk. A run that is
 killed at any moment leaves complete parts, and drafts, which are ignored. The manifest records the state:
 
-    clearing   parts of an abandoned run are being removed   --resume starts from the beginning
-    running    manifest, parts …                            --resume computes the missing blocks
-    joined     `whole` is the finished output                --resume only moves it into place
-    complete   the folder of parts is the output             the manifest lists its files
+    clearing   removing the parts of an abandoned run   --resume starts from the beginning
+    running    adding parts                             --resume computes the missing blocks
+    joined     `whole` is the finished output           --resume only moves it into place
+    complete   the folder of parts is the output        the manifest lists its files
 
 A block is named by its rows. Every run cuts blocks at the same places, which the first run sets. So a block
 that is computed twice, for example by a worker that was presumed dead, has the same name and content. A
@@ -308,9 +308,8 @@ def output_exists(output: str) -> BadValue:
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> str:
-    after = msgspec.json.decode(
-        msgspec.json.encode(after)
-    )  # as read back from the manifest: tuples become lists
+    # As it would be read back from the manifest: tuples become lists.
+    after = msgspec.json.decode(msgspec.json.encode(after))
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     return "; ".join(f"{name}: {_shown(before.get(name))}, now {_shown(after.get(name))}" for name in names)
 

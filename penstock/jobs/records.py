@@ -18,7 +18,7 @@ _HEAD = 100  # records read ahead to find the columns
 
 
 class Record(NamedTuple):
-    line: int  # from 1
+    line: int  # line number, from 1
     values: Mapping[str, Any]
     problem: str = ""  # why the line is not a valid record
 

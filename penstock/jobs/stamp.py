@@ -13,7 +13,7 @@ import msgspec
 from penstock import __version__
 from penstock.errors import BadValue
 
-METADATA_KEY = b"penstock"  # of a table's schema
+METADATA_KEY = b"penstock"  # key in the metadata of a table's schema
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,8 +21,8 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str  # as named by the user; ignored if the revisions are equal
     revision: str = ""  # hash of the content of the model's files; "" if they could not be read
-    kinds: tuple[str, ...] = ("dense",)  # of dense, sparse, multi-vector
-    dimension: int | None = None  # of dense vectors and token vectors; None: the vectors are sparse
+    kinds: tuple[str, ...] = ("dense",)  # any of dense, sparse, multi-vector
+    dimension: int | None = None  # dimension of dense and token vectors; None: only sparse vectors
     dtype: str = "float32"  # number format of the vectors, not of the computation
     prompt: str = ""  # prepended to every text
     normalize: bool | None = None  # None: the model's default
@@ -31,7 +31,7 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True):
     similarity: str = "cosine"  # how the model's vectors are compared
     adapter: str = ""  # name of the adapter; for a LoRA adapter NAME@HASH, with the hash of its content
     overrides: dict[str, Any] = {}  # settings that change the model: pooler_config, quantization, …
-    version: str = __version__  # of Penstock; not compared
+    version: str = __version__  # Penstock's version; not compared
 
     def difference(self, other: Stamp) -> str:
         """Describe what differs: values of this stamp first, then of the other. "" if nothing differs."""

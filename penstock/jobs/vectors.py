@@ -29,7 +29,7 @@ _GROUP_BYTES = 32 << 20  # size of a Parquet row group
 class VectorFormat(Protocol):
     """A file format. Picklable, so that workers can write parts."""
 
-    suffix: str  # of parts
+    suffix: str  # file extension of parts
 
     def write(self, file: Path, block: Block) -> None:
         """Write one part: the carried columns, then the vectors."""

@@ -22,7 +22,7 @@ ENABLE = "open the engine with enable_lora=True"
 class LoadedAdapter:
     id: int
     name: str
-    digest: str  # of the content of its files
+    digest: str  # hash of the content of its files
     num_users: int = 0
     is_retired: bool = False
 

@@ -27,7 +27,7 @@ class Corpus:
     docs: int
     lengths: Sequence[int]  # tokens per text: of a sample, or only the mean
     bytes_per_doc: float
-    num_truncated: int = 0  # of `lengths`, truncated to the model's limit
+    num_truncated: int = 0  # number of `lengths` truncated to the model's limit
     from_sample: bool = False
 
     @property
@@ -49,7 +49,7 @@ class Outputs:
     dense: int | None = None  # numbers in its vector
     token_vector: int | None = None  # numbers per token vector of a late-interaction model
     sparse_terms: float | None = None
-    scores: int | None = None  # of a reranker or classifier
+    scores: int | None = None  # number of scores of a reranker or classifier
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ class Compute:
     """GPU hours, time and cost of a job."""
 
     gpu_hours: float
-    low_hours: float  # `low_hours` and `high_hours` come from the range of the rate
+    low_hours: float  # lower end, by the range of the rate
     high_hours: float
     gpus: int
-    price: float | None  # of one GPU hour
+    price: float | None  # per GPU hour
 
     @property
     def wall_hours(self) -> float:
@@ -94,7 +94,7 @@ class Serving:
     qps: float
     query_tokens: float
     utilization: float
-    qps_per_gpu: float  # at that utilization
+    qps_per_gpu: float  # at this utilization
     limit: str  # device | host
 
     @property
@@ -108,7 +108,7 @@ class Traffic:
 
     text: float
     token_ids: float
-    vectors: dict[str, float]  # by encoding
+    vectors: dict[str, float]  # encoding → bytes
 
 
 def compute(corpus: Corpus, rate: Rate, gpus: int, price: float | None) -> Compute:

@@ -27,7 +27,7 @@ class Rate:
     model: CostModel | None = None
     shape: ModelShape | None = None
     fit: Fit | None = None  # its measurements correct the prediction
-    max_tokens_per_s: float | None = None  # that one host can tokenise
+    max_tokens_per_s: float | None = None  # limit of the tokenisation on one host
     notes: tuple[str, ...] = ()
 
     def seconds_of_rows(self, lengths: Sequence[float]) -> float:

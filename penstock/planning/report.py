@@ -40,7 +40,7 @@ class Plan:
 
     @property
     def unit(self) -> str:
-        """The unit of which hours are counted."""
+        """The name of the unit that hours refer to: machine or GPU."""
         return "machine" if self.gpu == CPU else "GPU"
 
     @property

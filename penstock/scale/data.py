@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ray.data import ActorPoolStrategy, Dataset
 
 CHUNKS_IN_FLIGHT = 3  # per engine: one is being tokenised, one computed, one written
-_MAX_RETRIES = 20  # for a chunk whose worker died
+_MAX_RETRIES = 20  # retries of a chunk whose worker died
 _READER_CPUS = 0  # readers mostly wait for engines
 
 
@@ -54,15 +54,15 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
 
     workers: int | None = None  # None: one for each GPU, or one for each node without GPUs
     gpus_per_worker: float | None = None  # None: one if the cluster has GPUs
-    address: str | None = None  # of the cluster; None: RAY_ADDRESS, or a new cluster for this run
+    address: str | None = None  # address of the cluster; None: RAY_ADDRESS, or a new cluster for this run
 
 
 class PoolSize(msgspec.Struct, frozen=True):
     """The size of a pool, resolved for a cluster."""
 
     workers: int
-    gpus: float  # of each worker
-    cpus: float  # of each worker
+    gpus: float  # per worker
+    cpus: float  # per worker
 
 
 def run_job(job: Job, pool: Pool | None = None, *, sink: Sink | None = None) -> None:

@@ -51,7 +51,7 @@ class _Change:
     )  # engines that the order has not been sent to yet
     told: list[ManagedEngine] = field(default_factory=list)
     waiting: set[ManagedEngine] = field(default_factory=set)  # engines that have not answered yet
-    version: int | None = None  # of the table with the change, once it is published
+    version: int | None = None  # version of the table with the change, once it is published
 
     def answer(self, error: PenstockError | None = None) -> None:
         seconds = time.monotonic() - self.began_s

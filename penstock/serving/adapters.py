@@ -88,7 +88,7 @@ def check_lora_modules(config: EngineConfig, spec: ModelSpec, model_names: Colle
 
 
 def check_base_names(modules: Sequence[LoraModule], models: Sequence[tuple[ModelConfig, ModelSpec]]) -> None:
-    """Refuse modules whose base model this server does not have, or has to be named and is not."""
+    """Refuse modules with an unknown base model, or with none if the server has several models."""
     names = {
         name
         for config, spec in models

@@ -60,7 +60,7 @@ class Child:
     config: bytes = b""
     arguments: tuple[str, ...] = ()
     pass_fds: tuple[int, ...] = ()
-    max_restart_delay_s: float = 30.0  # for a process that has not served
+    max_restart_delay_s: float = 30.0  # longest delay for a process that has not served
     standby: Standby | None = None  # replaces the process faster than a new process could
     process: subprocess.Popen[bytes] | None = None
     spawned_s: float = 0.0

@@ -45,7 +45,7 @@ class ApiConnected(msgspec.Struct, frozen=True, tag=True):
 
     model: int
     engine_pid: int
-    index: int = 0  # of the engine
+    index: int = 0  # the engine's number within its model
 
 
 class ApiCannotServe(msgspec.Struct, frozen=True, tag=True):
@@ -74,7 +74,7 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     id: int
     action: Action
     model: str  # a name or alias; for `load`, the model to load
-    level: int | None = None  # of `sleep`
+    level: int | None = None  # sleep level
     # `load`: fields of `ModelConfig` and `EngineConfig`. Adapters: name, path, replaces.
     settings: dict[str, Any] = {}
 
@@ -85,7 +85,7 @@ class EngineAttached(msgspec.Struct, frozen=True, tag=True):
     model: int
     pid: int
     device: str
-    index: int = 0  # of this engine within its model
+    index: int = 0  # the engine's number within its model
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):

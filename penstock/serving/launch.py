@@ -26,7 +26,7 @@ EXIT_BAD_MODEL = 3  # a restart would fail in the same way
 EXIT_DEVICE_FAILED = 4  # only a new process can use the device again
 PR_SET_PDEATHSIG = 1
 PARENT_POLL_S = 1.0
-ORPHAN_GRACE_S = 10.0  # for requests in flight when the supervisor is killed
+ORPHAN_GRACE_S = 10.0  # time for requests in flight when the supervisor is killed
 
 
 class Parent(msgspec.Struct, frozen=True):
@@ -64,9 +64,9 @@ class EngineLaunch(msgspec.Struct, frozen=True):
     parent: Parent | None = None  # None: no supervisor
     control: str | None = None  # the socket of `serving.control`; None: the engine takes no orders
     model: int = 0  # the model's number
-    kv_share: float | None = None  # of free memory, for a KV cache without a set size; None: most of it
-    wake_timeout_s: float = 30.0  # for which a request waits for a sleeping model; 0: it does not wait
-    index: int = 0  # of this engine within its model
+    kv_share: float | None = None  # share of free memory for a KV cache without a set size; None: most
+    wake_timeout_s: float = 30.0  # longest wait of a request for a sleeping model; 0: no wait
+    index: int = 0  # the engine's number within its model
     devices: tuple[str, ...] = ()  # one per tensor-parallel rank; empty: `engine.device`
     cpus: tuple[int, ...] = ()  # the cores that this engine may use; empty: all
     adapters: tuple[AdapterLaunch, ...] = ()  # loaded before the engine serves
@@ -120,7 +120,7 @@ class ApiLaunch(msgspec.Struct, frozen=True):
     listen_fd: int
     parent: Parent | None = None  # None: no supervisor
     control: str | None = None  # the socket of `serving.control`; None: the models never change
-    index: int = 0  # of this process among the API processes
+    index: int = 0  # the number of this API process
     admin_fd: int | None = None  # socket of --admin-port
 
 

@@ -98,7 +98,7 @@ class ModelSet:
     def __init__(self) -> None:
         self._models: dict[int, ManagedModel] = {}
         self._numbers = itertools.count()
-        self.version = 0  # of the table that is sent to API processes
+        self.version = 0  # version of the table that is sent to API processes
 
     def __iter__(self) -> Iterator[ManagedModel]:
         return iter(list(self._models.values()))

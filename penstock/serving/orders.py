@@ -108,7 +108,7 @@ class Orders:
         return any(each.model is model and each.order.action == "load" for each in self.pending)
 
     def load_failed(self, model: ManagedModel, reason: str) -> bool:
-        """Fail the operator's order for a model that cannot be served. Returns whether there is one."""
+        """Fail the operator's order for a model that cannot be served. Returns whether there was one."""
         pending = next((each for each in self.pending if each.model is model), None)
         if pending is None:
             return False

@@ -43,7 +43,9 @@ class _Room:
     id: int
     missing_bytes: int
     falling_asleep: list[ManagedEngine] = field(default_factory=list)
-    asked: list[ManagedEngine] = field(default_factory=list)  # engines that were asked to sleep
+    asked: list[ManagedEngine] = field(
+        default_factory=list
+    )  # engines that were ordered to sleep for this request
 
 
 class Sleepers:
@@ -220,6 +222,6 @@ def _is_idle(model: ManagedModel) -> bool:
 
 def _shares_memory(engine: ManagedEngine, room: _Room) -> bool:
     """Whether putting an engine to sleep can help: it shares a device with the engine that needs memory, and
-    was not asked to sleep yet. Engines of one model do not put each other to sleep."""
+    was not ordered to sleep yet. Engines of one model do not put each other to sleep."""
     is_other = engine not in room.model.engines
     return is_other and not engine.devices.isdisjoint(room.engine.devices) and engine not in room.asked

@@ -61,11 +61,11 @@ _END_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _SIGNALS = _END_SIGNALS | {signal.SIGCHLD, signal.SIGUSR2}
 MAX_FAILED_STARTS = 3
 MAX_API_RESTART_DELAY_S = 1.0  # starting an API process costs little
-DRAIN_GRACE_S = 5.0  # for API processes to answer unfinished requests
+DRAIN_GRACE_S = 5.0  # time for API processes to answer unfinished requests
 ENGINE_EXIT_S = 5.0
-REASON_S = 0.5  # wait for the last message of an engine
+REASON_S = 0.5  # longest wait for the last message of an engine
 IDLE_POLL_S, BUSY_POLL_S = 0.5, 0.05
-KV_SHARE = 0.8  # of the memory that is free when an engine starts, for the KV caches of all models
+KV_SHARE = 0.8  # share of the memory free at an engine's start, for the KV caches of all models
 
 
 ApiReport = ApiServes | ApiConnected | ApiCannotServe | TableApplied | AdapterReleased
@@ -77,8 +77,8 @@ class ApiProcess:
     def __init__(self, child: Child) -> None:
         self.child = child
         self.link: Link | None = None
-        self.attached_pid = 0  # of the last process that attached
-        self.serving_pid = 0  # of the last process that reported that it serves
+        self.attached_pid = 0  # pid of the last process that attached
+        self.serving_pid = 0  # pid of the last process that reported that it serves
         self.connected: dict[tuple[int, int], int] = {}  # (model number, engine index) → engine's process id
         self.table_version = -1
 
@@ -190,7 +190,7 @@ class Supervisor:
         """Send the model table to every API process."""
         table = self.models.table()
         for index, api in enumerate(self._apis):
-            api.child.config = self._api_config(index)  # for the next process
+            api.child.config = self._api_config(index)  # configuration of the next process
             if api.link is not None:
                 api.link.send(table)
 

@@ -203,7 +203,7 @@ class VectorStore(ABC):
 
     @abstractmethod
     def stored(self, ids: Sequence[Id], column: str | None = None) -> Mapping[Id, Any]:
-        """Return those of the ids that exist, each with the value of `column`, or None."""
+        """Return the ids that exist, each with its value of `column`, or None."""
 
     @abstractmethod
     def search(self, queries: pa.Table, k: int) -> list[list[Hit]]:

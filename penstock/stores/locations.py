@@ -37,7 +37,7 @@ class Metric(enum.StrEnum):
 @dataclass(frozen=True)
 class Location:
     kind: str
-    address: str = field(repr=False)  # of the store, including secrets
+    address: str = field(repr=False)  # address of the store, including secrets
     collection: str
     options: dict[str, str]
     shown: str  # the URL without secrets

@@ -38,7 +38,9 @@ from penstock.stores.columns import (
 )
 from penstock.stores.locations import Location, Metric
 
-_NAMESPACE = uuid.UUID("6f6ad0d1-6a6e-5d4b-8b5f-0d9d2a3f7c11")  # of the UUIDs that replace other ids
+_NAMESPACE = uuid.UUID(
+    "6f6ad0d1-6a6e-5d4b-8b5f-0d9d2a3f7c11"
+)  # namespace of the UUIDs that replace other ids
 _MAX_WRITE_BYTES = 8 << 20  # JSON size of the vectors in one call; servers accept 32 MB by default
 _JSON_BYTES_PER_NUMBER = 12
 _TIMEOUT_S = 60
@@ -102,9 +104,8 @@ class QdrantStore(VectorStore):
         """Open a folder. Only one client can have it open, so all stores of this process share the client."""
         if folder not in _folders:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            warnings.filterwarnings(
-                "ignore", message="Local mode is not recommended"
-            )  # the user guide says so already
+            # The user guide already says so.
+            warnings.filterwarnings("ignore", message="Local mode is not recommended")
             try:
                 _folders[folder] = SharedClient(
                     self._client_class(path=str(folder), force_disable_check_same_thread=True)

@@ -25,7 +25,7 @@ class ReplicaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     gpu_share: float | None = None  # share of a GPU per replica; None: 1 with device cuda, otherwise 0
     upscale_delay_s: float = 5.0
     downscale_delay_s: float = 120.0
-    max_surge_percent: int = 0  # percent of replicas that an update starts before it stops old ones
+    max_surge_percent: int = 0  # percent of replicas that an update starts before it stops as many old ones
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_replicas <= MAX_REPLICAS:

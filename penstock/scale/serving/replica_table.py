@@ -20,7 +20,7 @@ class Replicas:
     wanted: str = ""  # fingerprint of this process's model; "": any
     running: dict[str, dict[str, Any]] = field(default_factory=dict)  # metadata of each replica
     routed: set[str] = field(default_factory=set)  # requests that a replica has accepted
-    affinities: dict[str, Affinity] = field(default_factory=dict)  # of requests in flight, by name
+    affinities: dict[str, Affinity] = field(default_factory=dict)  # affinities of requests in flight, by name
     slack_tokens: int = 0  # extra load accepted at a replica that has cached a request's prefix or query
     _balancer: Balancer = field(default_factory=Balancer)
     _places: list[str] = field(default_factory=list)  # replica names by the balancer's numbers

@@ -17,7 +17,7 @@ class QueuedTokensRouter(RequestRouter):  # type: ignore[misc]
 
     def initialize_state(self, **kwargs: Any) -> None:
         self._table = replica_table.replicas_of(self._deployment_id.app_name, self._deployment_id.name)
-        self._tokens: dict[str, int] = {}  # in flight at each replica
+        self._tokens: dict[str, int] = {}  # tokens in flight at each replica
         # Tokens of each call, by (Ray's request id, replica). All calls of one HTTP request share the id.
         self._sent: dict[tuple[str, str], list[int]] = {}
         self._counted: set[Any] = set()  # futures of requests that are counted but not sent yet
