@@ -10,9 +10,8 @@ import msgspec
 
 from penstock.errors import BadValue, shown
 
-UploadPurpose = Literal[
-    "batch", "vision", "user_data"
-]  # lines of a batch, or an image that requests refer to
+# Lines of a batch, or an image that requests refer to.
+UploadPurpose = Literal["batch", "vision", "user_data"]
 Purpose = Literal["batch", "batch_output", "vision", "user_data"]
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"

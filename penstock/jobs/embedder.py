@@ -117,10 +117,8 @@ class Embedder:
         self._adapter = "" if options.adapter is None else self._described.adapter_mark(options.adapter)
         if options.adapter in self.spec.adapters:
             self._input_options = replace(self._input_options, adapter=options.adapter)
-        self._held, self._adapter_id = (
-            ExitStack(),
-            -1,
-        )  # id of a LoRA adapter and the hold on it, once it is loaded
+        # Keeps a LoRA adapter loaded, and its id; set on entering the context.
+        self._held, self._adapter_id = ExitStack(), -1
         self._params = options.params()
         self.skips_bad_rows = skips_bad_rows
         self._text = TextModel(self.spec)

@@ -57,9 +57,8 @@ class TableSink(Protocol):
 
 
 OpenSink = Callable[[], TableSink]  # picklable, so that every worker can open its own sink
-CheckSink = Callable[
-    [Any, Stamp], int
-]  # like `TableSink.open`, but changes nothing; returns the number of rows
+# Like `TableSink.open`, but changes nothing. Returns the number of rows in the sink.
+CheckSink = Callable[[Any, Stamp], int]
 
 
 class BlockWriter(Protocol):

@@ -32,9 +32,7 @@ class LocalAdapters:
 
     def __init__(self, config: EngineConfig, spec: ModelSpec, engine: LocalEngine) -> None:
         self._config, self._spec, self._engine = config, spec, engine
-        self._ids = itertools.count(
-            len(spec.adapters)
-        )  # the first ids belong to the checkpoint's own adapters
+        self._ids = itertools.count(len(spec.adapters))  # after the ids of the checkpoint's own adapters
         self._lock = Lock()
         self._loaded: dict[str, LoadedAdapter] = {}
 

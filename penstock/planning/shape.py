@@ -15,9 +15,8 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.checkpoint.tensors import StoredTensor, stored_tensors
 from penstock.errors import BadValue
 
-_GATED = frozenset(
-    {"modernbert", "gte", "new", "nomic_bert", "JinaBert"}
-)  # encoders with a gated feed-forward block: a third matrix
+# Encoders with a gated feed-forward block, which has a third matrix.
+_GATED = frozenset({"modernbert", "gte", "new", "nomic_bert", "JinaBert"})
 # Families whose config.json is not sufficient: layers differ, or experts have special keys.
 _COUNTED_IN_FILES = frozenset(
     {

@@ -183,9 +183,8 @@ def _embed_rows(opened: OpenedJob, size: PoolSize, stats: RunStats) -> None:
     if dataset is None:
         return
     share = 0.0
-    logging.getLogger("ray.data").setLevel(
-        logging.CRITICAL
-    )  # this function shows progress and raises errors itself
+    # Progress and errors are reported here instead.
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     with show_progress(rows) as advance, _own_errors():
         batches: Any = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
         for batch in batches:

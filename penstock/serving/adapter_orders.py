@@ -46,9 +46,7 @@ class _Change:
     began_s: float
     reading: Future[AdapterLaunch] | None = None  # while the adapter's files are being read
     adapter: AdapterLaunch | None = None  # the adapter to load, once its files are read
-    unsent: list[ManagedEngine] = field(
-        default_factory=list
-    )  # engines that the order has not been sent to yet
+    unsent: list[ManagedEngine] = field(default_factory=list)  # engines still to be sent the order
     told: list[ManagedEngine] = field(default_factory=list)
     waiting: set[ManagedEngine] = field(default_factory=set)  # engines that have not answered yet
     version: int | None = None  # version of the table with the change, once it is published

@@ -162,7 +162,7 @@ class AdapterOrder(msgspec.Struct, frozen=True, tag=True):
 
 
 class RoomMade(msgspec.Struct, frozen=True, tag=True):
-    """All engines that could free memory now sleep."""
+    """The requested memory is free, or no further engine could free some."""
 
     id: int
 

@@ -59,9 +59,8 @@ class EngineAdapters:
         except Exception as error:
             self._done(order, _in_words(error))
             return
-        self._server.wake_up(
-            partial(self._awake, order, marks)
-        )  # the adapter's files are read for the layers of an awake model
+        # A model must be awake to load an adapter, because the files are read for its layers.
+        self._server.wake_up(partial(self._awake, order, marks))
 
     def _awake(self, order: AdapterOrder, marks: object, why_not: str | None) -> None:
         if why_not is None:

@@ -42,9 +42,8 @@ class ManagedModel:
             ManagedEngine(index, child, placement, device, server, self.folder)
             for index, (child, placement) in enumerate(engines)
         )
-        self._adapter_ids = itertools.count(
-            len(spec.adapters)
-        )  # the first ids belong to the checkpoint's own adapters
+        # After the ids of the checkpoint's own adapters.
+        self._adapter_ids = itertools.count(len(spec.adapters))
         adapters = initial_adapters(config.engine, spec, self.next_adapter_id)
         addresses = tuple(each.address for each in self.engines)
         self.launch = ModelLaunch(number, config, spec, addresses, adapters)

@@ -43,9 +43,7 @@ class _Room:
     id: int
     missing_bytes: int
     falling_asleep: list[ManagedEngine] = field(default_factory=list)
-    asked: list[ManagedEngine] = field(
-        default_factory=list
-    )  # engines that were ordered to sleep for this request
+    asked: list[ManagedEngine] = field(default_factory=list)  # engines already ordered to sleep
 
 
 class Sleepers:

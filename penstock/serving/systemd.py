@@ -40,7 +40,6 @@ def _send(address: str, message: str) -> None:
         contextlib.suppress(OSError),  # the server must not fail because systemd is gone
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender,
     ):
-        sender.settimeout(
-            0 if message == ALIVE else _SEND_S
-        )  # the next watchdog notification follows soon anyway
+        # Watchdog notifications never wait: the next one follows soon.
+        sender.settimeout(0 if message == ALIVE else _SEND_S)
         sender.sendto(message.encode(), address)

@@ -38,9 +38,7 @@ from penstock.stores.columns import (
 )
 from penstock.stores.locations import Location, Metric
 
-_NAMESPACE = uuid.UUID(
-    "6f6ad0d1-6a6e-5d4b-8b5f-0d9d2a3f7c11"
-)  # namespace of the UUIDs that replace other ids
+_NAMESPACE = uuid.UUID("6f6ad0d1-6a6e-5d4b-8b5f-0d9d2a3f7c11")  # for the UUIDs that replace other ids
 _MAX_WRITE_BYTES = 8 << 20  # JSON size of the vectors in one call; servers accept 32 MB by default
 _JSON_BYTES_PER_NUMBER = 12
 _TIMEOUT_S = 60

@@ -93,9 +93,7 @@ def _embed(engine: Engine, texts: list[str], stamp: Stamp | None, prompt: QueryP
         values: Any = [SparseRow(*_arrays(row)) for row in engine.sparse(texts, **options)]
         return _table(kind, values, 0, OutputDtype.FLOAT32, stamp)
     dtype = OutputDtype(stamp.dtype)
-    dtype = (
-        OutputDtype.FLOAT32 if dtype is OutputDtype.BFLOAT16 else dtype
-    )  # stores keep bfloat16 vectors as float32
+    dtype = OutputDtype.FLOAT32 if dtype is OutputDtype.BFLOAT16 else dtype  # the type that stores keep
     options |= {"normalize": stamp.normalize, "dimensions": stamp.dimension, "dtype": dtype.value}
     embed = engine.embed if kind is VectorKind.DENSE else engine.token_embed
     values = embed(texts, **options)
