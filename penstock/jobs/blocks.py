@@ -90,7 +90,7 @@ class VectorColumns:
         return _multi_array([self._numbers(row) for row in values], width, self.dtype)
 
     def _numbers(self, values: Vectors) -> Vectors:
-        """Convert bfloat16 values, which arrive as 16-bit patterns, to float32."""
+        """Convert bfloat16 values to float32. They arrive as bits: the upper half of a float32."""
         if self.dtype is OutputDtype.BFLOAT16:
             return (values.astype(np.uint32) << 16).view(np.float32)
         return values

@@ -88,7 +88,7 @@ class VectorOptions(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedChunk:
     chunk: Chunk
-    prepared: Prepared[Any] | None  # None: all rows are bad
+    prepared: Prepared[Any] | None  # None: no rows are left to compute
     num_truncated: int = 0
 
     @property
@@ -355,4 +355,4 @@ def read_ahead(items: Iterator[T]) -> Iterator[T]:
     finally:
         is_abandoned.set()
         with suppress(queue.Empty):
-            ready.get_nowait()  # make room for the thread's next item, so that it sees the event
+            ready.get_nowait()  # unblock the thread's `put`, so that it sees the event

@@ -247,9 +247,8 @@ class LocalEngine(EngineHandle):
 
     def _cancel(self, message: _Cancel) -> None:
         request_id, caller = message.request_id, message.caller
-        if (
-            self._router.owner(request_id) is caller
-        ):  # otherwise it has finished, and the id belongs to a new request
+        # Otherwise the request has finished, and its id may belong to a new request.
+        if self._router.owner(request_id) is caller:
             self._core.cancel(request_id)
             self._router.remove(request_id)
         caller.confirm_cancel(request_id)

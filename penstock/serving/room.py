@@ -21,8 +21,8 @@ _WEIGHTS = (".safetensors", ".bin", ".gguf")
 class Room:
     """Memory of a device that several engines share.
 
-    Only one engine at a time allocates, so that no other takes the memory that it has found free. Its turn
-    begins with `make` and ends with `leave`, or when the process exits.
+    Only one engine at a time allocates, so that no other takes the memory that it has found free. An engine's
+    turn begins with `make`, and ends with `leave` or when its process exits.
     """
 
     def __init__(self, device: str, folder: Path, ask: Ask) -> None:
