@@ -1,2 +1,4 @@
-"""Files and batches on disk: what `/v1/files` and `/v1/batches` store, and how a batch is answered exactly
-once. No sockets and no engine."""
+"""Files and batches on disk, as stored by `/v1/files` and `/v1/batches`.
+
+Each line of a batch is answered exactly once. Has neither sockets nor an engine.
+"""

@@ -1,8 +1,8 @@
-"""Answers of a batch, appended so that every line is answered exactly once, whenever the process is killed.
+"""The journal of a batch's answers. Every line is answered exactly once, even if the process is killed.
 
-A group of answers is written and synced first. Then one transaction records which lines they answer and how
-long the files are with them. What a file has beyond the recorded length was never committed: it is cut off
-when the batch continues, and its lines run again.
+A group of answers is written and synced first. Then one transaction records the lines that they answer and
+the new lengths of the files. Bytes beyond the recorded length were never committed: when the batch continues,
+they are truncated, and their lines run again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.errors import EngineError
 
 @dataclass(frozen=True, slots=True)
 class LineAnswer:
-    """The answer to one line, as a line of the output file or of the error file."""
+    """The answer to one line of a batch. It becomes a line of the output file or of the error file."""
 
     line: int  # number of the line in the input file, from 1
     raw: bytes  # JSON, without a newline
@@ -28,7 +28,7 @@ class LineAnswer:
 
 
 class Journal:
-    """The output file and the error file of one batch. One process at a time may have it open."""
+    """The output file and the error file of one batch. Only one process at a time may open it."""
 
     def __init__(self, store: BatchStore, batch: BatchRecord) -> None:
         self._store = store
@@ -38,7 +38,7 @@ class Journal:
         sync_folder(store.folder / "content")
 
     def append(self, answers: Sequence[LineAnswer]) -> BatchRecord:
-        """Commit the answers of lines. They are durable when this returns."""
+        """Commit answers to lines. They are durable when this returns."""
         output = b"".join(answer.raw + b"\n" for answer in answers if not answer.is_error)
         errors = b"".join(answer.raw + b"\n" for answer in answers if answer.is_error)
         for descriptor, content in ((self._output, output), (self._errors, errors)):
@@ -68,7 +68,7 @@ def _count(batch: BatchRecord, answers: Sequence[LineAnswer], num_output: int, n
 
 
 def _open_at(path: Path, size: int) -> int:
-    """Open a file to append after its committed bytes; the rest is truncated."""
+    """Open a file for appending after its committed bytes. The rest is truncated."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     found = os.fstat(descriptor).st_size
     if found < size:

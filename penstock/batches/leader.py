@@ -1,7 +1,7 @@
-"""Which process runs the batches of a folder: the one that holds a file lock.
+"""Leader election: the process that holds a file lock runs the batches of a folder.
 
-The lock goes with its process, however that ends; then another API process of the server takes over. A second
-server on the same folder waits, and says so.
+The lock is released when its process ends, however it ends. Then another API process of the server takes
+over. A second server on the same folder waits and reports this.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class LeaderLock:
         self._path = folder / "leader.lock"
         self._server = server
         self._descriptor = -1
-        self.other_server = ""  # that holds the lock; "": none but this one
+        self.other_server = ""  # the other server that holds the lock, or ""
 
     @property
     def is_held(self) -> bool:
         return self._descriptor >= 0
 
     def try_to_lead(self) -> bool:
-        """Take the lock, if nobody has it; whether this process has it."""
+        """Take the lock if it is free. Returns whether this process holds it."""
         if self.is_held:
             return True
         descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -1,4 +1,4 @@
-"""The lines of an input file: read one at a time, within bounds, and checked before any of them runs."""
+"""Lines of an input file: read one at a time, with bounded memory, and checked before any of them runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import msgspec
 from penstock.batches.records import LineError
 from penstock.errors import BadValue, shortened, shown
 
-MAX_ERRORS = 100  # of a file that are reported
+MAX_ERRORS = 100  # reported per file
 MAX_CUSTOM_ID = 512  # characters
 _PIECE_BYTES = 1 << 20
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class RequestLine(msgspec.Struct, kw_only=True):
-    """One line: a request under a name of the caller's."""
+    """One line: a request with an id chosen by the caller."""
 
     custom_id: str
     method: str
@@ -33,7 +33,7 @@ _decode_text = msgspec.json.Decoder(str).decode
 
 
 class _ModelField(msgspec.Struct):
-    """The field of a body that names its model."""
+    """The field of a request body that names its model."""
 
     model: str | None = None
 
@@ -43,15 +43,15 @@ _decode_model = msgspec.json.Decoder(_ModelField).decode
 
 @dataclass(slots=True)
 class CheckedFile:
-    """What the check of an input file has found."""
+    """The result of checking an input file."""
 
     num_lines: int = 0
-    model: str | None = None  # of the first line
+    model: str | None = None  # model named by the first line
     errors: list[LineError] = field(default_factory=list)
 
 
 def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
-    """Number and content of each line that is not blank; None for one of more than `max_bytes`."""
+    """Yield number and content of each line that is not blank; None for lines longer than `max_bytes`."""
     with path.open("rb") as file:
         number = 0
         while piece := file.readline(max_bytes + 1):
@@ -65,14 +65,14 @@ def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes | None]]
 
 
 def parse_line(raw: bytes) -> RequestLine:
-    """A line that `check_file` has found valid."""
+    """Decode a line that `check_file` has accepted."""
     return _decode_line(raw)
 
 
 def check_file(
     path: Path, endpoint: str, *, max_lines: int, max_bytes: int, check_nesting: Callable[[bytes], None]
 ) -> CheckedFile:
-    """Check every line. Errors name the line; beyond `MAX_ERRORS` the rest is not looked at."""
+    """Check every line. Errors name the line. Stops after `MAX_ERRORS` errors."""
     found, seen = CheckedFile(), set[bytes]()
     for number, raw in read_lines(path, max_bytes):
         found.num_lines += 1
@@ -128,7 +128,7 @@ def _check_line(
 
 
 def _why_unreadable(raw: bytes, error: Exception) -> LineError:
-    """What is wrong with a line that is not a request: no JSON object, or a field is missing or wrong."""
+    """Explain why a line is not a request: not a JSON object, or a missing or wrong field."""
     if isinstance(error, UnicodeDecodeError):
         return LineError(code="invalid_json_line", message="this line is not a valid JSON object: not UTF-8")
     try:

@@ -1,4 +1,4 @@
-"""Reads a `multipart/form-data` body piece by piece: the file goes to disk, other fields are small texts."""
+"""Streaming reader of `multipart/form-data`: the file is written to disk, other fields are small texts."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ FILE_FIELD = "file"
 MAX_PARTS = 32
 MAX_FIELD_BYTES = 4096
 MAX_NAME = 255  # characters of a file's name
-ENVELOPE_BYTES = 1 << 20  # of a body beside its file
+ENVELOPE_BYTES = 1 << 20  # allowance for the parts of a body other than its file
 _MAX_BOUNDARY = 200
 _NOT_SHOWN = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 @dataclass(slots=True)
 class Form:
-    """A form that has been read."""
+    """The fields of a form, and facts about its file."""
 
     filename: str | None = None  # None: there was no file
-    num_bytes: int = 0  # of the file
+    num_bytes: int = 0  # size of the file
     fields: dict[str, str] = field(default_factory=dict)
 
 
 class FormReader:
-    """`feed` pieces of the body, then `finish`. Writes to the file block."""
+    """Reads a form: call `feed` with pieces of the body, then `finish`. Writes to the file are blocking."""
 
     def __init__(self, content_type: bytes, descriptor: int, max_file_bytes: int) -> None:
         kind, options = parse_options_header(content_type)
@@ -48,7 +48,7 @@ class FormReader:
         self._header = b""  # name of the header that is being read
         self._value = b""
         self._disposition = b""
-        self._name: str | None = None  # of the field that is being read; None: it is the file
+        self._name: str | None = None  # name of the field that is being read; None for the file
         self._text = bytearray()
         self._parser = MultipartParser(
             boundary,
@@ -136,6 +136,6 @@ def too_large(max_bytes: int) -> BodyTooLarge:
 
 
 def shown_name(given: str) -> str:
-    """A file's name as it is shown: without folders and control characters. No file is stored under it."""
+    """Clean a file's name for display: no folders, no control characters. Not used as a path."""
     name = re.split(r"[/\\]", given)[-1]
     return _NOT_SHOWN.sub("", name)[:MAX_NAME] or "upload.jsonl"

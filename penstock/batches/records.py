@@ -1,4 +1,4 @@
-"""What is stored about a file and about a batch."""
+"""Stored records of files and batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import msgspec
 
 from penstock.errors import BadValue, shown
 
-UploadPurpose = Literal["batch", "vision", "user_data"]  # lines of a batch, or an image for requests to name
+# Lines of a batch, or an image that requests refer to.
+UploadPurpose = Literal["batch", "vision", "user_data"]
 Purpose = Literal["batch", "batch_output", "vision", "user_data"]
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
@@ -23,7 +24,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 class FileRecord(msgspec.Struct, kw_only=True):
     id: str
-    owner: str  # name of the API key that made it; "": the server asked for none
+    owner: str  # name of the API key that created it; "" if the server requires no key
     filename: str
     purpose: Purpose
     bytes: int
@@ -32,7 +33,7 @@ class FileRecord(msgspec.Struct, kw_only=True):
 
 
 class LineError(msgspec.Struct, kw_only=True, omit_defaults=False):
-    """Why a batch was refused: one line of its file, or the file as a whole."""
+    """Why a batch was refused: an error in one line of its file, or in the file as a whole."""
 
     code: str
     message: str
@@ -41,7 +42,7 @@ class LineError(msgspec.Struct, kw_only=True, omit_defaults=False):
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """Tokens of answered lines."""
+    """Token counts of answered lines."""
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -60,7 +61,7 @@ class BatchRecord(msgspec.Struct, kw_only=True):
     created_at: int
     expires_at: int
     metadata: dict[str, str] | None = None
-    output_expires_s: int | None = None  # after the creation of the files that it writes; None: retention
+    output_expires_s: int | None = None  # lifetime of the files that it writes; None: the server's retention
     status: Status = "validating"
     errors: list[LineError] = []
     model: str | None = None
@@ -68,9 +69,9 @@ class BatchRecord(msgspec.Struct, kw_only=True):
     completed: int = 0
     failed: int = 0
     usage: Usage = msgspec.field(default_factory=Usage)
-    output_file_id: str  # reserved when the batch is made; shown when the file is complete and not empty
+    output_file_id: str  # reserved at creation; shown once the file is complete and not empty
     error_file_id: str
-    output_bytes: int = 0  # of the file that are valid; whatever follows them was never committed
+    output_bytes: int = 0  # committed length of the output file; bytes beyond it are invalid
     error_bytes: int = 0
     in_progress_at: int | None = None
     finalizing_at: int | None = None
@@ -86,12 +87,12 @@ class BatchRecord(msgspec.Struct, kw_only=True):
 
 
 def new_id(prefix: str) -> str:
-    """An id that cannot be guessed."""
+    """Create an id that cannot be guessed."""
     return prefix + secrets.token_hex(16)
 
 
 def window_seconds(text: str) -> int:
-    """The seconds of a completion window such as 24h."""
+    """Parse a completion window such as 24h to seconds."""
     found = re.fullmatch(r"([0-9]{1,8})([smhd])", text)
     seconds = int(found[1]) * _UNITS[found[2]] if found else 0
     if not 0 < seconds <= MAX_WINDOW_S:

@@ -1,7 +1,7 @@
-"""Files and batches in one folder: SQLite for what is known about them, plain files for their content.
+"""Files and batches in one folder: records in SQLite, content in plain files.
 
 Every API process of a server opens the folder. One of them, the leader, runs the batches. All changes are
-transactions, so a process may be killed at any moment.
+transactions, so a process can be killed at any moment.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import msgspec
 from penstock.batches.records import ENDED, UNFINISHED, BatchRecord, FileRecord
 from penstock.errors import BadValue, ConfigError, NotFound
 
-_VERSION = 1  # of the tables
-_BUSY_S = 30.0  # that a transaction waits for one of another process
+_VERSION = 1  # version of the table schema
+_BUSY_S = 30.0  # longest wait for another process's transaction
 _TABLES = """
 CREATE TABLE files (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL,
@@ -42,7 +42,7 @@ _decode_batch = msgspec.json.Decoder(BatchRecord).decode
 
 
 class BatchStore:
-    """The folder. Methods block, and may be called from any thread."""
+    """The folder of files and batches. Methods block, and can be called from any thread."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -54,7 +54,7 @@ class BatchStore:
                 folder / "batches.sqlite", timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
             self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")  # a commit is on disk when it returns
+            self._db.execute("PRAGMA synchronous = FULL")  # COMMIT returns only when the data is on disk
             self._make_tables()
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
@@ -81,7 +81,7 @@ class BatchStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """All or nothing; others of this process and of other processes wait."""
+        """Run a transaction; an exception rolls it back. Writers in this and other processes wait."""
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -98,15 +98,15 @@ class BatchStore:
     # --- files ------------------------------------------------------------------------------------------
 
     def path(self, file_id: str) -> Path:
-        """Where the content of a file is. Ids are the server's own, never a client's text."""
+        """Path of a file's content. Ids must come from the server, never from a client."""
         return self.folder / "content" / file_id
 
     def upload_path(self, file_id: str) -> Path:
-        """Where a file is while it is uploaded."""
+        """Path of a file while it is being uploaded."""
         return self.folder / "uploads" / file_id
 
     def add_upload(self, record: FileRecord) -> None:
-        """Add a file whose content is complete at `upload_path`."""
+        """Add a file whose complete content is at `upload_path`."""
         self.upload_path(record.id).replace(self.path(record.id))
         sync_folder(self.folder / "content")
         with self._transaction() as db:
@@ -127,7 +127,7 @@ class BatchStore:
         after: str | None = None,
         order: str = "desc",
     ) -> tuple[list[FileRecord], bool]:
-        """A page of an owner's files, and whether more follow."""
+        """Return a page of an owner's files, and whether more follow."""
         wanted = (" AND purpose = ?", [purpose]) if purpose is not None else ("", [])
         rows = self._page("files", owner, limit, after, order, *wanted)
         return [_decode_file(row) for row in rows[:limit]], len(rows) > limit
@@ -147,7 +147,7 @@ class BatchStore:
         return [row for (row,) in self._all(f"{query} LIMIT ?", owner, *values, limit + 1)]
 
     def delete_file(self, file_id: str, owner: str) -> None:
-        """Delete a file, unless a batch that has not ended reads it."""
+        """Delete a file, unless it is the input of a batch that has not ended."""
         with self._transaction() as db:
             if not db.execute("SELECT 1 FROM files WHERE id = ? AND owner = ?", (file_id, owner)).fetchone():
                 raise _no_file(file_id)
@@ -160,7 +160,7 @@ class BatchStore:
         self.path(file_id).unlink(missing_ok=True)
 
     def used_bytes(self) -> int:
-        """The bytes of all files, those that batches are writing among them."""
+        """Sum the bytes of all files, including files that batches are writing."""
         (files,) = self._all("SELECT COALESCE(SUM(bytes), 0) FROM files")[0]
         return int(files) + sum(batch.output_bytes + batch.error_bytes for batch in self.unfinished())
 
@@ -183,19 +183,19 @@ class BatchStore:
             )
 
     def batch(self, batch_id: str, owner: str | None = None) -> BatchRecord:
-        """A batch, if it is this owner's; None: whoever's it is."""
+        """Return a batch if it belongs to this owner. With None as owner, return it in any case."""
         found = self._all("SELECT owner, record FROM batches WHERE id = ?", batch_id)
         if not found or owner not in (None, found[0][0]):
             raise _no_batch(batch_id)
         return _decode_batch(found[0][1])
 
     def batches(self, owner: str, *, limit: int, after: str | None = None) -> tuple[list[BatchRecord], bool]:
-        """A page of an owner's batches, the newest first, and whether more follow."""
+        """Return a page of an owner's batches, newest first, and whether more follow."""
         rows = self._page("batches", owner, limit, after, "desc", "", [])
         return [_decode_batch(row) for row in rows[:limit]], len(rows) > limit
 
     def unfinished(self) -> list[BatchRecord]:
-        """The batches that have not ended, the oldest first."""
+        """List the batches that have not ended, oldest first."""
         query = f"SELECT record FROM batches WHERE status IN {UNFINISHED!r} ORDER BY seq"
         return [_decode_batch(row) for (row,) in self._all(query)]
 
@@ -203,14 +203,14 @@ class BatchStore:
         return Counter(dict(self._all("SELECT status, COUNT(*) FROM batches GROUP BY status")))
 
     def update(self, batch_id: str, change: Callable[[BatchRecord], None]) -> BatchRecord:
-        """Change a batch; nothing else changes it meanwhile."""
+        """Change a batch atomically."""
         with self._transaction() as db:
             return _update(db, batch_id, change)
 
     def commit_lines(
         self, batch_id: str, lines: Sequence[int], change: Callable[[BatchRecord], None]
     ) -> BatchRecord:
-        """Record that these lines are answered, together with a change of the batch."""
+        """Record atomically that these lines are answered, and change the batch."""
         with self._transaction() as db:
             db.executemany(
                 "INSERT INTO done (batch, line) VALUES (?, ?)", [(batch_id, line) for line in lines]
@@ -223,17 +223,17 @@ class BatchStore:
     def end(
         self, batch_id: str, change: Callable[[BatchRecord], None], files: Sequence[FileRecord] = ()
     ) -> BatchRecord:
-        """End a batch, and let its owner see the files that it wrote."""
+        """End a batch, and make the files that it wrote visible to its owner."""
         with self._transaction() as db:
             for record in files:
                 _insert_file(db, record)
             db.execute("DELETE FROM done WHERE batch = ?", (batch_id,))
             return _update(db, batch_id, change)
 
-    # --- what has become old ----------------------------------------------------------------------------
+    # --- clean-up ---------------------------------------------------------------------------------------
 
     def delete_expired(self, now: int, ended_before: int | None) -> int:
-        """Delete files that have expired, and batches that ended before a time; returns how many."""
+        """Delete expired files, and batches that ended before `ended_before`. Returns the number deleted."""
         with self._transaction() as db:
             used = f"SELECT input_file_id FROM batches WHERE status IN {UNFINISHED!r}"
             query = f"SELECT id FROM files WHERE expires_at <= ? AND id NOT IN ({used})"
@@ -250,8 +250,8 @@ class BatchStore:
         return len(files) + len(batches)
 
     def delete_orphans(self, before_s: float) -> int:
-        """Delete content that nothing refers to and that is older than a time: a process was killed while it
-        took an upload."""
+        """Delete content older than `before_s` that no record refers to. It remains when a process is killed
+        during an upload."""
         known = {each for (each,) in self._all("SELECT id FROM files")}
         for batch in self.unfinished():
             known |= {batch.output_file_id, batch.error_file_id}
@@ -265,13 +265,13 @@ class BatchStore:
 
 
 def ended_at(batch: BatchRecord) -> int:
-    """When a batch ended, or was made if it has not."""
+    """Return when a batch ended, or when it was created if it has not ended."""
     times = (batch.completed_at, batch.failed_at, batch.expired_at, batch.cancelled_at)
     return max((each for each in times if each is not None), default=batch.created_at)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names of a folder's files durable."""
+    """Make the entries of a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

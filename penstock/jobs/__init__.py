@@ -1,1 +1,1 @@
-"""Jobs that read many rows, compute their vectors and write each row once, however often a run stops."""
+"""Jobs that embed many rows and write each row exactly once, even if runs are interrupted."""

@@ -1,4 +1,4 @@
-"""A finished block of rows: what a job writes, as Arrow columns or as JSON values."""
+"""Finished blocks of rows, converted to Arrow columns or JSON values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WIDE = {VectorKind.DENSE: "vector", VectorKind.SPARSE: "sparse", VectorKind.MUL
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Rows with their vectors. `span` counts rows of the input, so it includes the bad ones."""
+    """Rows with their vectors. `span` counts rows of the input, bad rows included."""
 
     span: Span
     carried: dict[str, Any]  # name → list, NumPy or Arrow array; the id first
@@ -35,10 +35,10 @@ class Block:
 class VectorColumns:
     """The vector columns of an output."""
 
-    widths: dict[VectorKind, int]  # numbers in a stored vector; 0 for sparse ones
+    widths: dict[VectorKind, int]  # numbers per stored vector; 0 for sparse vectors
     dtype: OutputDtype
     stamp: Stamp
-    dense_name: str = "embedding"  # in files; stores call it `vector`
+    dense_name: str = "embedding"  # the name in files; stores call it `vector`
 
     @property
     def kinds(self) -> tuple[VectorKind, ...]:
@@ -52,14 +52,14 @@ class VectorColumns:
         return self.dense_name if kind is VectorKind.DENSE else _WIDE[kind]
 
     def empty(self) -> dict[VectorKind, Any]:
-        """The vectors of a block without rows."""
+        """Make the vectors of a block without rows."""
         return {
             kind: np.zeros((0, width), self.dtype.numpy) if kind is VectorKind.DENSE else []
             for kind, width in self.widths.items()
         }
 
     def table(self, block: Block) -> Any:
-        """The block as a `pyarrow.Table` whose schema carries the stamp."""
+        """Convert a block to a `pyarrow.Table` whose schema carries the stamp."""
         import pyarrow as pa
 
         columns = {name: carried_array(values) for name, values in block.carried.items()}
@@ -68,7 +68,7 @@ class VectorColumns:
         return pa.table(columns).replace_schema_metadata(self.stamp.metadata)
 
     def json_columns(self, block: Block) -> dict[str, Sequence[Any]]:
-        """The values of each column, such that orjson writes them."""
+        """Convert a block to columns of values that orjson can write."""
         columns: dict[str, Sequence[Any]] = {name: _plain(values) for name, values in block.carried.items()}
         for kind in self.kinds:
             columns[self.name(kind)] = self._json_values(kind, block.vectors[kind])
@@ -90,7 +90,7 @@ class VectorColumns:
         return _multi_array([self._numbers(row) for row in values], width, self.dtype)
 
     def _numbers(self, values: Vectors) -> Vectors:
-        """bfloat16 arrives as bits, the upper half of a float32."""
+        """Convert bfloat16 values to float32. They arrive as bits: the upper half of a float32."""
         if self.dtype is OutputDtype.BFLOAT16:
             return (values.astype(np.uint32) << 16).view(np.float32)
         return values
@@ -132,7 +132,7 @@ def _offsets(lengths: Iterable[int]) -> Any:
 
 
 def carried_array(values: Any) -> Any:
-    """A carried column as an array. Lists, objects and mixtures of types become JSON text."""
+    """Convert a carried column to an array. Lists, objects and mixed types become JSON text."""
     import pyarrow as pa
 
     if isinstance(values, pa.Array | pa.ChunkedArray | np.ndarray):

@@ -1,4 +1,4 @@
-"""Embeds chunks of rows: a thread reads and tokenises the next one while the engine computes two."""
+"""Embedding of chunks of rows. A thread reads and tokenises the next chunk while the engine computes two."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from penstock.types import OutputDtype, PooledOutput, PoolingParams, PreparedIma
 if TYPE_CHECKING:
     from penstock.inputs.images.loader import ImageLoader
 
-MAX_CHUNKS_IN_FLIGHT = 2  # the engine computes the second while the first is saved
+MAX_CHUNKS_IN_FLIGHT = 2  # the engine computes one while the other is saved
 _TASKS = {
     VectorKind.DENSE: Task.EMBED,
     VectorKind.SPARSE: Task.SPARSE,
@@ -49,13 +49,13 @@ _TASK_TYPES: dict[Task, type[TextTask[Any]]] = {
     Task.SPARSE: Sparse,
     Task.TOKEN_EMBED: TokenEmbed,
 }
-# Engine settings that change what the model computes by more than rounding.
+# Engine settings that change results by more than rounding errors.
 _OVERRIDES = ("pooler_config", "hf_overrides", "quantization", "unquantized_layers", "load_format", "seed")
 T = TypeVar("T")
 
 
 class VectorOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Which vectors to compute, and from which part of a text."""
+    """Which vectors to compute, and how texts are prepared."""
 
     kinds: tuple[VectorKind, ...] = (VectorKind.DENSE,)
     dimensions: int | None = None
@@ -63,12 +63,12 @@ class VectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     dtype: OutputDtype = OutputDtype.FLOAT32
     prompt_name: str | None = None
     prompt: str | None = None
-    adapter: str | None = None  # one of the engine's `lora_modules`, or of the checkpoint's own
+    adapter: str | None = None  # one of the engine's `lora_modules`, or one of the checkpoint's own adapters
     truncate: bool = True
     truncation_side: str = "right"
 
     def params(self) -> tuple[PoolingParams, ...]:
-        """The outputs to ask for. Dimensions and number formats do not apply to sparse vectors."""
+        """Build the parameters of each output. Dimensions and dtypes do not apply to sparse vectors."""
         return tuple(
             PoolingParams(Task.SPARSE)
             if kind is VectorKind.SPARSE
@@ -88,7 +88,7 @@ class VectorOptions(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedChunk:
     chunk: Chunk
-    prepared: Prepared[Any] | None  # None: no row is left to compute
+    prepared: Prepared[Any] | None  # None: no rows are left to compute
     num_truncated: int = 0
 
     @property
@@ -97,7 +97,7 @@ class PreparedChunk:
 
 
 class _BadRows(Exception):
-    """Rows that the model cannot read, each with its index among the texts of its chunk."""
+    """Rows that the model cannot read, each with its index in `Chunk.texts`."""
 
     def __init__(self, rows: list[tuple[int, BadRow]]) -> None:
         super().__init__(rows)
@@ -105,7 +105,7 @@ class _BadRows(Exception):
 
 
 class Embedder:
-    """The model and how a run uses it. Weights are loaded on entering the context."""
+    """A model with the options of a run. Weights are loaded on entering the context."""
 
     def __init__(
         self, engine: dict[str, Any], options: VectorOptions, *, skips_bad_rows: bool = False
@@ -117,7 +117,8 @@ class Embedder:
         self._adapter = "" if options.adapter is None else self._described.adapter_mark(options.adapter)
         if options.adapter in self.spec.adapters:
             self._input_options = replace(self._input_options, adapter=options.adapter)
-        self._held, self._adapter_id = ExitStack(), -1  # of a LoRA adapter, once it is loaded
+        # Keeps a LoRA adapter loaded, and its id; set on entering the context.
+        self._held, self._adapter_id = ExitStack(), -1
         self._params = options.params()
         self.skips_bad_rows = skips_bad_rows
         self._text = TextModel(self.spec)
@@ -136,7 +137,7 @@ class Embedder:
         return self.options.dimensions or self.spec.width(_TASKS[kind])
 
     def _width(self, kind: VectorKind) -> int:
-        """Numbers in a stored vector."""
+        """Numbers per stored vector."""
         if kind is VectorKind.SPARSE:
             return 0
         dimensions = self._dimensions(kind)
@@ -147,7 +148,7 @@ class Embedder:
         default = msgspec.to_builtins(type(self._described.config)())
         changed = {name: config[name] for name in _OVERRIDES if config[name] != default[name]}
         if self.settings.device == "null":
-            changed["device"] = "null"  # vectors of no model
+            changed["device"] = "null"  # the null runner's vectors must not be mixed with real ones
         dense = [kind for kind in options.kinds if kind is not VectorKind.SPARSE]
         return Stamp(
             model=self.spec.name,
@@ -165,7 +166,7 @@ class Embedder:
         )
 
     def fingerprint(self) -> dict[str, Any]:
-        """All settings that decide the vectors, without those that only decide the speed."""
+        """Return all settings that affect the vectors, without settings that only affect speed."""
         options, settings = self.options, self.settings
         return {
             "model": self.spec.name,
@@ -196,7 +197,7 @@ class Embedder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for _prepared, future in self._running:  # none, unless the run was interrupted
+        for _prepared, future in self._running:  # empty unless the run was interrupted
             if future is not None:
                 future.cancel()
         self._held.close()
@@ -206,7 +207,7 @@ class Embedder:
     def embed(
         self, chunks: Iterator[Chunk], columns: Columns
     ) -> Iterator[tuple[PreparedChunk, dict[VectorKind, Any]]]:
-        """Chunks with their vectors, in order."""
+        """Yield chunks with their vectors, in order."""
         running = self._running
         for prepared in read_ahead(self.prepare(chunk, columns) for chunk in chunks):
             running.append((prepared, self.submit(prepared)))
@@ -216,7 +217,7 @@ class Embedder:
             yield self._complete(*running.popleft())
 
     def run(self, chunk: Chunk, columns: Columns) -> tuple[PreparedChunk, dict[VectorKind, Any]]:
-        """One chunk with its vectors. Several threads may call it at the same time."""
+        """Embed one chunk. Several threads may call this at the same time."""
         prepared = self.prepare(chunk, columns)
         return self._complete(prepared, self.submit(prepared))
 
@@ -235,7 +236,7 @@ class Embedder:
         return prepared, dict(zip(kinds, result if len(kinds) > 1 else [result], strict=True))
 
     def prepare(self, chunk: Chunk, columns: Columns) -> PreparedChunk:
-        """Tokenise a chunk. Rows that the model cannot read move to its bad rows, or are an error."""
+        """Tokenise a chunk. Rows that the model cannot read become bad rows if they are skipped, or raise."""
         num_truncated = 0
 
         def check(lengths: list[int]) -> None:
@@ -260,7 +261,7 @@ class Embedder:
         return PreparedChunk(chunk, None)
 
     def _prepare_images(self, chunk: Chunk, columns: Columns) -> tuple[Chunk, list[PreparedImage]]:
-        """The images of a chunk, decoded and prepared. Those that cannot be read are bad rows."""
+        """Decode and prepare the images of a chunk. Images that cannot be read become bad rows."""
         if self.spec.images is None:
             raise refuse_images(self.spec.name)
         prepared: list[PreparedImage] = []
@@ -295,11 +296,11 @@ class Embedder:
         return _TASK_TYPES[first.task](inputs=texts, params=first, options=self._input_options)
 
     def _check_lengths(self, lengths: list[int], chunk: Chunk, columns: Columns) -> int:
-        """The number of rows beyond the limit. Errors name the row by its number in the input."""
+        """Count the rows that exceed the limit. Raises `_BadRows` for rows that cannot be embedded."""
         limit = self._max_tokens
         long = [at for at, length in enumerate(lengths) if length > limit] if max(lengths) > limit else []
         bad: list[tuple[int, BadRow]] = []
-        if 0 in lengths and self.spec.static is None:  # which have a vector for such rows
+        if 0 in lengths and self.spec.static is None:  # static models have a vector for empty rows
             bad += [
                 (at, self._bad(at, "has no tokens", "input", chunk, columns))
                 for at, length in enumerate(lengths)
@@ -316,7 +317,7 @@ class Embedder:
         return self._bad(at, reason, "--no-truncate", chunk, columns)
 
     def _bad(self, at: int, reason: str, flag: str, chunk: Chunk, columns: Columns) -> BadRow:
-        """A row without a vector; an error unless such rows are skipped."""
+        """Make a bad row. Raises unless bad rows are skipped."""
         row = chunk.numbers[at]
         if self.skips_bad_rows:
             return BadRow(row, chunk.id_of(at, columns), reason, columns.text)
@@ -325,9 +326,9 @@ class Embedder:
 
 
 def read_ahead(items: Iterator[T]) -> Iterator[T]:
-    """The items in order, read on another thread while the caller works on the item before.
+    """Yield items in order. Another thread reads the next item while the caller works on the current one.
 
-    The thread is a daemon: while it waits for a line on stdin it must not keep the process alive.
+    The thread is a daemon, so that it does not keep the process alive while it waits for a line on stdin.
     """
     ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=1)
     is_abandoned = threading.Event()
@@ -354,4 +355,4 @@ def read_ahead(items: Iterator[T]) -> Iterator[T]:
     finally:
         is_abandoned.set()
         with suppress(queue.Empty):
-            ready.get_nowait()  # room for the item that the thread holds, so that it sees the event
+            ready.get_nowait()  # unblock the thread's `put`, so that it sees the event

@@ -1,4 +1,4 @@
-"""File formats that commands read and write, and other choices of a job. Imports nothing heavy."""
+"""File formats and other enumerated options of a job. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class InputFormat(enum.StrEnum):
     PARQUET = "parquet"
     TEXT = "text"
     LANCE = "lance"
-    IMAGE = "image"  # one image a file
-    PDF = "pdf"  # a row a page
+    IMAGE = "image"  # one row per file
+    PDF = "pdf"  # one row per page
 
 
 class OutputFormat(enum.StrEnum):

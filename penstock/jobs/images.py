@@ -1,5 +1,6 @@
-"""Images and pages of PDF files as rows of an input. Rows name them; they are decoded when they are embedded,
-so memory holds a few of them at a time.
+"""Images and pages of PDF files as rows of an input.
+
+Rows only refer to images. They are decoded when they are embedded, so only a few are in memory at a time.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from penstock.jobs.rows import BadRow, Chunk, Columns, Source
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-PATH, PAGE = "path", "page"  # the columns of such an input
+PATH, PAGE = "path", "page"  # the columns of an input of images
 DEFAULT_PDF_DPI = 150
 _POINTS_PER_INCH = 72
-MAX_CHUNK_IMAGES = 32  # prepared images of a chunk are in memory together
+MAX_CHUNK_IMAGES = 32  # all prepared images of a chunk are in memory at once
 
 
 class InputFile(Protocol):
@@ -37,19 +38,19 @@ class ImageRef:
     """One image of an input. Picklable."""
 
     path: str
-    page: int | None = None  # of a PDF file, from 1
+    page: int | None = None  # page of a PDF file, from 1
     dpi: int = DEFAULT_PDF_DPI
 
     def __len__(self) -> int:
-        return 1  # chunks of images are short already: they need not be cut by their texts
+        return 1  # so that `Chunk.split` never splits a chunk of images by size
 
     def load(self, max_pixels: int) -> Path | Image:
-        """What an image loader takes."""
+        """Return the image in a form that an image loader accepts."""
         return Path(self.path) if self.page is None else render_page(self, max_pixels)
 
 
 class ImageSource(Source):
-    """Images and PDF files, in their order: a row an image, a row a page."""
+    """Images and PDF files, in order. Each image and each page is a row."""
 
     def __init__(self, files: Sequence[InputFile], dpi: int) -> None:
         super().__init__(_name(files), (PATH, PAGE), (PATH,))
@@ -76,7 +77,7 @@ class ImageSource(Source):
         pass
 
     def _rows(self, columns: Columns) -> Iterator[ImageRef | BadRow]:
-        """The rows of all files; a PDF file that cannot be opened is a bad row."""
+        """Yield the rows of all files. A PDF file that cannot be opened is a bad row."""
         for file in self._files:
             if file.form is not InputFormat.PDF:
                 yield ImageRef(file.location)
@@ -110,7 +111,7 @@ def is_image_file(file: InputFile) -> bool:
 
 
 def open_images(files: Sequence[InputFile], dpi: int) -> ImageSource:
-    """The images of an input, which has nothing else."""
+    """Open an input of images and PDF files. It must not contain other files."""
     other = next((file for file in files if not is_image_file(file)), None)
     if other is not None:
         raise BadValue(
@@ -125,7 +126,7 @@ def _name(files: Sequence[InputFile]) -> str:
     return files[0].location + (f" and {len(files) - 1} more" if len(files) > 1 else "")
 
 
-_pdfium = threading.Lock()  # the library works on one thread at a time
+_pdfium = threading.Lock()  # pdfium is not thread-safe
 
 
 def count_pages(path: str) -> int:
@@ -138,7 +139,7 @@ def count_pages(path: str) -> int:
 
 
 def render_page(ref: ImageRef, max_pixels: int) -> Image:
-    """A page as an RGB image, with white where nothing is printed."""
+    """Render a page as an RGB image on a white background."""
     assert ref.page is not None
     scale = ref.dpi / _POINTS_PER_INCH
     with _pdfium:
@@ -155,7 +156,7 @@ def render_page(ref: ImageRef, max_pixels: int) -> Image:
             return image
         except BadValue:
             raise
-        except Exception as error:  # the library has errors of its own
+        except Exception as error:  # pdfium raises its own error types
             raise BadValue(f"page {ref.page} of {ref.path} cannot be rendered: {error}") from None
         finally:
             document.close()

@@ -1,4 +1,4 @@
-"""Opens inputs: a file, stdin, several files, a folder, a pattern, a Lance dataset, or URIs of these."""
+"""Opening of inputs: files, stdin, folders, patterns, Lance datasets, or URIs of these."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class InputFile(msgspec.Struct, frozen=True, kw_only=True):
     location: str  # path or URI
     form: InputFormat
     size: int | None = None  # bytes; None if unknown
-    version: str = ""  # changes when the file does
+    version: str = ""  # changes when the file changes
 
     def open(self) -> Source:
         if is_image_file(self):
@@ -63,14 +63,14 @@ class InputFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def open_source(path: str, wanted: InputFormat | None) -> Source:
-    """One input of any kind."""
+    """Open one input of any kind."""
     return open_inputs(find_files([path], wanted), wanted)
 
 
 def open_inputs(
     files: Sequence[InputFile], wanted: InputFormat | None, *, pdf_dpi: int = DEFAULT_PDF_DPI
 ) -> Source:
-    """Files that `find_files` has found; none of them: stdin."""
+    """Open the files that `find_files` has found. An empty list means stdin."""
     if not files:
         return _open_stdin(wanted)
     if any(map(is_image_file, files)):
@@ -79,7 +79,7 @@ def open_inputs(
 
 
 def find_files(inputs: Sequence[str], wanted: InputFormat | None) -> list[InputFile]:
-    """The files that the inputs name, in order; those of a folder or a pattern by name. None for stdin."""
+    """Find the files of the inputs, in order; files of a folder or pattern by name. Empty for stdin."""
     if STDIN in inputs:
         if len(inputs) > 1:
             raise BadValue("stdin (-) cannot be combined with files", param="input")
@@ -92,7 +92,7 @@ def find_files(inputs: Sequence[str], wanted: InputFormat | None) -> list[InputF
 
 
 def describe_files(files: Sequence[InputFile]) -> dict[str, Any]:
-    """An identity of this input. It changes with the input's content."""
+    """Return an identity of this input. It changes when the input's content changes."""
     if len(files) == 1:
         file = files[0]
         return {"input": file.location, "input_size": file.size, "input_version": file.version}
@@ -177,7 +177,7 @@ def _lance_dataset(location: str) -> InputFile:
 
 
 def _with_known_extension(files: Sequence[str], folder: str, wanted: InputFormat | None) -> list[str]:
-    """The files of a folder that can be read. With a format of its own, all of them."""
+    """Select the files of a folder with known extensions; all files if a format is given."""
     known = [file for file in files if wanted or PurePosixPath(file).suffix.lower() in BY_EXTENSION]
     if known:
         _log_left_out(sorted(set(files) - set(known)), folder)
@@ -199,13 +199,14 @@ def _log_left_out(files: Sequence[str], folder: str) -> None:
 
 def _open_stdin(wanted: InputFormat | None) -> Source:
     assert wanted is not None
-    stream = open(0, "rb", closefd=False)  # noqa: SIM115 - a reader of our own, not sys.stdin's, which is
-    # locked while a thread waits in it and would stop the interpreter from ending after ctrl-C.
+    # Not sys.stdin: its lock, held by a thread that waits for input, would keep the interpreter from exiting
+    # after ctrl-C.
+    stream = open(0, "rb", closefd=False)  # noqa: SIM115
     return RecordSource(stream, "stdin", wanted, None)
 
 
 class ChainedSource(Source):
-    """Several files, one after another. A chunk never holds rows of two files."""
+    """Several files, read one after another. A chunk never holds rows of two files."""
 
     def __init__(self, files: Sequence[InputFile]) -> None:
         self._files = files

@@ -1,7 +1,7 @@
 """One run of `penstock embed`: source → embedder → output.
 
-Memory holds a few chunks at a time, however many rows the input has. `OpenedJob` is what a run in this
-process and a run on Ray share: the plan of blocks, the output, and the report.
+Only a few chunks are in memory at a time, however many rows the input has. Runs in this process and runs on
+Ray share `OpenedJob`: the plan of blocks, the output, and the report.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from penstock.types import OutputDtype
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What to embed, how and to where. `penstock embed` has a flag for each field. Picklable."""
+    """The input, options and output of a job. `penstock embed` has a flag for each field. Picklable."""
 
-    inputs: tuple[str, ...]  # files, folders, patterns and URIs; or - for stdin
-    output: str  # a file, a folder, or a URI of a folder; of a sink: where its progress is kept
+    inputs: tuple[str, ...]  # files, folders, patterns and URIs, or - for stdin
+    output: str  # a file, a folder, or a URI of a folder; with a sink, the folder of its progress
     engine: dict[str, Any]  # fields of `EngineConfig`
     input_format: InputFormat | None = None
     output_format: OutputFormat | None = None
@@ -98,19 +98,19 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 class Sink(msgspec.Struct, frozen=True, kw_only=True):
     """A vector store as the output. Picklable."""
 
-    label: str  # as the user named it
+    label: str  # its name in messages, as given by the user
     open: OpenSink
     check: CheckSink
 
 
 @dataclass(slots=True)
 class RunStats:
-    """Counts of this run, for the summary line at its end."""
+    """Counts of a run, for the summary line at its end."""
 
-    rows: int = 0  # with vectors
+    rows: int = 0  # rows with vectors
     bad: int = 0
     tokens: int = 0
-    truncated: int = 0  # rows beyond the model's limit
+    truncated: int = 0  # rows that exceeded the model's limit
 
     def add(self, prepared: PreparedChunk) -> None:
         self.rows += len(prepared.chunk.texts)
@@ -122,7 +122,7 @@ class RunStats:
         return {"rows": self.rows, "bad": self.bad, "tokens": self.tokens, "truncated": self.truncated}
 
     def add_counts(self, counts: Mapping[str, int]) -> None:
-        """Add what another process has counted."""
+        """Add the counts of another process."""
         self.rows += counts["rows"]
         self.bad += counts["bad"]
         self.tokens += counts["tokens"]
@@ -135,7 +135,7 @@ class BlockMaker:
 
     columns: Columns
     vectors: VectorColumns
-    id_name: str  # of the id column in the output
+    id_name: str  # name of the id column in the output
 
     def block(self, chunk: Chunk, vectors: dict[VectorKind, Any]) -> Block:
         carried = dict(chunk.carried)
@@ -168,17 +168,17 @@ class OpenedJob:
 
     @property
     def cut(self) -> Cut:
-        """Where blocks are cut: as the run that began this output said."""
+        """The limits of blocks, as set by the run that began this output."""
         return self.output.parts.manifest.cut
 
     def missing_chunks(self) -> Iterator[Chunk]:
-        """The chunks that are not committed yet."""
+        """Yield the chunks that are not committed yet."""
         start = first_missing(self.output.parts.spans)
         chunks = read_chunks(self.source, self.columns, self.cut, start, self.job.limit)
         return without_committed(chunks, self.output.parts.spans)
 
     def finish(self) -> None:
-        """Complete the output. An input without rows gives an output without rows."""
+        """Complete the output. An input without rows produces an output without rows."""
         parts = self.output.parts
         if parts.is_running and not parts.spans:
             empty = self.source.empty_chunk(self.columns)
@@ -188,7 +188,7 @@ class OpenedJob:
 
 
 def run(job: Job, sink: Sink | None = None) -> None:
-    """Run a job in this process, and say on stderr what was done."""
+    """Run a job in this process, and report the result on stderr."""
     began_s = time.monotonic()
     with open_job(job, sink) as opened:
         stats, before = RunStats(), opened.output.parts.rows
@@ -202,7 +202,7 @@ def run(job: Job, sink: Sink | None = None) -> None:
 
 @contextmanager
 def open_job(job: Job, sink: Sink | None = None) -> Iterator[OpenedJob]:
-    """Check everything that can be wrong, cheapest first, and begin the output."""
+    """Check input, model and output, cheapest checks first, and begin the output."""
     if job.reads_stdin and job.resume:
         raise BadValue(
             "stdin cannot be resumed, because it cannot be read again; use a file", param="--resume"
@@ -234,7 +234,7 @@ def open_job(job: Job, sink: Sink | None = None) -> Iterator[OpenedJob]:
 
 
 def _check_sink(sink: Sink, maker: BlockMaker, empty: Chunk, job: Job) -> None:
-    """Refuse what the store would refuse later, and row numbers as ids where rows have these ids already."""
+    """Refuse early what the store would refuse, and row numbers as ids that would replace existing rows."""
     schema = maker.vectors.table(maker.block(empty, {})).schema
     num_rows = sink.check(schema, maker.vectors.stamp)
     is_continued = job.resume and read_manifest(open_folder(job.output)) is not None
@@ -260,7 +260,7 @@ def _check_output(job: Job, sink: Sink | None) -> OutputFormat | None:
 
 
 def _embed_rows(opened: OpenedJob, stats: RunStats) -> None:
-    """Embed the rows that are not on disk yet. The first chunk is read before the weights are loaded."""
+    """Embed the rows that are not committed yet. The first chunk is read before the weights are loaded."""
     chunks = opened.missing_chunks()
     first = next(chunks, None)
     if first is None:
@@ -277,14 +277,14 @@ def _embed_rows(opened: OpenedJob, stats: RunStats) -> None:
 
 @contextmanager
 def keep_parts(opened: OpenedJob) -> Iterator[None]:
-    """When a run fails: say which rows are saved, or remove a folder that cannot be resumed."""
+    """If a run fails, report which rows are saved, or remove a folder that cannot be resumed."""
     parts = opened.output.parts
     try:
         yield
     except BaseException as error:
         if opened.job.reads_stdin or (parts.rows == 0 and parts.is_running):
             parts.discard()
-        elif not isinstance(error, ClientError):  # the same flags can still succeed
+        elif not isinstance(error, ClientError):  # the same flags may succeed later
             report_line(f"{parts.rows:,} rows are safe in {parts.folder.location}; continue with --resume")
         raise
 
@@ -302,7 +302,7 @@ def _input_settings(job: Job, files: list[InputFile], columns: Columns) -> dict[
 
 
 def report(opened: OpenedJob, stats: RunStats, before: int, total: int, seconds: float) -> None:
-    """One line on stderr: what this run did."""
+    """Write one line to stderr that summarises the run."""
     label, parts = opened.output.label, opened.output.parts
     if total == 0:
         report_line(f"{' '.join(opened.job.inputs)} has no rows; {label} is empty")

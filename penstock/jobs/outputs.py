@@ -1,8 +1,8 @@
-"""Where the rows of a job go: a file, a folder of files, or a vector store.
+"""Outputs of a job: a file, a folder of files, or a vector store.
 
-Rows arrive in blocks. A block is committed: its rows are durable before its range of row numbers is recorded,
-so a run that is killed at any moment knows which blocks to compute again. Committing a block again is
-harmless, because a file has the same name and a store replaces rows by their id.
+Rows arrive in blocks. The rows of a block are durable before its range of row numbers is recorded. So after a
+crash at any moment, the next run knows which blocks to compute again. Committing a block again is harmless: a
+file has the same name, and a store replaces rows by id.
 """
 
 from __future__ import annotations
@@ -40,24 +40,25 @@ from penstock.jobs.vectors import BY_EXTENSION, VectorFormat, vector_format
 
 
 class TableSink(Protocol):
-    """Takes finished tables, such as a vector store does.
+    """Receives finished tables, for example a vector store.
 
     A table has `id`, the kept columns, and one or more of `vector` (fixed-size list), `sparse` (struct of
     `indices` and `values`) and `multi_vector` (list of fixed-size lists). Its schema carries the stamp.
     """
 
     def open(self, schema: Any, stamp: Stamp) -> None:
-        """Create what is missing. `BadValue` if rows with another stamp or other columns are there."""
+        """Create what is missing. Raises `BadValue` if there are rows with another stamp or other columns."""
 
     def write(self, table: Any) -> None:
-        """Store the rows durably. A row whose id is there already is replaced."""
+        """Store the rows durably. Rows whose ids already exist are replaced."""
 
     def finish(self) -> None:
-        """Called once, after the last row: build indexes, close connections."""
+        """Build indexes and close connections. Called once, after the last row."""
 
 
-OpenSink = Callable[[], TableSink]  # picklable: every worker opens a sink of its own
-CheckSink = Callable[[Any, Stamp], int]  # as `TableSink.open`, but changes nothing; how many rows are there
+OpenSink = Callable[[], TableSink]  # picklable, so that every worker can open its own sink
+# Like `TableSink.open`, but changes nothing. Returns the number of rows in the sink.
+CheckSink = Callable[[Any, Stamp], int]
 
 
 class BlockWriter(Protocol):
@@ -67,7 +68,7 @@ class BlockWriter(Protocol):
 
 
 class RunFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run may do with what it finds, and what it writes."""
+    """The settings of a run, and how it treats existing output."""
 
     settings: dict[str, Any]
     cut: Cut
@@ -76,19 +77,19 @@ class RunFlags(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Output(ABC):
-    """An output that has begun: `parts` say which blocks are done."""
+    """An output that was begun. `parts` records which blocks are committed."""
 
     parts: Parts
     writer: BlockWriter
-    label: str  # for people
+    label: str  # its name in messages
 
     @abstractmethod
     def finish(self) -> None:
-        """Complete the output, once every block is committed."""
+        """Complete the output after every block is committed."""
 
     @property
     def errors_file(self) -> str | None:
-        """Where bad rows are listed once the output is finished; None if there are none."""
+        """The file that lists bad rows once the output is finished; None if there are none."""
         return None
 
     def __enter__(self) -> Output:
@@ -99,7 +100,7 @@ class Output(ABC):
 
 
 class FileBlocks:
-    """Writes a block as a part."""
+    """Writes each block as a part."""
 
     def __init__(self, parts: PartWriter, form: VectorFormat) -> None:
         self._parts = parts
@@ -110,7 +111,7 @@ class FileBlocks:
 
 
 class FileOutput(Output):
-    """One file, or one Lance dataset. Parts are in `OUT.parts` until all of them are there."""
+    """One file or one Lance dataset. Parts are kept in `OUT.parts` until all of them exist."""
 
     def __init__(self, output: Path, form: OutputFormat, columns: VectorColumns, flags: RunFlags) -> None:
         self.output = output
@@ -150,7 +151,7 @@ class FileOutput(Output):
             if (folder / ERRORS).exists():
                 move(folder / ERRORS, self._errors)
             elif not self.parts.manifest.bad_rows:
-                remove(self._errors)  # of an output that is replaced
+                remove(self._errors)  # left by the replaced output
             move(folder / WHOLE, self.output)
             sync(self.output.parent)
         self.parts.discard()
@@ -181,7 +182,7 @@ class FileOutput(Output):
 
 
 class FolderOutput(Output):
-    """A folder of parts with a manifest, local or in an object store. Parts stay as they are."""
+    """A folder of parts with a manifest, local or in an object store. Parts are not joined."""
 
     def __init__(self, location: str, form: OutputFormat, columns: VectorColumns, flags: RunFlags) -> None:
         self._folder = open_folder(location)
@@ -205,7 +206,7 @@ class FolderOutput(Output):
         return f"{self.label.rstrip('/')}/{ERRORS}" if self.parts.manifest.bad_rows else None
 
     def finish(self) -> None:
-        """List the files in the manifest. From then on the folder is complete."""
+        """List the files in the manifest and mark the folder as complete."""
         if not self.parts.is_running:
             return
         files = self.parts.files()
@@ -222,7 +223,7 @@ class FolderOutput(Output):
 
 
 class SinkBlocks:
-    """Writes a block to a vector store, then records it in the folder of the run."""
+    """Writes each block to a vector store, then records it in the run's folder."""
 
     def __init__(self, parts: PartWriter, open_sink: OpenSink, columns: VectorColumns) -> None:
         self.__setstate__((parts, open_sink, columns))
@@ -233,7 +234,7 @@ class SinkBlocks:
     def __setstate__(self, state: tuple[PartWriter, OpenSink, VectorColumns]) -> None:
         self._parts, self._open_sink, self._columns = state
         self._sink: TableSink | None = None
-        self._lock = threading.Lock()  # a worker on Ray commits on several threads
+        self._lock = threading.Lock()  # a Ray worker commits from several threads
 
     def commit(self, block: Block) -> None:
         table = self._columns.table(block)
@@ -243,7 +244,7 @@ class SinkBlocks:
         self._parts.commit(block.span, lambda file: file.write_bytes(schema), block.bad)
 
     def finish(self, committed: str) -> None:
-        """Finish the store. `committed` names a part: where other processes wrote, it has the schema."""
+        """Finish the store. If only other processes wrote to it, the part `committed` has the schema."""
         if self._sink is None:
             import pyarrow as pa
 
@@ -254,7 +255,7 @@ class SinkBlocks:
         self._sink.finish()
 
     def _opened(self, schema: Any) -> TableSink:
-        """The open sink; it sees the schema of the first block."""
+        """Return the sink. The first call opens it with the schema."""
         if self._sink is None:
             sink = self._open_sink()
             sink.open(schema, self._columns.stamp)
@@ -263,7 +264,7 @@ class SinkBlocks:
 
 
 class SinkOutput(Output):
-    """A vector store. `progress` is a folder that records which blocks it has, until it has all of them."""
+    """A vector store. Until it has all blocks, the folder `progress` records those that are stored."""
 
     def __init__(
         self, label: str, open_sink: OpenSink, progress: Path, columns: VectorColumns, flags: RunFlags
@@ -299,7 +300,7 @@ class SinkOutput(Output):
 
 
 def check_folder(location: str, resume: bool, overwrite: bool) -> None:
-    """Refuse early what would destroy a folder of parts."""
+    """Refuse early if a run would destroy a folder of parts."""
     if not is_remote(location):
         path = Path(local_path(location))
         if path.exists() and not path.is_dir():
@@ -312,14 +313,14 @@ def check_folder(location: str, resume: bool, overwrite: bool) -> None:
 
 
 def is_folder_output(output: str) -> bool:
-    """Whether parts stay in a folder: for URIs, and for a path that ends with / or has no extension."""
+    """Whether the output is a folder of parts: a URI, or a path that ends with / or has no extension."""
     return is_remote(output) or output.endswith("/") or not Path(output).suffix
 
 
 def check_file_or_folder(
     output: str, form: OutputFormat | None, *, resume: bool, overwrite: bool
 ) -> OutputFormat:
-    """The format of an output, after a check of what is there already."""
+    """Choose the format of an output, and refuse to destroy existing output."""
     if not is_folder_output(output):
         chosen = form or by_extension(output, BY_EXTENSION, "--output-format")
         is_dataset = chosen is OutputFormat.LANCE
@@ -338,7 +339,7 @@ def check_file_or_folder(
 
 
 def open_output(output: str, form: OutputFormat, columns: VectorColumns, flags: RunFlags) -> Output:
-    """Begin to write a file or a folder, or continue."""
+    """Begin or resume an output to a file or a folder."""
     if is_folder_output(output):
         return FolderOutput(output, form, columns, flags)
     return FileOutput(Path(local_path(output)), form, columns, flags)

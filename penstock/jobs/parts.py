@@ -1,17 +1,17 @@
-"""The folder of an unfinished output: finished parts, and the settings they were made with.
+"""The folder of an unfinished output: finished parts, and the settings of the run.
 
-It holds `_manifest.json`, one file for each block of rows, named by first row and count, and the bad rows of
-each block that has some. A file gets its name only when it is complete and on disk. A run that is killed at
-any moment leaves complete parts, and drafts, which are ignored:
+It holds `_manifest.json`, one file for each block of rows, named by first row and count, and a list of bad
+rows for each block that has some. A file gets its name only when it is complete and on disk. A run that is
+killed at any moment leaves complete parts, and drafts, which are ignored. The manifest records the state:
 
-    clearing   parts of a run that is given up    --resume starts from the beginning
-    running    manifest, parts …                 --resume computes the blocks that are missing
-    joined     manifest says so, `whole` is OUT   --resume only moves it into place
-    complete   a folder of parts is the output    the manifest lists its files
+    clearing   removing the parts of an abandoned run   --resume starts from the beginning
+    running    adding parts                             --resume computes the missing blocks
+    joined     `whole` is the finished output           --resume only moves it into place
+    complete   the folder of parts is the output        the manifest lists its files
 
-A block is named by its rows, and every run cuts blocks at the same places, as the first run said. So a block
-that is computed twice, by a worker that was thought dead, has the same name and the same content. A worker
-of a run that was given up sees another run's name in the manifest, or finds its draft removed, and writes
+A block is named by its rows. Every run cuts blocks at the same places, which the first run sets. So a block
+that is computed twice, for example by a worker that was presumed dead, has the same name and content. A
+worker of an abandoned run finds another run's name in the manifest, or its draft removed, and commits
 nothing.
 """
 
@@ -53,7 +53,7 @@ class Span(NamedTuple):
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """Where rows are cut into blocks: after this many rows, or characters of text."""
+    """The limits of a block: this many rows, or characters of text."""
 
     rows: int = 2048
     chars: int = 8 << 20
@@ -70,11 +70,11 @@ class PartFile(msgspec.Struct, frozen=True):
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     layout: int = _LAYOUT
-    run: str = ""  # a random name that a resumed run keeps
+    run: str = ""  # random name of the run; a resumed run keeps it
     state: Literal["clearing", "running", "joined", "complete"] = "running"
     cut: Cut = Cut()
     overwrite: bool = False  # the run may replace an existing output
-    input_rows: int | None = None  # of the finished output, bad ones included
+    input_rows: int | None = None  # rows of the finished output, bad rows included
     bad_rows: int | None = None  # listed in `errors`
     errors: str | None = None
     files: list[PartFile] = []
@@ -83,7 +83,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartWriter:
-    """Commits blocks. Picklable: workers on other machines commit into the same folder."""
+    """Commits blocks. Picklable, so that workers on other machines can commit to the same folder."""
 
     def __init__(self, folder: Folder, suffix: str, run: str) -> None:
         self.folder = folder
@@ -91,7 +91,7 @@ class PartWriter:
         self._run = run
 
     def commit(self, span: Span, write: Write, bad: Sequence[BadRow] = ()) -> None:
-        """Save a block. Its bad rows come first: they count only if the block is there."""
+        """Save a block. Its bad rows are saved first; they count only once the block exists."""
         if bad:
             content = _lines(bad)
             self.folder.commit(
@@ -110,7 +110,7 @@ def _lines(bad: Iterable[BadRow]) -> bytes:
 
 
 class Parts:
-    """The parts of one output. Only one run can open them at a time."""
+    """The parts of one output. Only one run at a time can open them."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Parts:
         overwrite: bool = False,
         check: Callable[[Manifest | None], None] = lambda found: None,
     ) -> None:
-        """`check` sees the manifest of the run to resume, if any; it refuses what would destroy an output."""
+        """`check` gets the manifest of the run to resume, if any. It raises to protect an existing output."""
         self.folder = folder
         folder.create()
         self._lock = folder.lock()
@@ -143,7 +143,7 @@ class Parts:
 
     @property
     def rows(self) -> int:
-        """Number of rows that are committed."""
+        """Number of committed rows."""
         if self.manifest.input_rows is not None:
             return self.manifest.input_rows
         return sum(span.num_rows for span in self.spans)
@@ -157,11 +157,11 @@ class Parts:
         self.spans.add(span)
 
     def refresh(self) -> None:
-        """See what other processes have committed."""
+        """Update `spans` with blocks that other processes have committed."""
         self.spans = self._committed()
 
     def files(self) -> list[PartFile]:
-        """All parts in order; an error if rows are missing."""
+        """List all parts in order. Raises if rows are missing."""
         row, files = 0, []
         for span in sorted(self.spans):
             if span.first != row:
@@ -171,12 +171,12 @@ class Parts:
         return files
 
     def bad_rows(self) -> list[tuple[Span, str]]:
-        """Spans with bad rows, and the files that list them."""
+        """List spans with bad rows, and the files that list these rows."""
         found = [(_span(name, _BAD_ROWS), name) for name in self.folder.names() if _BAD_ROWS.fullmatch(name)]
         return sorted((span, name) for span, name in found if span in self.spans)
 
     def commit_errors(self) -> int:
-        """Join the lists of bad rows into `_errors.jsonl`, if there are any. Returns the number of them."""
+        """Join the lists of bad rows into `_errors.jsonl`, if there are any. Returns the number of rows."""
         contents = [self.folder.read(name) or b"" for _, name in self.bad_rows()]
         if contents:
             self.folder.commit(ERRORS, lambda file: file.write_bytes(b"".join(contents)))
@@ -186,7 +186,7 @@ class Parts:
         self.manifest = self._save(msgspec.structs.replace(self.manifest, **changes))
 
     def discard(self) -> None:
-        """Remove everything, the manifest last, because it describes the rest."""
+        """Remove everything. The manifest is removed last, because it describes the rest."""
         if self.folder.exists():
             _clear(self.folder)
             self.folder.remove(MANIFEST)
@@ -272,12 +272,12 @@ def read_manifest(folder: Folder) -> Manifest | None:
 
 
 def parts_folder(output: Path) -> Path:
-    """Where the parts of a file are kept until it is joined."""
+    """The folder for the parts of a file until they are joined."""
     return output.with_name(output.name + ".parts")
 
 
 def check_output(output: Path, *, resume: bool, overwrite: bool, may_be_folder: bool = False) -> None:
-    """Refuse early what would fail later or destroy an output that is a file."""
+    """Refuse early if writing to a file would fail later or destroy an existing output."""
     if output.is_dir() and not may_be_folder:
         raise BadValue(f"{output} is a folder; give a file", param="--output")
     check_parent(output)
@@ -308,7 +308,8 @@ def output_exists(output: str) -> BadValue:
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> str:
-    after = msgspec.json.decode(msgspec.json.encode(after))  # as it is read back: tuples become lists
+    # As it would be read back from the manifest: tuples become lists.
+    after = msgspec.json.decode(msgspec.json.encode(after))
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     return "; ".join(f"{name}: {_shown(before.get(name))}, now {_shown(after.get(name))}" for name in names)
 

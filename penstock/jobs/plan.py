@@ -1,4 +1,4 @@
-"""Which rows are left to compute, and the chunks that they are cut into."""
+"""The plan of a run: which rows are left to compute, and how they are cut into chunks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple
 from penstock.jobs.parts import Cut, Span
 from penstock.jobs.rows import Chunk, Columns, Source
 
-_MAX_RANGE_CHUNKS = 64  # of one range; what a lost reader has read is read again
+_MAX_RANGE_CHUNKS = 64  # per range; if a reader dies, its range is read again
 
 
 def read_chunks(source: Source, columns: Columns, cut: Cut, start: int, stop: int | None) -> Iterator[Chunk]:
-    """The chunks of an input from the one that holds row `start`, cut at the same places in every run."""
+    """Yield chunks from the one that contains row `start`. Every run cuts them at the same places."""
     for chunk in source.chunks(columns, start=start, stop=stop, size=cut.rows):
         yield from chunk.split(cut.chars)
 
@@ -26,7 +26,7 @@ def without_committed(chunks: Iterator[Chunk], done: set[Span]) -> Iterator[Chun
 
 
 class RowRange(NamedTuple):
-    """Rows for one read task. Both ends are places where chunks are cut."""
+    """The rows of one read task. Both ends are chunk boundaries."""
 
     start: int
     stop: int | None  # None: to the end of the input
@@ -35,7 +35,7 @@ class RowRange(NamedTuple):
 def missing_ranges(
     file_rows: tuple[int, ...] | None, cut: Cut, limit: int | None, committed: set[Span]
 ) -> list[RowRange]:
-    """What is left to read. Inputs that must be read from the front (`file_rows` is None) are one range."""
+    """Compute the ranges left to read. If `file_rows` is None, rows must be read in order, as one range."""
     if file_rows is None:
         return [RowRange(first_missing(committed), limit)]
     done = sorted(committed)
@@ -53,7 +53,7 @@ def missing_ranges(
 
 
 def _grid(file_rows: tuple[int, ...], size: int, limit: int | None) -> Iterator[tuple[int, int]]:
-    """The chunks of an input: files are cut at multiples of `size`."""
+    """Yield the boundaries of chunks. Each file is cut at multiples of `size`."""
     before = 0
     for rows in file_rows:
         for start in range(before, before + rows, size):
@@ -65,7 +65,7 @@ def _grid(file_rows: tuple[int, ...], size: int, limit: int | None) -> Iterator[
 
 
 def _is_covered(start: int, stop: int, done: list[Span]) -> bool:
-    """Whether spans that are committed hold all these rows. Chunks of long texts are several spans."""
+    """Whether committed spans cover all these rows. A chunk of long texts may be several spans."""
     row = start
     for span in done[bisect_left(done, (start, 0)) :]:
         if span.first != row or row >= stop:
@@ -75,7 +75,7 @@ def _is_covered(start: int, stop: int, done: list[Span]) -> bool:
 
 
 def first_missing(committed: Iterable[Span]) -> int:
-    """The first row that is not committed."""
+    """Find the first row that is not committed."""
     row = 0
     for span in sorted(committed):
         if span.first != row:

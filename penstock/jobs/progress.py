@@ -1,4 +1,4 @@
-"""What a job says while it runs: a progress bar on a terminal, elsewhere a line now and then."""
+"""Progress of a running job: a progress bar on a terminal, otherwise occasional log lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 LOG_SECONDS = 30.0
-Advance = Callable[[int, float | None], None]  # rows done, and the share of the input
+Advance = Callable[[int, float | None], None]  # number of further rows, share of the input read
 
 
 def report_line(line: str) -> None:
@@ -18,7 +18,7 @@ def report_line(line: str) -> None:
 
 @contextmanager
 def show_progress(rows: int) -> Iterator[Advance]:
-    """Progress of a run that begins with `rows` rows done."""
+    """Show the progress of a run that starts with `rows` rows already done."""
     if sys.stderr.isatty():
         with _bar(rows) as advance:
             yield advance
@@ -27,7 +27,7 @@ def show_progress(rows: int) -> Iterator[Advance]:
 
 
 def log_lines(rows: int, clock: Callable[[], float], every_s: float = LOG_SECONDS) -> Advance:
-    """Progress as a line on stderr, at most one in `every_s` seconds."""
+    """Report progress as lines on stderr, at most one every `every_s` seconds."""
     began_s = said_s = clock()
     done, first_share = rows, None
 
@@ -45,7 +45,7 @@ def log_lines(rows: int, clock: Callable[[], float], every_s: float = LOG_SECOND
 
 
 def _time_left(first_share: float | None, share: float | None, elapsed_s: float) -> str:
-    """`elapsed_s` is the time from `first_share` to `share`."""
+    """Format the share done and the time left. `elapsed_s` is the time from `first_share` to `share`."""
     if share is None or first_share is None:
         return ""
     shown = f", {share:.1%}"

@@ -1,4 +1,4 @@
-"""Plain text, JSONL and CSV: lines that become records one by one."""
+"""Plain text, JSONL and CSV inputs, read line by line as records."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from penstock.errors import BadValue
 from penstock.jobs.formats import InputFormat
 from penstock.jobs.rows import BadRow, Chunk, Columns, Source, kind_of
 
-_HEAD = 100  # records that are read to find the columns
+_HEAD = 100  # records read ahead to find the columns
 
 
 class Record(NamedTuple):
-    line: int  # from 1
+    line: int  # line number, from 1
     values: Mapping[str, Any]
-    problem: str = ""  # why the line is no record
+    problem: str = ""  # why the line is not a valid record
 
 
 class RecordSource(Source):
@@ -65,7 +65,7 @@ class RecordSource(Source):
         return Chunk(first, count, texts, carried, read, tuple(bad))  # type: ignore[arg-type]
 
     def _bad(self, row: int, record: Record, columns: Columns) -> BadRow | None:
-        """What is wrong with a record; None if nothing is. An error unless bad rows are skipped."""
+        """Check a record. Returns None if it is valid. Otherwise raises, or returns a bad row to skip."""
         name, flag = columns.text, "--column"
         text = record.values.get(name)
         reason = record.problem
@@ -144,9 +144,8 @@ def _object(line: bytes, number: int) -> Record:
 
 
 def _csv(lines: _Lines) -> tuple[list[str], Iterator[Record]]:
-    csv.field_size_limit(
-        min(sys.maxsize, 2**31 - 1)
-    )  # the default stops at 128 KiB, less than a long document
+    # The default limit of 128 KiB is too small for long documents.
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     rows = csv.reader(lines.decoded())
     header = next(_csv_rows(rows, lines), [])
     if len(set(header)) < len(header):

@@ -1,4 +1,4 @@
-"""Files behind a URI such as `s3://bucket/key`, by way of fsspec (the `remote` extra)."""
+"""Files at a URI such as `s3://bucket/key`, read through fsspec (the `remote` extra)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from penstock.errors import BadValue
 
-# Objects appear whole under their name or not at all.
+# In these stores an object appears under its name as a whole or not at all.
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "r2", "memory"})
 _MARKS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "updated", "mtime", "created")
 
@@ -17,12 +17,12 @@ def is_remote(location: str) -> bool:
 
 
 def local_path(location: str) -> str:
-    """The path of a `file://` URI; any other location as it is."""
+    """Return the path of a `file://` URI. Any other location is unchanged."""
     return urlsplit(location).path if location.startswith("file://") else location
 
 
 def open_file_system(location: str, param: str) -> tuple[Any, str]:
-    """The file system of a URI, and the path within it."""
+    """Open the file system of a URI. Returns it and the path within it."""
     try:
         import fsspec
     except ImportError:
@@ -44,6 +44,6 @@ _DRIVERS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": 
 
 
 def version_of(info: dict[str, Any]) -> str:
-    """An identity of a version of a remote file."""
+    """Return an identity of the version of a remote file."""
     found = [str(info[name]) for name in _MARKS if info.get(name) is not None]
     return found[0] if found else ""

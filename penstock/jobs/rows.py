@@ -1,7 +1,7 @@
-"""Rows of an input: chunks of them, the columns that a run reads, and rows that cannot be read.
+"""Rows of an input: chunks, the columns that a run reads, and rows that cannot be read.
 
-Every source cuts its rows at the same places however often it is read: at multiples of the chunk size. So a
-range of row numbers names the same rows in every run.
+Every source cuts its rows into chunks at multiples of the chunk size, however often it is read. So a range of
+row numbers means the same rows in every run.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ RESERVED = ("embedding", "vector", "sparse", "multi_vector")  # columns of the o
 
 
 class BadRow(msgspec.Struct, frozen=True):
-    """A row that has no vector, as the errors file lists it."""
+    """A row without a vector, as listed in the errors file."""
 
     row: int  # number in the input, from 0
-    id: Any  # of `--id-column`; None: the row has none
+    id: Any  # value of `--id-column`; None if the row has none
     reason: str
-    column: str | None = None  # in which the fault is
+    column: str | None = None  # the column at fault
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns that a run reads. Without `id` the rows are numbered."""
+    """The columns that a run reads. Without an `id` column, rows are numbered."""
 
     text: str
     id: str | None
@@ -43,7 +43,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """Consecutive rows: their texts, and the columns that are copied to the output. Bad rows are apart."""
+    """Consecutive rows: texts and the columns that are copied to the output. Bad rows are kept separately."""
 
     first: int  # number of its first row, from 0
     count: int  # rows of the input, bad ones included
@@ -65,12 +65,12 @@ class Chunk:
         return [row for row in range(self.first, self.end) if row not in bad]
 
     def shifted(self, rows: int, read: float | None) -> Chunk:
-        """The same rows, `rows` later in the input."""
+        """Return the same rows with numbers that are `rows` higher."""
         bad = tuple(msgspec.structs.replace(each, row=each.row + rows) for each in self.bad)
         return replace(self, first=self.first + rows, read=read, bad=bad)
 
     def without(self, bad: Sequence[tuple[int, BadRow]]) -> Chunk:
-        """The chunk without some of its texts, each given by its index among the texts."""
+        """Move some texts, given by their index in `texts`, to the bad rows."""
         gone = {index for index, _ in bad}
         kept = [index for index in range(len(self.texts)) if index not in gone]
         return replace(
@@ -81,14 +81,14 @@ class Chunk:
         )
 
     def id_of(self, index: int, columns: Columns) -> Any:
-        """The id of a text; None if rows are numbered."""
+        """Return the id of a text; None if rows are numbered."""
         if columns.id is None:
             return None
         value = self.carried[columns.id][index]
         return value.as_py() if hasattr(value, "as_py") else value
 
     def split(self, max_chars: int) -> Iterator[Chunk]:
-        """The chunk in pieces of at most `max_chars`, so that pieces of long texts have fewer rows."""
+        """Split the chunk into pieces of at most `max_chars`. Pieces of long texts have fewer rows."""
         if self.bad or sum(map(len, self.texts)) <= max_chars:
             yield self
             return
@@ -110,13 +110,13 @@ class Chunk:
 def _taken(values: Any, indices: list[int]) -> Any:
     if isinstance(values, list):
         return [values[index] for index in indices]
-    return values.take(np.array(indices, np.int64))  # Arrow knows no type for an empty list
+    return values.take(np.array(indices, np.int64))  # Arrow cannot infer the type of an empty list
 
 
 class Source(ABC):
-    """An open input. `names` are its columns, `text_names` those that appear to hold text.
+    """An open input. `names` are its columns, `text_names` the columns that appear to hold text.
 
-    A row that cannot be read is an error, unless `skips_bad_rows`: then chunks list it.
+    A row that cannot be read is an error, unless `skips_bad_rows` is set. Then its chunk lists it as bad.
     """
 
     def __init__(self, name: str, names: Sequence[str], text_names: Sequence[str]) -> None:
@@ -127,19 +127,19 @@ class Source(ABC):
 
     @property
     def file_rows(self) -> tuple[int, ...] | None:
-        """Rows of each file, if they are known without reading it. Then any range is quick to read."""
+        """Rows of each file, if known without reading it. In that case any range can be read quickly."""
         return None
 
     @abstractmethod
     def chunks(self, columns: Columns, *, start: int, stop: int | None, size: int) -> Iterator[Chunk]:
-        """Rows up to `stop` in chunks of at most `size`, from the chunk that holds row `start` on.
+        """Yield rows up to `stop` in chunks of at most `size`, from the chunk that contains row `start`.
 
-        Chunks begin at multiples of `size` within each file, wherever `start` is. Call it once.
+        Chunks begin at multiples of `size` within each file, wherever `start` is. Can be called only once.
         """
 
     @abstractmethod
     def empty_chunk(self, columns: Columns) -> Chunk:
-        """A chunk without rows, for an input that has none."""
+        """Return a chunk without rows, for an input without rows."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -152,7 +152,7 @@ class Source(ABC):
 
 
 def choose_columns(source: Source, text: str | None, id_column: str | None, keep: Sequence[str]) -> Columns:
-    """The columns to read, checked against those of the source."""
+    """Choose the columns to read, and check them against the columns of the source."""
     if not source.names:  # an empty input has no columns to check against
         return Columns(text or "text", id_column, tuple(keep))
     columns = Columns(text or _text_column(source), id_column, tuple(dict.fromkeys(keep)))
@@ -161,7 +161,7 @@ def choose_columns(source: Source, text: str | None, id_column: str | None, keep
 
 
 def check_columns(source: Source, columns: Columns) -> None:
-    """`BadValue` if the source lacks one of the columns."""
+    """Raise `BadValue` if the source lacks one of the columns."""
     for flag, name in [
         ("--column", columns.text),
         *([("--id-column", columns.id)] if columns.id else []),

@@ -1,7 +1,7 @@
-"""`Stamp`: which model made a set of vectors, and with which settings.
+"""`Stamp`: the model and settings that produced a set of vectors.
 
-It is stored beside the vectors. Vectors with different stamps must not be compared, so a store or a file
-that holds one stamp refuses rows with another.
+It is stored with the vectors. Vectors with different stamps must not be compared, so a store or file with one
+stamp refuses rows with another.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import msgspec
 from penstock import __version__
 from penstock.errors import BadValue
 
-METADATA_KEY = b"penstock"  # of a table's schema
+METADATA_KEY = b"penstock"  # key in the metadata of a table's schema
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that decides what a text's vectors are. Two stamps without a difference may be mixed."""
+    """Everything that determines a text's vectors. Vectors may be mixed if their stamps do not differ."""
 
-    model: str  # as the user named it; another name for the same files makes no difference
+    model: str  # as named by the user; ignored if the revisions are equal
     revision: str = ""  # hash of the content of the model's files; "" if they could not be read
-    kinds: tuple[str, ...] = ("dense",)  # of dense, sparse, multi-vector
-    dimension: int | None = None  # of dense vectors and token vectors; None: the vectors are sparse
+    kinds: tuple[str, ...] = ("dense",)  # any of dense, sparse, multi-vector
+    dimension: int | None = None  # dimension of dense and token vectors; None: only sparse vectors
     dtype: str = "float32"  # number format of the vectors, not of the computation
-    prompt: str = ""  # precedes every text
-    normalize: bool | None = None  # None: as the model says
-    truncation: str = "right"  # which end of a long text was cut, or "none": long texts were refused
+    prompt: str = ""  # prepended to every text
+    normalize: bool | None = None  # None: the model's default
+    truncation: str = "right"  # which end of long texts was cut; "none": long texts were refused
     max_tokens: int | None = None  # longer texts were cut or refused
     similarity: str = "cosine"  # how the model's vectors are compared
-    adapter: str = ""  # name of the adapter, and of a LoRA adapter the hash of its content: NAME@HASH
+    adapter: str = ""  # name of the adapter; for a LoRA adapter NAME@HASH, with the hash of its content
     overrides: dict[str, Any] = {}  # settings that change the model: pooler_config, quantization, …
-    version: str = __version__  # of Penstock; makes no difference
+    version: str = __version__  # Penstock's version; not compared
 
     def difference(self, other: Stamp) -> str:
-        """What differs, in words, first of this stamp and then of the other; "" if nothing does."""
+        """Describe what differs: values of this stamp first, then of the other. "" if nothing differs."""
         names = [name for name in self.__struct_fields__ if name not in ("model", "revision", "version")]
         differences = [
             f"{name} is {_shown(mine)} and {_shown(theirs)}"
@@ -63,12 +63,12 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def metadata(self) -> dict[bytes, bytes]:
-        """Metadata of the schema of a table with these vectors."""
+        """Schema metadata for a table with these vectors."""
         return {METADATA_KEY: self.to_json().encode()}
 
     @classmethod
     def of_schema(cls, schema: Any) -> Stamp | None:
-        """The stamp of an Arrow schema; None if it has none."""
+        """Read the stamp of an Arrow schema; None if it has none."""
         text = (schema.metadata or {}).get(METADATA_KEY)
         return None if text is None else cls.from_json(text)
 

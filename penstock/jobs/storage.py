@@ -1,6 +1,6 @@
 """A folder of files with atomic writes, on a local disk or in an object store.
 
-Several processes may commit files at the same time, also on several machines.
+Several processes may commit files at the same time, even from several machines.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 from penstock.errors import BadValue
 from penstock.jobs.remote import OBJECT_STORES, is_remote, local_path, open_file_system
 
-DRAFT = "draft-"  # names of files that are being written begin with it
+DRAFT = "draft-"  # prefix of the names of unfinished files
 Write = Callable[[Path], object]
 
 
 class Folder(ABC):
-    """Picklable: it can be sent to the processes that write into it."""
+    """Picklable, so that it can be sent to the processes that write to it."""
 
     location: str
 
@@ -34,33 +34,33 @@ class Folder(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Names of its files, in order. Drafts are left out."""
+        """List the names of its files in order, without drafts."""
 
     @abstractmethod
     def commit(self, name: str, write: Write, check: Callable[[], None] = lambda: None) -> None:
-        """Write a file through `write`, which gets a local path; then let it appear under `name`.
+        """Let `write` write a file to a local path, then publish it as `name`.
 
-        `check` is called between the two, and raises if the file must not appear any more.
+        `check` is called in between, and raises if the file must no longer be published.
         """
 
     @abstractmethod
     def read(self, name: str) -> bytes | None:
-        """The content of a file; None if there is none."""
+        """Return the content of a file; None if it does not exist."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file if it exists."""
 
     @abstractmethod
     def remove_drafts(self) -> None: ...
 
     @abstractmethod
     def remove_folder(self) -> None:
-        """Remove the folder, which holds no files any more."""
+        """Remove the empty folder."""
 
     @abstractmethod
     def lock(self) -> int | None:
-        """Keep other runs out until this process ends, where the storage has locks."""
+        """Lock the folder against other runs until this process ends, if the storage supports locks."""
 
 
 def open_folder(location: str) -> Folder:
@@ -111,7 +111,7 @@ class LocalFolder(Folder):
             remove(draft)
 
     def remove_folder(self) -> None:
-        with suppress(OSError):  # someone else's file appeared
+        with suppress(OSError):  # somebody else has put a file there
             self.path.rmdir()
 
     def lock(self) -> int | None:
@@ -133,7 +133,7 @@ class LocalFolder(Folder):
 
 
 class RemoteFolder(Folder):
-    """Files at a URI. They are written to the local disk first and uploaded as a whole."""
+    """Files at a URI. Each is written to the local disk first, then uploaded as a whole."""
 
     def __init__(self, location: str) -> None:
         self.location = location
@@ -209,9 +209,9 @@ class RemoteFolder(Folder):
 
 
 def sync(path: Path) -> None:
-    """Wait until a file is on disk; for a folder, its entries. A folder of files is synced as a whole."""
+    """Flush a file, or the entries of a folder, to disk."""
     if path.is_dir() and os.name != "posix":
-        return  # only POSIX opens folders
+        return  # only POSIX systems can open folders
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -220,7 +220,7 @@ def sync(path: Path) -> None:
 
 
 def move(source: Path, target: Path) -> None:
-    """Give a file or a folder another name, in place of what has that name."""
+    """Rename a file or a folder, replacing what has the target name."""
     if target.is_dir():
         aside = target.with_name(f"{target.name}.replaced-{uuid.uuid4().hex}")
         target.rename(aside)

@@ -1,4 +1,4 @@
-"""Parquet files and Lance datasets as inputs: columnar rows with fast reads of any range."""
+"""Parquet files and Lance datasets as inputs. Any range of rows can be read quickly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TableSource(Source):
 
     @abstractmethod
     def _batches(self, columns: list[str], start: int, stop: int, size: int) -> Iterator[Any]:
-        """Record batches of exactly the rows from `start` to `stop`, of any size."""
+        """Yield the rows from `start` to `stop` as record batches of any size."""
 
     def chunks(self, columns: Columns, *, start: int, stop: int | None, size: int) -> Iterator[Chunk]:
         self._check_text(columns.text)
@@ -40,7 +40,7 @@ class TableSource(Source):
             for batch in _of_size(self._batches(wanted, start, stop, size), size):
                 yield self._chunk(row, batch, columns, stop)
                 row += batch.num_rows
-        except (OSError, ValueError) as error:  # Arrow's errors are among them
+        except (OSError, ValueError) as error:  # includes Arrow's errors
             if isinstance(error, BadValue):
                 raise
             raise BadValue(f"{self.name} cannot be read after row {row}: {error}", param="input") from None
@@ -83,7 +83,7 @@ class TableSource(Source):
 
 
 class ParquetSource(TableSource):
-    """Reads columns through a small buffer, and skips whole row groups before its first row."""
+    """A Parquet file. Reads columns through a small buffer, and skips row groups before the first row."""
 
     def __init__(self, file: Any, name: str) -> None:
         """`file` is a path or an open file."""
@@ -114,7 +114,7 @@ class ParquetSource(TableSource):
             self._stream.close()
 
     def _groups_from(self, start: int) -> tuple[list[int], int]:
-        """The row groups from row `start` on, and the number of their first row."""
+        """Find the row groups from row `start` on, and the number of their first row."""
         metadata, row = self._file.metadata, 0
         for group in range(metadata.num_row_groups):
             rows = metadata.row_group(group).num_rows
@@ -125,7 +125,7 @@ class ParquetSource(TableSource):
 
 
 class LanceSource(TableSource):
-    """A Lance dataset: a folder, or a URI that Lance opens by itself."""
+    """A Lance dataset: a folder, or a URI that Lance opens itself."""
 
     def __init__(self, location: str) -> None:
         lance = import_lance(location)
@@ -161,7 +161,7 @@ def import_lance(location: str) -> Any:
 
 
 def _of_size(batches: Iterator[Any], size: int) -> Iterator[Any]:
-    """The same rows in batches of exactly `size`, but for the last."""
+    """Regroup rows into batches of exactly `size`, except the last."""
     import pyarrow as pa
 
     pending: list[Any] = []

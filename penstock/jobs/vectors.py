@@ -1,6 +1,6 @@
-"""Writes blocks to files: parts as they are computed, then all parts joined into the output.
+"""File formats of an output: each block is written as a part, and all parts are joined into the output.
 
-Every format streams: a part is one block of rows, and joining holds a few parts in memory.
+Joining streams: only a few parts are in memory at a time.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _GROUP_BYTES = 32 << 20  # size of a Parquet row group
 
 
 class VectorFormat(Protocol):
-    """Picklable: workers write parts."""
+    """A file format. Picklable, so that workers can write parts."""
 
-    suffix: str  # of parts
+    suffix: str  # file extension of parts
 
     def write(self, file: Path, block: Block) -> None:
         """Write one part: the carried columns, then the vectors."""
@@ -56,7 +56,7 @@ def check_storable(form: OutputFormat, dtype: OutputDtype) -> None:
 
 
 class JsonlVectors:
-    """`{"id": …, "embedding": […]}` a line."""
+    """One `{"id": …, "embedding": […]}` per line."""
 
     suffix = ".jsonl"
 
@@ -79,7 +79,7 @@ class JsonlVectors:
 
 
 class ParquetVectors:
-    """The vector columns after the carried ones; the stamp in the file's metadata."""
+    """Carried columns, then vector columns. The stamp is in the file's metadata."""
 
     suffix = ".parquet"
 
@@ -118,7 +118,7 @@ class ParquetVectors:
 
 
 class LanceVectors(ParquetVectors):
-    """Parts are Parquet files; joined, they are one Lance dataset."""
+    """Parts are Parquet files, which are joined into one Lance dataset."""
 
     def join(self, parts: Sequence[Path], target: Path) -> None:
         import pyarrow as pa
@@ -133,7 +133,7 @@ class LanceVectors(ParquetVectors):
 
 
 def _row_groups(parts: Iterable[Path], schema: Any) -> Iterator[Any]:
-    """The tables of the parts, combined into row groups of about `_GROUP_BYTES`."""
+    """Combine the tables of the parts into row groups of about `_GROUP_BYTES`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -165,7 +165,7 @@ def fitted_column(column: Any, kind: Any) -> Any:
 
 
 def common_type(kinds: set[Any]) -> Any:
-    """One type for a column whose parts have different types; text if no other type fits all."""
+    """Find one type for a column whose parts have different types; text if nothing else fits all."""
     import pyarrow as pa
 
     kinds = {kind for kind in kinds if not pa.types.is_null(kind)}

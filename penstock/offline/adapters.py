@@ -1,4 +1,4 @@
-"""The LoRA adapters of a model in this process: loaded, chosen by name, and unloaded after their last use."""
+"""LoRA adapters of a model in this process: loaded, selected by name, and unloaded after their last use."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ ENABLE = "open the engine with enable_lora=True"
 class LoadedAdapter:
     id: int
     name: str
-    digest: str  # of its files' content
+    digest: str  # hash of the content of its files
     num_users: int = 0
     is_retired: bool = False
 
 
 class LocalAdapters:
-    """Safe to call from several threads. Loading blocks until the engine has the adapter."""
+    """The loaded adapters, by name. Safe to call from several threads."""
 
     def __init__(self, config: EngineConfig, spec: ModelSpec, engine: LocalEngine) -> None:
         self._config, self._spec, self._engine = config, spec, engine
-        self._ids = itertools.count(len(spec.adapters))  # after those of the checkpoint's own
+        self._ids = itertools.count(len(spec.adapters))  # after the ids of the checkpoint's own adapters
         self._lock = Lock()
         self._loaded: dict[str, LoadedAdapter] = {}
 
@@ -41,12 +41,14 @@ class LocalAdapters:
         return tuple(self._loaded)
 
     def digest(self, name: str) -> str:
-        """An identity of an adapter's content; empty for the checkpoint's own adapters."""
+        """Return the digest of an adapter's files; empty for the checkpoint's own adapters."""
         return "" if name in self._spec.adapters else self._find(name).digest
 
     def load(self, name: str, path: str, *, replace: bool = False) -> None:
-        """Load an adapter from a folder or a hub id. With `replace` it takes the place of the one that has
-        this name; calls that run finish with the old one."""
+        """Load an adapter from a folder or a hub id. Blocks until the engine has loaded it.
+
+        `replace` replaces a loaded adapter of the same name. Running calls finish with the old adapter.
+        """
         spec = self._spec
         if not self._config.enable_lora:
             raise NotPossible(f"model {spec.name} takes no LoRA adapters; {ENABLE}")
@@ -73,7 +75,7 @@ class LocalAdapters:
                 self._retire(old)
 
     def unload(self, name: str) -> None:
-        """Unload an adapter; calls that run with it finish."""
+        """Unload an adapter. Running calls that use it finish."""
         with self._lock:
             adapter = self._find(name)
             del self._loaded[name]
@@ -81,7 +83,7 @@ class LocalAdapters:
 
     @contextmanager
     def hold(self, name: str) -> Iterator[int]:
-        """The id of an adapter, which stays loaded meanwhile."""
+        """Yield the id of an adapter. The adapter stays loaded until the block ends."""
         with self._lock:
             adapter = self._find(name)
             adapter.num_users += 1

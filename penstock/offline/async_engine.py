@@ -71,7 +71,7 @@ class AsyncEngine:
 
     @classmethod
     def over(cls, local: LocalModel) -> AsyncEngine:
-        """An engine over a model that has been opened already."""
+        """Create an engine for a model that is already open."""
         engine = cls()
         engine._use(local)
         return engine
@@ -92,7 +92,7 @@ class AsyncEngine:
         await self.close()
 
     async def close(self) -> None:
-        """Finish what was submitted, then release the model."""
+        """Finish all submitted calls, then release the model."""
         if self._local is not None:
             local, self._local = self._local, None
             self._local_images.close()
@@ -132,12 +132,14 @@ class AsyncEngine:
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> NDArray[Any]:
-        """One vector a text, as an array [texts, dimensions]; or one an image, of paths, bytes, Pillow images
-        or arrays, given as `images` or among the texts.
+        """Embed texts or images: one vector each, as an array [texts, dimensions].
 
-        A text beyond the model's limit is an error unless `truncate_prompt_tokens` is set (-1 cuts at the
-        limit) or `chunking="mean"`, which splits it into parts that fit and averages their vectors, weighted
-        by tokens. `progress` shows a bar; by default for long calls on a terminal only.
+        Images are paths, bytes, Pillow images or arrays. Give them as `images` or among the texts.
+
+        A text that exceeds the model's limit is an error, unless `truncate_prompt_tokens` is set (-1 cuts at
+        the limit) or `chunking` is "mean". That splits the text into parts that fit, and averages their
+        vectors, weighted by tokens. `progress` shows a progress bar; by default only for long calls on a
+        terminal.
         """
         params = PoolingParams(Task.EMBED, dimensions, normalize, output_dtype(dtype))
         given = input_options(options)
@@ -161,7 +163,7 @@ class AsyncEngine:
     async def _embed_images(
         self, images: Sequence[Any], params: PoolingParams, options: InputOptions, priority: int
     ) -> NDArray[Any]:
-        """Images in windows: while one runs, the next is prepared."""
+        """Embed images in windows: the next window is prepared while one runs."""
         running: asyncio.Task[NDArray[Any]] | None = None
         parts: list[NDArray[Any]] = []
         try:
@@ -191,11 +193,11 @@ class AsyncEngine:
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> list[TextChunks]:
-        """Late chunking: each text runs whole, and its chunks are pooled separately, so that a chunk's vector
-        knows its context.
+        """Embed each chunk of each text by late chunking.
 
-        Chunks have `chunk_size` tokens (256 by default), or are the `chunk_spans` of each text, in
-        characters.
+        The model reads a text as a whole and each chunk is pooled separately, so a chunk's vector reflects
+        its context. Chunks have `chunk_size` tokens (256 by default). Alternatively `chunk_spans` gives the
+        chunks of each text, in characters.
         """
         params = PoolingParams(Task.EMBED, dimensions, normalize, output_dtype(dtype))
         how = ChunkOptions(chunking="late", chunk_size=chunk_size, chunk_spans=chunk_spans)
@@ -215,10 +217,10 @@ class AsyncEngine:
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> list[NDArray[Any]]:
-        """One vector a token: for each text an array [tokens, dimensions], special tokens included.
+        """Embed every token: for each text an array [tokens, dimensions], special tokens included.
 
-        A retriever of pages takes images among the texts, as paths, bytes, Pillow images or arrays.
-        A late-interaction model reads texts as documents and leaves out the tokens of its skip list;
+        Models that retrieve document pages accept images among the texts: paths, bytes, Pillow images or
+        arrays. A late-interaction model treats texts as documents and omits the tokens of its skip list;
         `input_type="query"` makes them queries.
         """
         params = PoolingParams(Task.TOKEN_EMBED, dimensions, normalize, output_dtype(dtype))
@@ -236,9 +238,10 @@ class AsyncEngine:
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> NDArray[Any]:
-        """The probability of each of `labels`, [texts, labels]; logits without `use_activation`.
+        """Classify texts: the probability of each of `labels` as an array [texts, labels].
 
-        A text may be a pair of texts, which the model reads together.
+        With `use_activation=False` the values are logits. A text may be a pair of texts, which the model
+        reads together.
         """
         params, given = PoolingParams(Task.CLASSIFY, normalize=use_activation), input_options(options)
         if are_pairs(texts):
@@ -261,10 +264,10 @@ class AsyncEngine:
         priority: int = 0,
         progress: bool | None = None,
     ) -> list[LabelScores]:
-        """How well each of `labels` fits each text, the best label first.
+        """Score how well each of `labels` fits each text, the best label first.
 
-        An NLI model tests the sentence that `hypothesis_template` makes of each label. Scores sum to 1 over
-        the labels; with `multi_label` each label is scored by itself.
+        An NLI model tests a sentence that `hypothesis_template` builds from each label. Scores sum to 1 over
+        the labels; with `multi_label` each label is scored independently.
         """
         options = ZeroShotOptions(
             hypothesis_template=hypothesis_template,
@@ -286,7 +289,7 @@ class AsyncEngine:
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> list[NDArray[Any]]:
-        """The probability of each label for each token: for each text an array [tokens, labels]."""
+        """Classify every token: for each text an array [tokens, labels] of probabilities."""
         params = PoolingParams(Task.TOKEN_CLASSIFY, normalize=use_activation)
         task = TokenClassify(inputs=texts, params=params, options=input_options(options))
         return await self._run(task, priority, progress)
@@ -305,14 +308,14 @@ class AsyncEngine:
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> list[list[Entity]]:
-        """The entities that a token classifier finds in each text, with their character offsets.
+        """Find the entities in each text with a token classifier, with their character offsets.
 
-        `aggregation` joins tokens: `none` lists labelled tokens, `simple` joins neighbours with one tag, and
-        `first`, `average`, `max` choose one label for each word first.
+        `aggregation` joins tokens: `none` lists labelled tokens, `simple` joins neighbouring tokens with the
+        same tag. `first`, `average` and `max` first choose one label for each word.
 
-        A GLiNER model finds those of your `labels` whose score exceeds `threshold`. Entities do not overlap,
-        unless `flat` is False, which allows one inside another, or `multi_label` is True, which allows
-        several labels for the same words.
+        A GLiNER model finds entities of your `labels` whose score exceeds `threshold`. By default entities do
+        not overlap. `flat=False` allows nested entities; `multi_label=True` allows several labels for the
+        same words.
         """
         given = input_options(options)
         if labels is None:
@@ -333,9 +336,9 @@ class AsyncEngine:
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> NDArray[Any] | list[NDArray[Any]]:
-        """A reward model's outputs for each text, [texts, outputs].
+        """Compute a reward model's outputs for each text, [texts, outputs].
 
-        A process reward model judges steps: for each text an array [steps, labels].
+        A process reward model judges steps: the result is one array [steps, labels] per text.
         """
         params, given = PoolingParams(Task.REWARD, normalize=use_activation), input_options(options)
         if rewards_steps(self.local.text):
@@ -355,9 +358,9 @@ class AsyncEngine:
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> list[dict[int, float]]:
-        """The tokens that matter to each text: {token id: weight}, heaviest first.
+        """Embed texts as sparse vectors: {token id: weight} for each text, heaviest first.
 
-        `top_k` keeps the heaviest terms (at most 1,024 by default); `min_weight` drops lighter ones.
+        `top_k` keeps the heaviest terms (at most 1,024 by default); `min_weight` drops terms below it.
         """
         rows = await self._sparse_rows(texts, top_k, min_weight, priority, progress, input_options(options))
         return [row.as_dict() for row in rows]
@@ -373,7 +376,7 @@ class AsyncEngine:
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> list[list[Term]]:
-        """As `sparse`, with token strings: for each text a list of `Term(token_id, token, weight)`."""
+        """Like `sparse`, with token strings: for each text a list of `Term(token_id, token, weight)`."""
         rows = await self._sparse_rows(texts, top_k, min_weight, priority, progress, input_options(options))
         return with_tokens(rows, self.local.text.tokenizer.token_strings)
 
@@ -404,7 +407,7 @@ class AsyncEngine:
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> dict[str, Any]:
-        """Several tasks from one forward pass: {task: what the method of that name returns}."""
+        """Compute several tasks in one forward pass: {task: result of the method with that name}."""
         if not tasks:
             raise BadValue("tasks is empty; name at least one", param="tasks")
         first, *more = [_task_params(task, dimensions, normalize, top_k) for task in tasks]
@@ -425,10 +428,11 @@ class AsyncEngine:
         progress: bool | None = None,
         **options: Unpack[PairKeywords],
     ) -> NDArray[Any]:
-        """How well each document answers its query, [documents]: one query for all, or one for each document.
+        """Score how well each document answers its query, [documents].
 
-        Cross-encoders read each pair together, embedders compare vectors. `use_activation=False` gives raw
-        scores; by default they are as the model's configuration says.
+        `queries` is one query for all documents, or a list with one for each. Cross-encoders read each pair
+        together; embedders compare vectors. `use_activation=False` returns raw scores; by default the model's
+        configuration decides whether an activation is applied.
         """
         params = PoolingParams(Task.SCORE, normalize=use_activation)
         given = (await self._images.replace(queries), await self._images.replace(documents))
@@ -448,7 +452,7 @@ class AsyncEngine:
         progress: bool | None = None,
         **options: Unpack[PairKeywords],
     ) -> list[RankedDocument]:
-        """The documents from best to worst, at most `top_n`; equal scores keep the caller's order."""
+        """Rank documents from best to worst, at most `top_n`. Equal scores keep the caller's order."""
         check_top_n(top_n)
         scores = await self.score(
             query,
@@ -469,9 +473,9 @@ class AsyncEngine:
         query_scales: Sequence[Any] | None = None,
         document_scales: Sequence[Any] | None = None,
     ) -> NDArray[Any]:
-        """Late-interaction scores of token vectors that the caller has, [documents].
+        """Compute late-interaction scores of given token vectors, [documents].
 
-        `queries` is one matrix [tokens, dim] for all documents, or a list with one for each; `documents` is a
+        `queries` is one matrix [tokens, dim] for all documents, or a list with one for each. `documents` is a
         list of matrices. Vectors are float32, float16, or int8 with optional scales, one for each vector.
         """
         comparison = comparison_from_arrays(
@@ -490,10 +494,10 @@ class AsyncEngine:
         adapter: str | None = None,
         priority: int = 0,
     ) -> list[Completion]:
-        """What follows each prompt, a text or its token ids, as the server's `/v1/completions` generates it.
+        """Generate completions of prompts, as the server's `/v1/completions` does.
 
-        `sampling` is for all prompts, or a list with one for each. With `n` above 1 a prompt's completions
-        stand next to each other.
+        A prompt is a text or its token ids. `sampling` applies to all prompts, or is a list with one for
+        each. With `n` above 1 the completions of a prompt are adjacent in the result.
         """
         local, scheduling = self.local, Scheduling(priority=priority)
         with self._held(adapter) as adapter_id:
@@ -514,7 +518,7 @@ class AsyncEngine:
         adapter: str | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[TextDelta, None]:
-        """The text that follows one prompt, as it is generated. Closing the iterator cancels the rest."""
+        """Stream the completion of one prompt as it is generated. Closing the iterator cancels the rest."""
         inputs: Any = prompt if isinstance(prompt, str) else [list(prompt)]
         source = TextPrompts(prompts=inputs, add_special_tokens=add_special_tokens)
         async with aclosing(self._stream(_generate(source, sampling), priority, adapter)) as stream:
@@ -530,8 +534,7 @@ class AsyncEngine:
         adapter: str | None = None,
         priority: int = 0,
     ) -> list[Completion]:
-        """The reply to a conversation, through the model's chat template, as `/v1/chat/completions` generates
-        it."""
+        """Generate the reply to a conversation, as `/v1/chat/completions` does with the chat template."""
         local, scheduling = self.local, Scheduling(priority=priority)
         with self._held(adapter) as adapter_id:
             call = replace(_chat(messages, sampling, chat_template_kwargs), adapter=adapter_id)
@@ -546,43 +549,45 @@ class AsyncEngine:
         adapter: str | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[TextDelta, None]:
-        """The reply as it is generated. Closing the iterator cancels the rest."""
+        """Stream the reply to a conversation as it is generated. Closing the iterator cancels the rest."""
         call = _chat(messages, sampling, chat_template_kwargs)
         async with aclosing(self._stream(call, priority, adapter)) as stream:
             async for delta in stream:
                 yield delta
 
     async def tokenize(self, texts: Texts, *, add_special_tokens: bool = True) -> list[list[int]]:
-        """The token ids of each text."""
+        """Tokenise texts: the token ids of each."""
         given = [texts] if isinstance(texts, str) else list(texts)
         return [row.tolist() for row in await self.local.text.batcher.encode(given, add_special_tokens)]
 
     async def detokenize(
         self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = False
     ) -> list[str]:
-        """The text of each list of token ids."""
+        """Convert each list of token ids to text."""
         ids = [list(row) for row in rows]
         decode = partial(self.local.text.tokenizer.decode_rows, ids, skip_special_tokens)
         return await self.local.text.batcher.call(decode, sum(map(len, ids)))
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> None:
-        """Load a LoRA adapter from its folder. Calls choose it with `adapter=name`; `replace` puts it in the
-        place of one that has this name."""
+        """Load a LoRA adapter from its folder. Calls select it with `adapter=name`.
+
+        `replace` replaces a loaded adapter of the same name.
+        """
         await asyncio.to_thread(self.local.adapters.load, name, path, replace=replace)
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload a LoRA adapter; calls that run with it finish."""
+        """Unload a LoRA adapter. Running calls that use it finish."""
         self.local.adapters.unload(name)
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The LoRA adapters that are loaded."""
+        """The names of the loaded LoRA adapters."""
         return self.local.adapters.names
 
     async def _run(
         self, task: PoolingTask[R], priority: int, progress: bool | None, adapter: str | None = None
     ) -> R:
-        """`adapter` is for tasks whose options have none."""
+        """Run a task. `adapter` is for tasks whose options cannot name an adapter."""
         options = getattr(task, "options", None)
         if isinstance(options, InputOptions) and options.adapter not in (None, *self.spec.adapters):
             adapter = options.adapter
@@ -593,7 +598,7 @@ class AsyncEngine:
 
     @contextmanager
     def _held(self, adapter: str | None) -> Iterator[int]:
-        """The id of a LoRA adapter, which stays loaded meanwhile; -1 for none."""
+        """Yield the id of a LoRA adapter (-1 for none). The adapter stays loaded until the block ends."""
         if adapter is None:
             yield -1
         elif adapter in self.spec.adapters:
@@ -607,11 +612,11 @@ class AsyncEngine:
 
     @property
     def _images(self) -> LocalImages:
-        _ = self.local  # refuses an engine that is not open
+        _ = self.local  # raises if the engine is not open
         return self._local_images
 
     def _open_runner(self) -> TaskRunner:
-        _ = self.local  # refuses an engine that is not open
+        _ = self.local  # raises if the engine is not open
         return self._runner
 
     async def _stream(
@@ -656,7 +661,7 @@ def _wrong_sampling(given: object) -> TypeError:
 
 
 def _generate_calls(prompts: Inputs, sampling: Sampling, add_special_tokens: bool) -> list[Generate]:
-    """One call for all prompts, or one for each where they have their own parameters."""
+    """Make one call for all prompts, or one per prompt if each has its own parameters."""
     if sampling is None or isinstance(sampling, SamplingParams):
         return [_generate(TextPrompts(prompts=prompts, add_special_tokens=add_special_tokens), sampling)]
     given: object = sampling
@@ -670,7 +675,7 @@ def _generate_calls(prompts: Inputs, sampling: Sampling, add_special_tokens: boo
 
 
 def _is_nested(prompts: Inputs) -> bool:
-    """Whether the prompts are a list of texts or of token id lists, even if of one."""
+    """Whether the prompts are a list of texts or of lists of token ids, even with one item."""
     return not isinstance(prompts, str) and len(prompts) > 0 and hasattr(prompts[0], "__len__")
 
 
@@ -683,7 +688,7 @@ def _chat(
 
 
 async def _all(runs: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
-    """The results of all; the first failure cancels the others."""
+    """Await all results. The first failure cancels the others."""
     tasks = [asyncio.ensure_future(run) for run in runs]
     try:
         return await asyncio.gather(*tasks)
@@ -697,7 +702,7 @@ async def _all(runs: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
 def _task_params(
     task: str, dimensions: int | None, normalize: bool | None, top_k: int | None
 ) -> PoolingParams:
-    """The parameters as far as the task has them."""
+    """Build the pooling parameters of a task from the parameters that apply to it."""
     try:
         kind = Task(task)
     except ValueError:
@@ -710,7 +715,7 @@ def _task_params(
 
 
 def _plain(column: Any) -> Any:
-    """Sparse rows as dicts, as `sparse` returns them; all else as it is."""
+    """Convert sparse rows to dicts, as `sparse` returns them. Other results are unchanged."""
     if isinstance(column, list) and column and isinstance(column[0], SparseRow):
         return [row.as_dict() for row in column]
     return column

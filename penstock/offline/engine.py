@@ -1,5 +1,7 @@
-"""`Engine`: a model in this process for ordinary programs. Each method runs the one of `AsyncEngine` and
-waits."""
+"""`Engine`: a model in this process for synchronous programs.
+
+Each method runs the `AsyncEngine` method of the same name and waits for its result.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ _END: Any = object()
 
 
 class Engine:
-    """A model in this process. Safe to call from several threads, whose calls share the engine's steps.
+    """A model in this process. Several threads may call it at once; their calls share the engine's steps.
 
     `model` is a folder, a hub id, or nothing for the embedded default; `config` are fields of `EngineConfig`.
     """
@@ -41,7 +43,7 @@ class Engine:
 
     @classmethod
     def over(cls, local: LocalModel) -> Engine:
-        """An engine over a model that has been opened already."""
+        """Create an engine for a model that is already open."""
         engine = cls.__new__(cls)
         engine._use(local)
         return engine
@@ -58,7 +60,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Finish what was submitted, then release the model."""
+        """Finish all submitted calls, then release the model."""
         if not self._loop.closed:
             self.local.close()
             self._loop.close()
@@ -72,17 +74,19 @@ class Engine:
         return self.local.settings
 
     def load_adapter(self, name: str, path: str, *, replace: bool = False) -> None:
-        """Load a LoRA adapter from its folder. Calls choose it with `adapter=name`; `replace` puts it in the
-        place of one that has this name."""
+        """Load a LoRA adapter from its folder. Calls select it with `adapter=name`.
+
+        `replace` replaces a loaded adapter of the same name.
+        """
         self.local.adapters.load(name, path, replace=replace)
 
     def unload_adapter(self, name: str) -> None:
-        """Unload a LoRA adapter; calls that run with it finish."""
+        """Unload a LoRA adapter. Running calls that use it finish."""
         self.local.adapters.unload(name)
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The LoRA adapters that are loaded."""
+        """The names of the loaded LoRA adapters."""
         return self.local.adapters.names
 
     @property
@@ -104,12 +108,14 @@ class Engine:
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> NDArray[Any]:
-        """One vector a text, as an array [texts, dimensions]; or one an image, of paths, bytes, Pillow images
-        or arrays, given as `images` or among the texts.
+        """Embed texts or images: one vector each, as an array [texts, dimensions].
 
-        A text beyond the model's limit is an error unless `truncate_prompt_tokens` is set (-1 cuts at the
-        limit) or `chunking="mean"`, which splits it into parts that fit and averages their vectors, weighted
-        by tokens. `progress` shows a bar; by default for long calls on a terminal only.
+        Images are paths, bytes, Pillow images or arrays. Give them as `images` or among the texts.
+
+        A text that exceeds the model's limit is an error, unless `truncate_prompt_tokens` is set (-1 cuts at
+        the limit) or `chunking` is "mean". That splits the text into parts that fit, and averages their
+        vectors, weighted by tokens. `progress` shows a progress bar; by default only for long calls on a
+        terminal.
         """
         return self._loop.wait(
             self._async.embed(
@@ -139,11 +145,11 @@ class Engine:
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> list[TextChunks]:
-        """Late chunking: each text runs whole, and its chunks are pooled separately, so that a chunk's vector
-        knows its context.
+        """Embed each chunk of each text by late chunking.
 
-        Chunks have `chunk_size` tokens (256 by default), or are the `chunk_spans` of each text, in
-        characters.
+        The model reads a text as a whole and each chunk is pooled separately, so a chunk's vector reflects
+        its context. Chunks have `chunk_size` tokens (256 by default). Alternatively `chunk_spans` gives the
+        chunks of each text, in characters.
         """
         return self._loop.wait(
             self._async.embed_chunks(
@@ -171,10 +177,10 @@ class Engine:
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> list[NDArray[Any]]:
-        """One vector a token: for each text an array [tokens, dimensions], special tokens included.
+        """Embed every token: for each text an array [tokens, dimensions], special tokens included.
 
-        A retriever of pages takes images among the texts, as paths, bytes, Pillow images or arrays.
-        A late-interaction model reads texts as documents and leaves out the tokens of its skip list;
+        Models that retrieve document pages accept images among the texts: paths, bytes, Pillow images or
+        arrays. A late-interaction model treats texts as documents and omits the tokens of its skip list;
         `input_type="query"` makes them queries.
         """
         return self._loop.wait(
@@ -199,9 +205,10 @@ class Engine:
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> NDArray[Any]:
-        """The probability of each of `labels`, [texts, labels]; logits without `use_activation`.
+        """Classify texts: the probability of each of `labels` as an array [texts, labels].
 
-        A text may be a pair of texts, which the model reads together.
+        With `use_activation=False` the values are logits. A text may be a pair of texts, which the model
+        reads together.
         """
         return self._loop.wait(
             self._async.classify(
@@ -222,10 +229,10 @@ class Engine:
         priority: int = 0,
         progress: bool | None = None,
     ) -> list[LabelScores]:
-        """How well each of `labels` fits each text, the best label first.
+        """Score how well each of `labels` fits each text, the best label first.
 
-        An NLI model tests the sentence that `hypothesis_template` makes of each label. Scores sum to 1 over
-        the labels; with `multi_label` each label is scored by itself.
+        An NLI model tests a sentence that `hypothesis_template` builds from each label. Scores sum to 1 over
+        the labels; with `multi_label` each label is scored independently.
         """
         return self._loop.wait(
             self._async.zero_shot(
@@ -251,7 +258,7 @@ class Engine:
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> list[NDArray[Any]]:
-        """The probability of each label for each token: for each text an array [tokens, labels]."""
+        """Classify every token: for each text an array [tokens, labels] of probabilities."""
         return self._loop.wait(
             self._async.token_classify(
                 texts, use_activation=use_activation, priority=priority, progress=progress, **options
@@ -272,14 +279,14 @@ class Engine:
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> list[list[Entity]]:
-        """The entities that a token classifier finds in each text, with their character offsets.
+        """Find the entities in each text with a token classifier, with their character offsets.
 
-        `aggregation` joins tokens: `none` lists labelled tokens, `simple` joins neighbours with one tag, and
-        `first`, `average`, `max` choose one label for each word first.
+        `aggregation` joins tokens: `none` lists labelled tokens, `simple` joins neighbouring tokens with the
+        same tag. `first`, `average` and `max` first choose one label for each word.
 
-        A GLiNER model finds those of your `labels` whose score exceeds `threshold`. Entities do not overlap,
-        unless `flat` is False, which allows one inside another, or `multi_label` is True, which allows
-        several labels for the same words.
+        A GLiNER model finds entities of your `labels` whose score exceeds `threshold`. By default entities do
+        not overlap. `flat=False` allows nested entities; `multi_label=True` allows several labels for the
+        same words.
         """
         return self._loop.wait(
             self._async.entities(
@@ -305,9 +312,9 @@ class Engine:
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> NDArray[Any] | list[NDArray[Any]]:
-        """A reward model's outputs for each text, [texts, outputs].
+        """Compute a reward model's outputs for each text, [texts, outputs].
 
-        A process reward model judges steps: for each text an array [steps, labels].
+        A process reward model judges steps: the result is one array [steps, labels] per text.
         """
         return self._loop.wait(
             self._async.reward(
@@ -326,9 +333,9 @@ class Engine:
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> list[dict[int, float]]:
-        """The tokens that matter to each text: {token id: weight}, heaviest first.
+        """Embed texts as sparse vectors: {token id: weight} for each text, heaviest first.
 
-        `top_k` keeps the heaviest terms (at most 1,024 by default); `min_weight` drops lighter ones.
+        `top_k` keeps the heaviest terms (at most 1,024 by default); `min_weight` drops terms below it.
         """
         return self._loop.wait(
             self._async.sparse(
@@ -347,7 +354,7 @@ class Engine:
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> list[list[Term]]:
-        """As `sparse`, with token strings: for each text a list of `Term(token_id, token, weight)`."""
+        """Like `sparse`, with token strings: for each text a list of `Term(token_id, token, weight)`."""
         return self._loop.wait(
             self._async.sparse_terms(
                 texts, top_k=top_k, min_weight=min_weight, priority=priority, progress=progress, **options
@@ -368,7 +375,7 @@ class Engine:
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> dict[str, Any]:
-        """Several tasks from one forward pass: {task: what the method of that name returns}."""
+        """Compute several tasks in one forward pass: {task: result of the method with that name}."""
         return self._loop.wait(
             self._async.outputs(
                 texts,
@@ -395,10 +402,11 @@ class Engine:
         progress: bool | None = None,
         **options: Unpack[PairKeywords],
     ) -> NDArray[Any]:
-        """How well each document answers its query, [documents]: one query for all, or one for each document.
+        """Score how well each document answers its query, [documents].
 
-        Cross-encoders read each pair together, embedders compare vectors. `use_activation=False` gives raw
-        scores; by default they are as the model's configuration says.
+        `queries` is one query for all documents, or a list with one for each. Cross-encoders read each pair
+        together; embedders compare vectors. `use_activation=False` returns raw scores; by default the model's
+        configuration decides whether an activation is applied.
         """
         return self._loop.wait(
             self._async.score(
@@ -425,7 +433,7 @@ class Engine:
         progress: bool | None = None,
         **options: Unpack[PairKeywords],
     ) -> list[RankedDocument]:
-        """The documents from best to worst, at most `top_n`; equal scores keep the caller's order."""
+        """Rank documents from best to worst, at most `top_n`. Equal scores keep the caller's order."""
         return self._loop.wait(
             self._async.rerank(
                 query,
@@ -447,9 +455,9 @@ class Engine:
         query_scales: Sequence[Any] | None = None,
         document_scales: Sequence[Any] | None = None,
     ) -> NDArray[Any]:
-        """Late-interaction scores of token vectors that the caller has, [documents].
+        """Compute late-interaction scores of given token vectors, [documents].
 
-        `queries` is one matrix [tokens, dim] for all documents, or a list with one for each; `documents` is a
+        `queries` is one matrix [tokens, dim] for all documents, or a list with one for each. `documents` is a
         list of matrices. Vectors are float32, float16, or int8 with optional scales, one for each vector.
         """
         return self._loop.wait(
@@ -465,10 +473,10 @@ class Engine:
         adapter: str | None = None,
         priority: int = 0,
     ) -> list[Completion]:
-        """What follows each prompt, a text or its token ids, as the server's `/v1/completions` generates it.
+        """Generate completions of prompts, as the server's `/v1/completions` does.
 
-        `sampling` is for all prompts, or a list with one for each. With `n` above 1 a prompt's completions
-        stand next to each other.
+        A prompt is a text or its token ids. `sampling` applies to all prompts, or is a list with one for
+        each. With `n` above 1 the completions of a prompt are adjacent in the result.
         """
         return self._loop.wait(
             self._async.generate(
@@ -485,7 +493,7 @@ class Engine:
         adapter: str | None = None,
         priority: int = 0,
     ) -> Iterator[TextDelta]:
-        """The text that follows one prompt, as it is generated. Closing the iterator cancels the rest."""
+        """Stream the completion of one prompt as it is generated. Closing the iterator cancels the rest."""
         return self._iterate(
             self._async.generate_stream(
                 prompt, sampling, add_special_tokens=add_special_tokens, adapter=adapter, priority=priority
@@ -501,8 +509,7 @@ class Engine:
         adapter: str | None = None,
         priority: int = 0,
     ) -> list[Completion]:
-        """The reply to a conversation, through the model's chat template, as `/v1/chat/completions` generates
-        it."""
+        """Generate the reply to a conversation, as `/v1/chat/completions` does with the chat template."""
         return self._loop.wait(
             self._async.chat(
                 messages,
@@ -522,7 +529,7 @@ class Engine:
         adapter: str | None = None,
         priority: int = 0,
     ) -> Iterator[TextDelta]:
-        """The reply as it is generated. Closing the iterator cancels the rest."""
+        """Stream the reply to a conversation as it is generated. Closing the iterator cancels the rest."""
         return self._iterate(
             self._async.chat_stream(
                 messages,
@@ -534,11 +541,11 @@ class Engine:
         )
 
     def tokenize(self, texts: Texts, *, add_special_tokens: bool = True) -> list[list[int]]:
-        """The token ids of each text."""
+        """Tokenise texts: the token ids of each."""
         return self._loop.wait(self._async.tokenize(texts, add_special_tokens=add_special_tokens))
 
     def detokenize(self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = False) -> list[str]:
-        """The text of each list of token ids."""
+        """Convert each list of token ids to text."""
         return self._loop.wait(self._async.detokenize(rows, skip_special_tokens=skip_special_tokens))
 
     def _iterate(self, stream: AsyncGenerator[T, None]) -> Iterator[T]:

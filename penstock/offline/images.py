@@ -1,4 +1,4 @@
-"""Images that a Python caller gives, prepared for the model: paths, bytes, Pillow images and arrays."""
+"""Preparation of images from Python callers: paths, bytes, Pillow images and arrays."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 class LocalImages:
-    """Prepares images for one model, on threads that start with the first image."""
+    """Prepares images for one model. Its threads start with the first image."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self._loader: ImageLoader | None = None
 
     async def prepare(self, images: Sequence[ImageInput | PreparedImage]) -> list[PreparedImage]:
-        """The images in their order; prepared ones stay as they are."""
+        """Prepare images, in order. Images that are already prepared are returned unchanged."""
         if self.spec.images is None:
             raise refuse_images(self.spec.name)
         if self._loader is None:
-            from penstock.inputs.images.loader import ImageLoader, LoaderLimits  # and Pillow
+            from penstock.inputs.images.loader import ImageLoader, LoaderLimits  # late: imports Pillow
 
             self._loader = ImageLoader(limits=LoaderLimits(num_threads=available_cpus()))
         raw = [image for image in images if not isinstance(image, PreparedImage)]
@@ -41,12 +41,12 @@ class LocalImages:
     async def windows(
         self, images: Sequence[ImageInput | PreparedImage]
     ) -> AsyncIterator[list[PreparedImage]]:
-        """The same in windows, so that a long list is never in memory as a whole."""
+        """Prepare images in windows, so that a long list is never in memory as a whole."""
         for first in range(0, len(images), IMAGE_WINDOW_ROWS):
             yield await self.prepare(images[first : first + IMAGE_WINDOW_ROWS])
 
     async def replace(self, inputs: Any) -> Any:
-        """Inputs with each image among them prepared. Texts, which stay, cannot name images here."""
+        """Prepare the images among the inputs. Texts are unchanged: they are never read as paths or URLs."""
         if is_raw_image(inputs):
             return (await self.prepare([inputs]))[0]
         if not isinstance(inputs, list | tuple) or not any(map(is_raw_image, inputs)):
@@ -60,7 +60,7 @@ class LocalImages:
 
 
 def is_raw_image(item: Any) -> bool:
-    """Whether a value is an image that has to be prepared. An array of pixels has three axes."""
+    """Whether a value is an image that is not prepared yet. An array of pixels has three axes."""
     if isinstance(item, np.ndarray):
         return item.ndim == 3
     return isinstance(item, Path | bytes) or type(item).__module__.startswith("PIL.")

@@ -1,7 +1,7 @@
 """Keyword parameters that several methods of `Engine` and `AsyncEngine` share.
 
-Each is declared once as a `TypedDict`. Type checkers read `Unpack[…]`; `@explicit_signature` writes the same
-names into the method's signature, so that `help()`, editors and the documentation list them.
+Each set is declared once as a `TypedDict`. Type checkers read `Unpack[…]`. `@explicit_signature` writes the
+same names into the method's signature, so that `help()`, editors and the documentation list them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class InputKeywords(TypedDict, total=False):
     """How rows are made from texts: the fields of `InputOptions`."""
 
     prompt_name: str | None  # one of the model's prompts
-    prompt: str | None  # text that goes before each input
+    prompt: str | None  # text put before each input
     instruction: str | None  # filled into the model's instruction template
     input_type: str | None  # "query" or "document"
-    adapter: str | None  # a LoRA adapter that is loaded, or a task adapter of the model's own
+    adapter: str | None  # a loaded LoRA adapter, or one of the model's own task adapters
     truncate_prompt_tokens: int | None  # -1: cut at the model's limit; None: longer inputs are errors
     truncation_side: Side
     add_special_tokens: bool
-    cache_salt: str  # cached prefixes are shared between equal salts only
+    cache_salt: str  # cached prefixes are shared only between calls with the same salt
 
 
 class PairKeywords(TypedDict, total=False):
@@ -65,7 +65,7 @@ def _refuse_unknown(keywords: Any, known: type) -> None:
 
 
 def explicit_signature(method: F) -> F:
-    """Replace `**options: Unpack[Keywords]` in the method's signature by the keywords themselves."""
+    """Replace `**options: Unpack[Keywords]` in the method's signature with the keywords themselves."""
     signature = inspect.signature(method)
     *parameters, last = signature.parameters.values()
     (keywords,) = get_args(get_type_hints(method, include_extras=True)[last.name])

@@ -1,4 +1,4 @@
-"""`LocalEngine`: an engine in this process, on a thread of its own. Offline use talks to it."""
+"""`LocalEngine`: an engine in this process, on its own thread, for offline use."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from penstock.wire.router import OutcomeRouter, Subscribers
 
 
 class _Recipient(ABC):
-    """Owner of requests; `deliver` is called on the engine's thread with all that a step gives it."""
+    """Owner of requests. `deliver` is called on the engine's thread with all its outcomes of a step."""
 
     @abstractmethod
     def deliver(self, outcomes: list[Outcome]) -> None: ...
 
 
 class _LoopRecipient(_Recipient):
-    """An event loop, and its requests. A step reaches all of them with one `call_soon_threadsafe`."""
+    """An event loop and its requests. A step's outcomes reach the loop in one `call_soon_threadsafe`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.subscribers = Subscribers()
-        # Requests whose callers have given up, until the engine confirms it. Until then their ids stay in
-        # use, so that no late outcome reaches a new request of the same id.
+        # Abandoned requests whose cancellation the engine has not confirmed yet. Their ids stay in use until
+        # then, so that no late outcome reaches a new request with the same id.
         self.cancelling: set[str] = set()
 
     def __contains__(self, request_id: str) -> bool:
@@ -58,7 +58,7 @@ class _FutureRecipient(_Recipient):
         self.future: Future[PooledOutput] = Future()
 
     def deliver(self, outcomes: list[Outcome]) -> None:
-        with contextlib.suppress(InvalidStateError):  # the caller has cancelled it, at any moment
+        with contextlib.suppress(InvalidStateError):  # the caller may cancel the future at any moment
             for outcome in outcomes:
                 if isinstance(outcome, PooledOutput):
                     self.future.set_result(_writable(outcome))
@@ -69,19 +69,19 @@ class _FutureRecipient(_Recipient):
 @dataclass(frozen=True, slots=True)
 class _Cancel:
     request_id: str
-    caller: _LoopRecipient  # has given up, and wants a confirmation
+    caller: _LoopRecipient  # receives the confirmation
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    work: Callable[[EngineCore], None]  # short, done between two steps
+    work: Callable[[EngineCore], None]  # short; runs between two steps
 
 
 _Message = Request | Comparison | _Cancel | _Call | None  # None: wake up
 
 
 class LocalEngine(EngineHandle):
-    """An engine in this process. Its methods may be called from several event loops and threads at once."""
+    """An engine in this process. Several event loops and threads may call its methods at once."""
 
     def __init__(self, spec: ModelSpec, settings: Resolved) -> None:
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
@@ -96,7 +96,7 @@ class LocalEngine(EngineHandle):
 
     @property
     def core(self) -> EngineCore:
-        """The engine's loop; its state may be read while it is idle."""
+        """The engine's core. Its state may be read while the engine is idle."""
         return self._core
 
     @property
@@ -147,7 +147,7 @@ class LocalEngine(EngineHandle):
         return unsubscribe
 
     def submit(self, request: Request | Comparison) -> Future[PooledOutput]:
-        """The output of a pooling request, for callers without an event loop."""
+        """Submit a pooling request and return a future, for callers without an event loop."""
         recipient = _FutureRecipient()
         with self._submit_lock:
             self._check(request.id)
@@ -155,7 +155,7 @@ class LocalEngine(EngineHandle):
         return recipient.future
 
     def load_adapter(self, adapter_id: int, folder: str, name: str) -> Future[AdapterInfo]:
-        """Let requests choose a LoRA adapter under this id, which none has had; callable from any thread."""
+        """Load a LoRA adapter under an id that was never used before. Can be called from any thread."""
         loaded: Future[AdapterInfo] = Future()
 
         def copy(done: Future[AdapterInfo]) -> None:
@@ -173,7 +173,7 @@ class LocalEngine(EngineHandle):
         return loaded
 
     def unload_adapter(self, adapter_id: int) -> None:
-        """Refuse further requests with an adapter; those that run are finished. Callable from any thread."""
+        """Refuse new requests with an adapter; running ones finish. Can be called from any thread."""
         self._inbox.put(_Call(lambda core: core.unload_adapter(adapter_id)))
 
     def close(self) -> None:
@@ -202,7 +202,7 @@ class LocalEngine(EngineHandle):
         self._inbox.put(request)
 
     def _abandon(self, request_id: str, recipient: _LoopRecipient) -> None:
-        """Cancel a request whose caller has given up. Nothing is delivered any more."""
+        """Cancel a request whose caller has given up. Nothing more is delivered."""
         recipient.cancelling.add(request_id)
         self._inbox.put(_Cancel(request_id, recipient))
 
@@ -221,7 +221,7 @@ class LocalEngine(EngineHandle):
             raise
 
     def _next_message(self) -> _Message:
-        """The next message, or None when the next deadline has passed."""
+        """Wait for the next message. Returns None when the next deadline has passed."""
         deadline = self._core.next_deadline_s()
         try:
             return self._inbox.get(
@@ -247,7 +247,8 @@ class LocalEngine(EngineHandle):
 
     def _cancel(self, message: _Cancel) -> None:
         request_id, caller = message.request_id, message.caller
-        if self._router.owner(request_id) is caller:  # or it has finished, and the id is another request's
+        # Otherwise the request has finished, and its id may belong to a new request.
+        if self._router.owner(request_id) is caller:
             self._core.cancel(request_id)
             self._router.remove(request_id)
         caller.confirm_cancel(request_id)
@@ -258,7 +259,7 @@ class LocalEngine(EngineHandle):
 
 
 def _writable(output: PooledOutput) -> PooledOutput:
-    """An output that its caller may write to: deduplicated requests are given the same arrays."""
+    """Copy an output that is not writable: deduplicated requests receive the same arrays."""
     if output.values.flags.writeable:
         return output
     return replace(

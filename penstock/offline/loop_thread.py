@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, through which ordinary programs run coroutines."""
+"""An event loop on its own thread, on which synchronous programs run coroutines."""
 
 from __future__ import annotations
 

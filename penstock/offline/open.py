@@ -1,4 +1,4 @@
-"""Opens a model in this process: finds its files, settles the configuration, loads it on the device."""
+"""Opening a model in this process: find its files, resolve its settings, load it on the device."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from penstock.offline.local import LocalEngine
 from penstock.runner.load import settle
 from penstock.tasks.model import TextModel
 
-UNLIMITED = 2**62  # tokens: a caller in this process waits instead of being refused
+UNLIMITED = 2**62  # tokens; callers in this process wait instead of being refused
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DescribedModel:
-    """What is known of a model before its weights are loaded."""
+    """A model whose files are described but whose weights are not loaded."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -32,7 +32,7 @@ class DescribedModel:
 
     @classmethod
     def of(cls, model: str | None, options: Mapping[str, Any]) -> DescribedModel:
-        """`options` are fields of `EngineConfig`; `model` there is used if none is named here."""
+        """`options` are fields of `EngineConfig`. The argument `model` replaces `model` in `options`."""
         named = options if model is None else {**options, "model": model}
         if "data_parallel_size" in named:
             raise ConfigError(
@@ -58,7 +58,7 @@ class DescribedModel:
         return cls(config, with_max_model_len(described, settings.max_model_len), settings)
 
     def adapter_mark(self, name: str) -> str:
-        """An identity of vectors with this adapter: its name and the content of its files."""
+        """Return an identity for vectors of this adapter: its name and a digest of its files."""
         module = next((each for each in self.config.lora_modules if each.name == name), None)
         if module is not None:
             folder = find_adapter(module.path, download_dir=self.config.download_dir)
@@ -71,7 +71,7 @@ class DescribedModel:
         )
 
     def load(self, text: TextModel | None = None) -> LocalModel:
-        """Load the weights. `text` is the model's text side, where the caller has made it already."""
+        """Load the weights. `text` is the model's text side, if the caller has already created it."""
         text = TextModel(self.spec) if text is None else text
         settings = msgspec.structs.replace(
             self.settings, max_queued_tokens=UNLIMITED, max_queue_seconds=0.0, shares_steps=False
@@ -98,14 +98,14 @@ class LocalModel:
     adapters: LocalAdapters
 
     def close(self) -> None:
-        """Finish what was submitted, then release the device."""
+        """Finish all submitted requests, then release the device."""
         self.text.close()
         self.engine.close()
 
 
 @contextmanager
 def open_model(options: Mapping[str, Any], *, chat_template: str | None = None) -> Iterator[LocalModel]:
-    """A loaded model for the duration of a block; `options` are fields of `EngineConfig`."""
+    """Load a model for the duration of a block. `options` are fields of `EngineConfig`."""
     described = DescribedModel.of(None, options)
     local = described.load(TextModel(described.spec, chat_template=chat_template))
     try:

@@ -13,7 +13,7 @@ _MIN_ROWS = 2 * WINDOW_ROWS
 
 @contextmanager
 def progress_bar(total: int, wanted: bool | None) -> Iterator[Callable[[int], None]]:
-    """A function that advances the bar. By default (None) only long calls on a terminal show one."""
+    """Yield a function that advances the bar. By default (None) only long calls on a terminal show a bar."""
     show = total > _MIN_ROWS and sys.stderr.isatty() if wanted is None else wanted
     if not show:
         yield lambda count: None

@@ -1,6 +1,6 @@
-"""How fast an engine in this process is: it embeds rows for some seconds and counts them.
+"""Measurement of the throughput of an engine in this process.
 
-`penstock plan --measure` and `benchmarks/gpu_rates.py` measure with it.
+`penstock plan --measure` and `benchmarks/gpu_rates.py` use it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from penstock.types import Task
 
 Row = str | Sequence[int]
 MAX_ROWS_PER_CALL = 2048
-_CALLERS = 3  # calls in flight: the engine computes one while the others are tokenised and collected
-_MAX_CALL_S = 1.0  # calls are made longer until they take a third of the time, or this long
+_CALLERS = 3  # calls in flight: the engine runs one while the others are tokenised or collected
+_MAX_CALL_S = 1.0  # duration of a call, or a third of the measured time if that is less
 _MAX_ROUNDS = 8
-_FASTER = 1.1  # than the round before: the engine is still warming up
-_LOWEST_ID, _HIGHEST_ID = 1000, 20_000  # random token ids, without special tokens where there are so many
+_FASTER = 1.1  # speed-up over the previous round that shows that the engine is still warming up
+_LOWEST_ID, _HIGHEST_ID = 1000, 20_000  # random token ids; low ids are often special tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """What an engine did."""
+    """The work that an engine did in a measured time."""
 
     rows: int
     tokens: int
@@ -46,7 +46,7 @@ class Throughput:
 
 
 def random_rows(engine: Engine, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    """Rows of random token ids with these lengths; no two are equal."""
+    """Make rows of random token ids with these lengths. Equal rows are unlikely."""
     highest = min(_HIGHEST_ID, engine.spec.vocab_size)
     lowest = min(_LOWEST_ID, highest // 2)
     rng = np.random.default_rng(seed)
@@ -54,11 +54,11 @@ def random_rows(engine: Engine, lengths: Sequence[int], seed: int = 0) -> list[l
 
 
 def measure(engine: Engine, rows: Sequence[Row], lengths: Sequence[int], seconds: float) -> Throughput:
-    """Run `rows`, which have these numbers of tokens, again and again for about `seconds`.
+    """Run `rows`, whose token counts are `lengths`, repeatedly for about `seconds`.
 
-    Open the engine with `share_identical=False`, or rows that meet again in flight are computed once. The
-    engine runs for as long at least once before, and again until it gets no faster: new shapes compile
-    kernels and capture graphs.
+    Open the engine with `share_identical=False`; otherwise equal rows in flight are computed once. At least
+    one round of the same duration runs before the measured one, and rounds are repeated until the engine gets
+    no faster: new shapes compile kernels and capture graphs.
     """
     run = _task(engine)
     size = _rows_per_call(run, rows, min(_MAX_CALL_S, seconds / 3))
@@ -79,7 +79,7 @@ def measure(engine: Engine, rows: Sequence[Row], lengths: Sequence[int], seconds
 def _run_callers(
     run: Callable[[list[Any]], object], rows: Sequence[Row], size: int, starts: Iterator[int], seconds: float
 ) -> list[int]:
-    """Call `run` from several threads for about `seconds`; the first rows of the calls."""
+    """Call `run` from several threads for about `seconds`. Returns the index of each call's first row."""
     done: list[int] = []
     failures: list[BaseException] = []
     deadline_s = time.perf_counter() + seconds
@@ -106,7 +106,7 @@ def _run_callers(
 
 
 def _rows_per_call(run: Callable[[list[Any]], object], rows: Sequence[Row], long_s: float) -> int:
-    """The number of rows that keeps the engine busy for a moment; finding it warms the engine up."""
+    """Find a number of rows for which a call takes at least `long_s`. This also warms the engine up."""
     size = 8
     while True:
         size = min(size, MAX_ROWS_PER_CALL)
@@ -118,12 +118,12 @@ def _rows_per_call(run: Callable[[list[Any]], object], rows: Sequence[Row], long
 
 
 def _window(items: Sequence[Any], start: int, size: int) -> list[Any]:
-    """`size` items from `start`, beginning anew at the end."""
+    """Return `size` items from `start`, wrapping around at the end."""
     return [items[(start + at) % len(items)] for at in range(size)]
 
 
 def _task(engine: Engine) -> Callable[[list[Any]], object]:
-    """The call that computes what this model is for."""
+    """Choose the engine method for the model's main task."""
     spec = engine.spec
     order = [Task.EMBED, Task.TOKEN_EMBED, Task.SPARSE, Task.CLASSIFY]
     if spec.late is not None:

@@ -1,1 +1,1 @@
-"""Capacity planning: what a corpus or a stream of queries costs on a GPU. Free of torch."""
+"""Capacity planning: the cost of a corpus or a stream of queries on a GPU. Does not import torch."""

@@ -3,7 +3,7 @@
     seconds/token =   products / F  +  expert products / Fe  +  attention / Fa
                     + bytes moved / B  +  r / row length  +  c
 
-Every coefficient is at least 0. The errors of the fit come from leaving measurements out.
+No coefficient is negative. Errors of the fit are estimated by leaving measurements out.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from penstock.planning.shape import ModelShape
 Floats = NDArray[np.float64]
 TERMS = ("products", "expert_products", "attention", "bytes_moved", "row", "token")
 _SCALED_BY_FLOPS, _SCALED_BY_BANDWIDTH = slice(0, 3), slice(3, 4)
-_COMMON_SHARE = 0.9  # of the errors that the stated one covers
-_HOST_SHARE = 0.2  # of the time of a row, above which the host decides much of it
+_COMMON_SHARE = 0.9  # share of errors that `ModelError.common` covers
+_HOST_SHARE = 0.2  # above this share of a row's time, it counts as dependent on the host
 
 
 def work(shape: ModelShape, length: float) -> Floats:
-    """What one token costs, in the units of each term."""
+    """Compute the work of one token in the unit of each term."""
     attention = shape.attention_flops(length)
     return np.array([shape.dense_flops, shape.expert_flops, attention, shape.moved_bytes, 1.0 / length, 1.0])
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds for each unit of each term."""
+    """Seconds per unit of each term."""
 
     seconds: Floats  # [terms]
 
     @classmethod
     def fit(cls, points: Sequence[Point]) -> CostModel:
-        """Least squares of relative errors. A term whose coefficient would be negative is left out."""
+        """Fit by least squares of relative errors. Terms with negative coefficients are left out."""
         measured = np.array([1.0 / point.tokens_per_s for point in points])
         table = np.stack([work(point.shape, point.length) for point in points]) / measured[:, None]
         scale = np.maximum(table.max(axis=0), np.finfo(float).tiny)
@@ -57,19 +57,19 @@ class CostModel:
         return float(self.seconds @ work(shape, length))
 
     def depends_on_host(self, shape: ModelShape, length: float) -> bool:
-        """Whether terms of the host take much of the time: these differ from machine to machine."""
+        """Whether the host's terms, which differ between machines, take much of the time."""
         times = self.seconds * work(shape, length)
         return float(times[_SCALED_BY_BANDWIDTH.stop :].sum()) > _HOST_SHARE * float(times.sum())
 
     def scaled(self, known: Gpu, wanted: Gpu) -> CostModel:
-        """The same model on another GPU, by the published figures of both. Host terms stay."""
+        """Scale to another GPU by the published figures of both. The host's terms are unchanged."""
         seconds = self.seconds.copy()
         seconds[_SCALED_BY_FLOPS] *= known.tflops / wanted.tflops
         seconds[_SCALED_BY_BANDWIDTH] *= known.bandwidth / wanted.bandwidth
         return CostModel(seconds)
 
     def scaled_whole(self, factor: float) -> CostModel:
-        """All terms of the device slower by `factor`."""
+        """Multiply all terms of the device by `factor`."""
         seconds = self.seconds.copy()
         seconds[: _SCALED_BY_BANDWIDTH.stop] *= factor
         return CostModel(seconds)
@@ -77,10 +77,10 @@ class CostModel:
 
 @dataclass(frozen=True)
 class ModelError:
-    """How far predictions were from measurements that the fit had not seen: shares of the measured rate."""
+    """Absolute errors of predictions, as shares of the measured rate."""
 
     median: float
-    common: float  # nine of ten errors are below it
+    common: float  # 90 % of errors are at most this
     largest: float
 
     @classmethod
@@ -94,7 +94,7 @@ Errors = list[tuple[Point, float]]
 
 @dataclass(frozen=True)
 class Fit:
-    """The cost model of one GPU with its errors."""
+    """The cost model of one GPU, and its errors."""
 
     points: Sequence[Point]
 
@@ -109,13 +109,13 @@ class Fit:
 
     @cached_property
     def between_machines(self) -> Errors:
-        """How far single machines were from the mean of all on the same rows."""
+        """Deviations of single machines from the mean of all machines on the same rows."""
         several = [same for same in self._by_row.values() if len(same) > 1]
         return [(point, point.tokens_per_s / _mean_rate(same) - 1.0) for same in several for point in same]
 
     @cached_property
     def unseen_row(self) -> Errors:
-        """Errors where one row length of a model was left out, on all machines."""
+        """Errors if one row length of a model is left out of the fit, on all machines."""
         errors: Errors = []
         for same in self._by_row.values():
             model = CostModel.fit([point for point in self.points if point not in same])
@@ -124,8 +124,10 @@ class Fit:
 
     @cached_property
     def unseen_model(self) -> Errors:
-        """Errors where all measurements of a model were left out: what a new model has to expect. A model
-        that alone has experts is not among them: the others say nothing about experts."""
+        """Errors if all measurements of a model are left out of the fit, as for an unmeasured model.
+
+        The only model with experts is never left out, because the others give no data about experts.
+        """
         errors: Errors = []
         for name in dict.fromkeys(point.model for point in self.points):
             own = [point for point in self.points if point.model == name]
@@ -137,7 +139,7 @@ class Fit:
         return errors
 
     def expected(self, errors: Errors, shape: ModelShape, length: float) -> ModelError:
-        """The errors of measurements that depend on the host as much as this row does."""
+        """Summarise the errors of measurements that are as dependent on the host as this row."""
         depends = self.model.depends_on_host(shape, length)
         alike = [
             error
@@ -147,8 +149,10 @@ class Fit:
         return ModelError.of(alike or [error for _, error in errors])
 
     def correction(self, shape: ModelShape, length: float) -> float | None:
-        """Measured over predicted seconds of a model that was measured itself, at this row length; None for
-        others, and beyond the measured lengths."""
+        """Interpolate measured over predicted seconds at this row length, for a model that was measured.
+
+        None for models that were not measured, and beyond the measured lengths.
+        """
         own = {
             points[0].length: self.model.seconds_per_token(shape, points[0].length) * _mean_rate(points)
             for points in self._by_row.values()
@@ -162,7 +166,7 @@ class Fit:
 
     @cached_property
     def _by_row(self) -> dict[tuple[str, int], list[Point]]:
-        """The measurements of each model at each row length."""
+        """Measurements by model and row length."""
         found: dict[tuple[str, int], list[Point]] = {}
         for point in self.points:
             found.setdefault((point.model, point.length), []).append(point)
@@ -170,7 +174,7 @@ class Fit:
 
 
 def _mean_rate(points: Sequence[Point]) -> float:
-    """The geometric mean."""
+    """Compute the geometric mean of the rates."""
     return float(np.exp(np.mean(np.log([point.tokens_per_s for point in points]))))
 
 

@@ -1,4 +1,4 @@
-"""What a corpus and its queries cost: GPU hours, vectors, traffic, memory. Pure arithmetic on a rate."""
+"""The cost of a corpus and its queries: GPU hours, vectors, traffic. Pure arithmetic on a rate."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.errors import BadValue
 from penstock.planning.predict import Rate
 from penstock.planning.rates import ServingRate
 
-DTYPES = {"float32": 32, "float16": 16, "int8": 8, "binary": 1}  # bits of a stored number
-BYTES_PER_TOKEN = 4.5  # of English text; measured on a sample if there is one
-SPARSE_TERMS = 200  # non-zero weights of a SPLADE vector, unless the user knows better
+DTYPES = {"float32": 32, "float16": 16, "int8": 8, "binary": 1}  # bits per stored number
+BYTES_PER_TOKEN = 4.5  # for English text; replaced by a measurement if there is a sample
+SPARSE_TERMS = 200  # default number of non-zero weights in a SPLADE vector
 _TOKEN_ID_BYTES, _SPARSE_TERM_BYTES, _SCORE_BYTES, _ID_BYTES = 4, 8, 4, 8
 _BASE64 = 4 / 3
-_JSON_NUMBER_BYTES = 12  # of a float32 as decimal digits, with its comma
+_JSON_NUMBER_BYTES = 12  # a float32 in decimal digits, with its comma
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Corpus:
     """The texts of a job."""
 
     docs: int
-    lengths: Sequence[int]  # tokens of the texts: a sample, or the mean alone
+    lengths: Sequence[int]  # tokens per text: of a sample, or only the mean
     bytes_per_doc: float
-    num_truncated: int = 0  # of `lengths`, which the model's limit has shortened
+    num_truncated: int = 0  # number of `lengths` truncated to the model's limit
     from_sample: bool = False
 
     @property
@@ -44,12 +44,12 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the model gives for a text."""
+    """The outputs of a model per text."""
 
-    dense: int | None = None  # numbers of its vector
-    token_vector: int | None = None  # numbers of each token's vector, of a late-interaction model
+    dense: int | None = None  # numbers in its vector
+    token_vector: int | None = None  # numbers per token vector of a late-interaction model
     sparse_terms: float | None = None
-    scores: int | None = None  # of a reranker or classifier
+    scores: int | None = None  # number of scores of a reranker or classifier
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class StoredKind:
 
 @dataclass(frozen=True)
 class Compute:
-    """The job on GPUs."""
+    """GPU hours, time and cost of a job."""
 
     gpu_hours: float
-    low_hours: float  # the range of the rate
+    low_hours: float  # lower end, by the range of the rate
     high_hours: float
     gpus: int
-    price: float | None  # of a GPU for an hour
+    price: float | None  # per GPU hour
 
     @property
     def wall_hours(self) -> float:
@@ -83,18 +83,18 @@ class Compute:
         return None if self.price is None else self.price * self.gpu_hours
 
     def gpus_within(self, hours: float) -> int:
-        """GPUs that finish within `hours`."""
+        """Compute how many GPUs finish within `hours`."""
         return max(1, math.ceil(self.gpu_hours / hours))
 
 
 @dataclass(frozen=True)
 class Serving:
-    """GPUs for a stream of queries."""
+    """The number of GPUs for a stream of queries."""
 
     qps: float
     query_tokens: float
     utilization: float
-    qps_per_gpu: float  # at that utilization
+    qps_per_gpu: float  # at this utilization
     limit: str  # device | host
 
     @property
@@ -104,21 +104,21 @@ class Serving:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that cross the network, without headers."""
+    """Bytes sent over the network, without headers."""
 
     text: float
     token_ids: float
-    vectors: dict[str, float]  # by encoding
+    vectors: dict[str, float]  # encoding → bytes
 
 
 def compute(corpus: Corpus, rate: Rate, gpus: int, price: float | None) -> Compute:
-    """GPU hours of a corpus: the time of every row of the sample, for as many texts as there are."""
+    """Compute the GPU hours of a corpus: the mean time of the sample's rows, times the number of texts."""
     hours = corpus.docs * rate.seconds_of_rows(corpus.lengths) / len(corpus.lengths) / 3600
     return Compute(hours, hours * rate.low, hours * rate.high, gpus, price)
 
 
 def storage(corpus: Corpus, outputs: Outputs) -> list[StoredKind]:
-    """Bytes of the stored outputs of a text, in every number format. Indexes and ids are not included."""
+    """Compute the stored bytes per text in every number format, without indexes and ids."""
     kinds = []
     if outputs.dense is not None:
         kinds += [
@@ -137,12 +137,12 @@ def storage(corpus: Corpus, outputs: Outputs) -> list[StoredKind]:
 
 
 def packed_bytes(numbers: int, bits: int) -> float:
-    """Bytes of a vector; one bit a number is packed into whole bytes."""
+    """Compute the bytes of a vector, rounded up to whole bytes."""
     return float(-(-numbers * bits // 8))
 
 
 def traffic(corpus: Corpus, stored: Sequence[StoredKind]) -> Traffic:
-    """What a client and a server exchange for the corpus, with vectors in float32."""
+    """Compute the bytes that a client and a server exchange for a corpus, with vectors in float32."""
     plain = sum(kind.total(corpus.docs) for kind in stored if kind.dtype in ("float32", "int32 + float32"))
     vectors = {"bytes": plain, "base64": plain * _BASE64, "JSON numbers": plain / 4 * _JSON_NUMBER_BYTES}
     return Traffic(corpus.docs * corpus.bytes_per_doc, corpus.tokens * _TOKEN_ID_BYTES, vectors)
@@ -151,7 +151,10 @@ def traffic(corpus: Corpus, stored: Sequence[StoredKind]) -> Traffic:
 def serving(
     qps: float, query_tokens: float, utilization: float, rate: Rate, host: ServingRate | None
 ) -> Serving:
-    """GPUs for `qps` single queries a second. `host`: what the processes around one engine answer at most."""
+    """Compute the GPUs for `qps` single queries per second.
+
+    `host` is the maximum rate of the processes around one engine; None: unlimited.
+    """
     if not 0 < utilization <= 1:
         raise BadValue(
             f"--utilization is {utilization:g}; give a share above 0, up to 1, such as 0.6",

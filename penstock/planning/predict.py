@@ -1,4 +1,4 @@
-"""The rate of a model on a GPU: recorded, between recorded ones, beyond them, or scaled to another GPU."""
+"""The rate of a model on a GPU: measured, interpolated, extrapolated, or scaled to another GPU."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from penstock.planning.shape import ModelShape
 
 MEASURED, BETWEEN, BEYOND, ESTIMATE = "measured", "fitted", "extrapolated", "estimate, not measured"
 GIVEN, MEASURED_HERE = "given by --rate", "measured here"
-BEYOND_FACTOR = 2.0  # range of an extrapolation: a judgement, not a measurement
+BEYOND_FACTOR = 2.0  # assumed range of an extrapolation, not a measured one
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Seconds that a row takes on one GPU, and how sure that is."""
+    """The time of rows on one GPU, and its uncertainty."""
 
     basis: str
-    low: float = 1.0  # range of the time, as factors
+    low: float = 1.0  # `low` and `high` are the range of the time, as factors
     high: float = 1.0
-    tokens_per_s: float | None = None  # where it does not depend on the row
+    tokens_per_s: float | None = None  # if it does not depend on the row
     model: CostModel | None = None
     shape: ModelShape | None = None
-    fit: Fit | None = None  # whose measurements correct the prediction
-    max_tokens_per_s: float | None = None  # that one host tokenises
+    fit: Fit | None = None  # its measurements correct the prediction
+    max_tokens_per_s: float | None = None  # limit of the tokenisation on one host
     notes: tuple[str, ...] = ()
 
     def seconds_of_rows(self, lengths: Sequence[float]) -> float:
-        """Seconds of rows with these numbers of tokens."""
+        """Sum the seconds of rows with these numbers of tokens."""
         if self.tokens_per_s is not None:
             return sum(lengths) / self.tokens_per_s
         known: dict[float, float] = {}
@@ -62,8 +62,11 @@ def given_rate(tokens_per_s: float) -> Rate:
 
 
 def predicted_rate(gpu: str, shape: ModelShape, lengths: Sequence[float], *, texts: bool = True) -> Rate:
-    """The rate of a model of this shape. `lengths` are row lengths that matter: the shortest, a typical one,
-    the longest. `texts`: the host tokenises them too."""
+    """Predict the rate of a model of this shape.
+
+    `lengths` are relevant row lengths: the shortest, a typical one, the longest. `texts` is set if the host
+    also tokenises.
+    """
     rates = recorded_rates()
     if gpu not in rates.gpu:
         raise BadValue(
@@ -81,7 +84,7 @@ def predicted_rate(gpu: str, shape: ModelShape, lengths: Sequence[float], *, tex
 
 @cache
 def fit_of(gpu: str) -> Fit:
-    """The fit of the measurements of a GPU."""
+    """Fit the measurements of a GPU."""
     return Fit(next(each for each in recorded_rates().measured if each.gpu == gpu).points)
 
 
@@ -108,8 +111,11 @@ def _scaled(
     lengths: Sequence[float],
     host: float | None,
 ) -> Rate:
-    """A rate by published figures. Its range runs from all terms scaled by the better of the two ratios to
-    all of them scaled by the worse, and beyond by the error of the fit."""
+    """Scale a rate by the published figures of two GPUs.
+
+    The range spans from all terms scaled by the better of the two ratios to all scaled by the worse, widened
+    by the error of the fit.
+    """
     fit = fit_of(measured.gpu)
     model = fit.model.scaled(known, wanted)
     ratios = (known.tflops / wanted.tflops, known.bandwidth / wanted.bandwidth)
@@ -142,12 +148,12 @@ def _typical(lengths: Sequence[float]) -> float:
 
 
 def _range(error: float) -> tuple[float, float]:
-    """Factors on the time where the rate may be wrong by this share."""
+    """Convert a relative error of the rate to factors on the time."""
     return 1 / (1 + error), 1 / (1 - min(error, 0.9))
 
 
 def _basis(fit: Fit, shape: ModelShape, lengths: Sequence[float]) -> tuple[str, list[str]]:
-    """What the rate rests on, and why it is an extrapolation if it is one."""
+    """Classify the basis of a rate. For an extrapolation, also list the reasons."""
     if all(fit.correction(shape, length) is not None for length in lengths):
         return MEASURED, []
     points = fit.points

@@ -1,4 +1,4 @@
-"""Reads and writes quantities: 1e9, 250M, 1.5B, bytes, durations."""
+"""Parsing and formatting of quantities: 1e9, 250M, 1.5B, bytes, durations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 
 
 def read_quantity(text: str, flag: str) -> float:
-    """The number of `text`, such as 1e9, 250M, 1.5B or 1,000,000. It is above 0."""
+    """Parse a positive number such as 1e9, 250M, 1.5B or 1,000,000."""
     match = _QUANTITY.fullmatch(text.strip())
     if match is None or (match[2] and match[3]):
         raise BadValue(f"{flag} is {text!r}; give a number such as 1e9, 250M or 1.5B", param=flag)
@@ -28,7 +28,7 @@ def read_quantity(text: str, flag: str) -> float:
 
 
 def read_count(text: str, flag: str) -> int:
-    """Like `read_quantity`, for things that are counted."""
+    """Parse a whole number like `read_quantity`."""
     value = read_quantity(text, flag)
     if value != round(value):
         raise BadValue(f"{flag} is {text}, which is no whole number; give one such as 250M", param=flag)
@@ -36,7 +36,7 @@ def read_count(text: str, flag: str) -> int:
 
 
 def shown_bytes(count: float) -> str:
-    """Bytes in units of a thousand, such as 3.1 TB."""
+    """Format bytes in decimal units, such as 3.1 TB."""
     power = 0
     while count >= 999.5 and power < len(_BYTE_UNITS) - 1:
         count /= 1000
@@ -45,7 +45,7 @@ def shown_bytes(count: float) -> str:
 
 
 def shown_hours(hours: float) -> str:
-    """A duration, such as 22.3 hours."""
+    """Format a duration, such as 22.3 hours."""
     seconds = 3600 * hours
     for size, unit in ((365.25 * 86400, "years"), (2 * 86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= size:
@@ -54,7 +54,7 @@ def shown_hours(hours: float) -> str:
 
 
 def shown_number(value: float) -> str:
-    """A number with three digits that matter, such as 2,580,000 or 0.0412."""
+    """Format a number with three significant digits, such as 2,580,000 or 0.0412."""
     return _digits(value)
 
 

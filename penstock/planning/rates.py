@@ -1,4 +1,4 @@
-"""What was measured, and what vendors publish: the contents of `rates.toml`."""
+"""Measured rates and published figures of GPUs: the contents of `rates.toml`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ServingRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Requests per second that the processes around an engine answered."""
+    """Measured requests per second of the processes around one engine."""
 
     requests_per_s: float
     cores: int
@@ -33,7 +33,7 @@ class ServingRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HostRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tokens per second that one engine process tokenised and embedded at most, however fast its GPU."""
+    """Maximum tokens per second that one engine process tokenises and embeds, however fast its GPU."""
 
     tokens_per_s: float
     cores: int
@@ -46,14 +46,14 @@ class Point(NamedTuple):
 
     model: str
     shape: ModelShape
-    length: int  # tokens of every row
+    length: int  # tokens per row
     tokens_per_s: float
 
 
 class MeasuredModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     shape: ModelShape
-    tokens_per_s: dict[int, list[float]]  # by row length, one for each machine
+    tokens_per_s: dict[int, list[float]]  # by row length; one value per machine
 
 
 class Measurements(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""A plan as JSON, and as a table for people."""
+"""A plan, and its formatting as JSON and as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = "cpu"
 
 @dataclass(frozen=True)
 class Memory:
-    """What the device holds."""
+    """Memory on the device."""
 
     parameters: int
     weights: float  # bytes
@@ -27,7 +27,7 @@ class Memory:
 @dataclass(frozen=True)
 class Plan:
     model: str
-    gpu: str | None  # None: the user has given a rate
+    gpu: str | None  # None: the user gave a rate
     corpus: Corpus
     rate: Rate
     compute: Compute
@@ -40,7 +40,7 @@ class Plan:
 
     @property
     def unit(self) -> str:
-        """What an hour is counted of."""
+        """The name of the unit that hours refer to: machine or GPU."""
         return "machine" if self.gpu == CPU else "GPU"
 
     @property

@@ -1,4 +1,4 @@
-"""The work that one token costs a model: products, attention, and numbers that move through memory."""
+"""The work of a model per token: matrix products, attention and memory traffic."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.checkpoint.tensors import StoredTensor, stored_tensors
 from penstock.errors import BadValue
 
-_GATED = frozenset({"modernbert", "gte", "new", "nomic_bert", "JinaBert"})  # encoders with a third matrix
-# Families whose config.json does not say enough: their layers differ, or experts have keys of their own.
+# Encoders with a gated feed-forward block, which has a third matrix.
+_GATED = frozenset({"modernbert", "gte", "new", "nomic_bert", "JinaBert"})
+# Families whose config.json is not sufficient: layers differ, or experts have special keys.
 _COUNTED_IN_FILES = frozenset(
     {
         *("embedding_gemma2", "embedding_gemma2_text", "gpt_oss", "lfm2", "lfm2_bidirectional"),
@@ -28,7 +29,7 @@ _BF16_BYTES = 2
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The sizes that decide how much a token costs. FLOPs count a multiplication and an addition as two."""
+    """The sizes that determine the cost of a token. A multiply-add counts as two FLOPs."""
 
     layers: int
     hidden: int
@@ -38,19 +39,18 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     intermediate: int
     is_gated: bool = False
     is_causal: bool = False
-    active_experts: int = 0  # that a token passes through in a layer; 0: the model has none
+    active_experts: int = 0  # experts per token and layer; 0: the model has none
     expert_intermediate: int = 0
     local_layers: int = 0  # layers that attend to a window
-    window: int = 0  # its tokens
-    head_weights: int = 0  # of a matrix that every token passes through after the layers
-    dense_weights: int | None = (
-        None  # weights of the layers' matrices, counted in the files; None: by the sizes
-    )
-    expert_weights: int | None = None  # the same of a token's experts
+    window: int = 0  # tokens in the window of local layers
+    head_weights: int = 0  # weights of a matrix after the layers, applied to every token
+    # Weights counted in the files: of the layers' matrices, and of a token's experts. None: use the sizes.
+    dense_weights: int | None = None
+    expert_weights: int | None = None
 
     @cached_property
     def dense_flops(self) -> float:
-        """FLOPs of a token in the matrix products that every token passes through."""
+        """FLOPs per token in the matrix products that apply to every token."""
         if self.dense_weights is not None:
             return 2.0 * (self.dense_weights + self.head_weights)
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
@@ -59,14 +59,14 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def expert_flops(self) -> float:
-        """FLOPs of a token in its experts."""
+        """FLOPs per token in its experts."""
         if self.expert_weights is not None:
             return 2.0 * self.expert_weights
         return 2.0 * self.layers * 3 * self.hidden * self.active_experts * self.expert_intermediate
 
     def attention_flops(self, length: float) -> float:
-        """FLOPs of a token of a row of `length` tokens: its query against the keys that it sees, and the sum
-        of their values."""
+        """Compute the mean FLOPs per token for attention in a row of `length` tokens: scores and weighted
+        sum of values."""
         share = 0.5 if self.is_causal else 1.0
         seen = (self.layers - self.local_layers) * share * length
         seen += self.local_layers * min(share * length, self.window)
@@ -74,7 +74,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def moved_bytes(self) -> float:
-        """Bytes of activations of a token that are written and read again, in bf16."""
+        """Bytes of bf16 activations per token that are written to and read from memory."""
         inner = self.active_experts * self.expert_intermediate or self.intermediate
         inner *= 2 if self.is_gated else 1
         numbers = 2 * self.hidden + (self.heads + 2 * self.kv_heads) * self.head_dim + inner
@@ -82,19 +82,19 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def same_work(self) -> tuple[Any, ...]:
-        """Equal for shapes that cost the same."""
+        """A key that is equal for shapes with the same cost."""
         sizes = (self.layers, self.hidden, self.heads, self.kv_heads, self.head_dim, self.is_causal)
         return (*sizes, self.local_layers, round(self.dense_flops / 1e5), round(self.expert_flops / 1e5))
 
     def step_bytes(self, tokens: int) -> float:
-        """Activations of a step at its widest place: an estimate."""
+        """Estimate the bytes of activations at the widest point of a step."""
         inner = self.active_experts * self.expert_intermediate or self.intermediate
         widest = max((self.heads + 2 * self.kv_heads) * self.head_dim, inner * (3 if self.is_gated else 2))
         return float(_BF16_BYTES * tokens * (3 * self.hidden + widest))
 
 
 def model_shape(spec: ModelSpec) -> ModelShape:
-    """The shape of a model, from its config.json and the headers of its weight files."""
+    """Read the shape of a model from its config.json and the headers of its weight files."""
     if spec.static is not None:
         raise BadValue(
             f"{spec.name} holds static embeddings, for which no rates are recorded: a CPU is enough. "
@@ -137,7 +137,7 @@ def _is_gated(family: str, config: dict[str, Any], sizes: ModelSizes) -> bool:
 
 
 def _experts(config: dict[str, Any], sizes: ModelSizes) -> tuple[int, int]:
-    """The experts of a token, and of a layer; zeros for a model without."""
+    """Return the numbers of experts per token and per layer; zeros for a model without experts."""
     count = sizes.num_experts or int(config.get("num_local_experts") or config.get("num_experts") or 0)
     if count < 2:
         return 0, 0
@@ -146,8 +146,8 @@ def _experts(config: dict[str, Any], sizes: ModelSizes) -> tuple[int, int]:
 
 
 def _windows(config: dict[str, Any], layers: int) -> tuple[int, int]:
-    """The number of layers with local attention, and their window. Windows that config.json describes in
-    another way count as full attention."""
+    """Return the number of layers with local attention, and their window. Windows that config.json describes
+    in other ways count as full attention."""
     types = config.get("layer_types")
     if isinstance(types, list) and config.get("sliding_window"):
         return types[:layers].count("sliding_attention"), int(config["sliding_window"])
@@ -158,14 +158,14 @@ def _windows(config: dict[str, Any], layers: int) -> tuple[int, int]:
 
 
 def _head_weights(spec: ModelSpec, sizes: ModelSizes) -> int:
-    """SPLADE computes the vocabulary's logits of every token."""
+    """Return the weights of the vocabulary projection, which SPLADE applies to every token; otherwise 0."""
     is_splade = spec.sparse is not None and spec.sparse.kind == "splade"
     return sizes.vocabulary * sizes.hidden if is_splade else 0
 
 
 def _count_weights(spec: ModelSpec, sizes: ModelSizes, active_share: float) -> tuple[int, int] | None:
-    """Weights of the layers' matrices that a token passes through: of all tokens, and of its experts. None
-    where the files do not tell."""
+    """Count the weights of the layers' matrices that apply to a token: shared ones, and those of its experts.
+    None if the files cannot be counted."""
     files = weight_files(spec.path)
     is_readable = files and all(file.is_file() and file.suffix == ".safetensors" for file in files)
     if not is_readable or spec.config.get("quantization_config"):

@@ -1,1 +1,1 @@
-"""More than one machine, with Ray: Serve runs servers, Data runs jobs. Needs the extra `scale`."""
+"""Several machines with Ray: servers on Ray Serve, jobs on Ray Data. Requires the extra `scale`."""

@@ -1,10 +1,10 @@
 """Chunks of rows as a dataset of Ray Data: each row of the dataset is a bundle of consecutive chunks.
 
-A Ray task costs some milliseconds, as long as a fast engine takes for a chunk of short rows. When a node
-dies, Ray runs its read tasks again and skips as many bundles as it already has. So a bundle must hold the
-same rows every time: its size depends only on its rows, never on timing.
+A Ray task costs a few milliseconds, about as long as a fast engine takes for a chunk of short rows. When a
+node dies, Ray runs its read tasks again and skips as many bundles as it has already received. So a bundle
+must hold the same rows every time: its size depends only on its rows, never on timing.
 
-Imports Ray: import it late.
+This module imports Ray, so import it late.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Reading:
 
 
 def bundled(chunks: Iterator[Chunk]) -> Iterator[pa.Table]:
-    """The chunks in bundles. Equal chunks give equal bundles."""
+    """Group chunks into bundles. The same chunks always give the same bundles."""
     bundle: list[Chunk] = []
     num_chars = 0
     for chunk in chunks:
@@ -65,13 +65,13 @@ def bundled(chunks: Iterator[Chunk]) -> Iterator[pa.Table]:
 
 
 def _num_chars(chunk: Chunk) -> int:
-    """The characters of a chunk's texts. An image counts as a full bundle."""
+    """Count the characters of a chunk's texts. An image counts as a full bundle."""
     inputs: list[Any] = chunk.texts
     return sum(len(each) if isinstance(each, str) else BUNDLE_CHARS for each in inputs)
 
 
 def packed(bundle: list[Chunk]) -> pa.Table:
-    """Chunks as a table of one row, which Ray does not divide."""
+    """Pack chunks into a table with one row, which Ray does not split."""
     own = [
         replace(each, carried={name: _own_buffers(v) for name, v in each.carried.items()}) for each in bundle
     ]
@@ -83,7 +83,7 @@ def unpacked(batch: pa.Table) -> list[Chunk]:
 
 
 def _own_buffers(values: Any) -> Any:
-    """A slice of an array without the rest of it, which pickling would include."""
+    """Copy a slice of an array: pickling the slice would include the whole array."""
     if isinstance(values, list):
         return values
     return pa.concat_arrays([values, values.slice(0, 0)])

@@ -1,8 +1,8 @@
 """Jobs on Ray Data: readers stream chunks of rows to a pool of engines, which commit blocks of the output.
 
-A block is committed by the worker that computed it, before the driver hears of it. So nothing is lost with a
-worker, a node or the driver, and `--resume` computes only the blocks that are missing. Ray Data slows readers
-down while engines are busy: memory holds a few chunks for each engine.
+The worker that computes a block commits it before it reports to the driver. So no committed block is lost
+with a worker, a node or the driver, and `--resume` computes only the missing blocks. Ray Data applies
+backpressure to readers while engines are busy, so only a few chunks per engine are in memory.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from ray.data import ActorPoolStrategy, Dataset
 
-CHUNKS_IN_FLIGHT = 3  # of an engine: one is tokenised, one computed, one written
-_MAX_RETRIES = 20  # of a chunk whose worker died
-_READER_CPUS = 0  # readers wait for engines most of the time
+CHUNKS_IN_FLIGHT = 3  # per engine: one is being tokenised, one computed, one written
+_MAX_RETRIES = 20  # retries of a chunk whose worker died
+_READER_CPUS = 0  # readers mostly wait for engines
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,19 +54,19 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
 
     workers: int | None = None  # None: one for each GPU, or one for each node without GPUs
     gpus_per_worker: float | None = None  # None: one if the cluster has GPUs
-    address: str | None = None  # of the cluster; None: that of RAY_ADDRESS, or a cluster for this run
+    address: str | None = None  # address of the cluster; None: RAY_ADDRESS, or a new cluster for this run
 
 
 class PoolSize(msgspec.Struct, frozen=True):
-    """A pool, settled for a cluster."""
+    """The size of a pool, resolved for a cluster."""
 
     workers: int
-    gpus: float  # of each worker
-    cpus: float  # of each worker
+    gpus: float  # per worker
+    cpus: float  # per worker
 
 
 def run_job(job: Job, pool: Pool | None = None, *, sink: Sink | None = None) -> None:
-    """Run a job on Ray, and say on stderr what was done."""
+    """Run a job on Ray, and report the result on stderr."""
     began_s = time.monotonic()
     if job.reads_stdin:
         raise BadValue("--ray cannot read stdin, because several processes read the input", param="--ray")
@@ -98,7 +98,7 @@ def embed_dataset(
     batch_rows: int = 2048,
     **engine: Any,
 ) -> Dataset:
-    """The dataset with the vectors of a column of texts: `vector`, `sparse` or `multi_vector`.
+    """Add the vectors of a column of texts to a dataset, as columns `vector`, `sparse` or `multi_vector`.
 
     Nothing runs until the dataset is read. `engine` are fields of `EngineConfig`, such as `device`.
     """
@@ -163,7 +163,7 @@ class JobWorker:
         return {name: [count] for name, count in counts.items()}
 
     def _commit(self, bundle: list[Chunk]) -> dict[str, Any]:
-        """Embed and write chunks; what was counted, or the error, of which Ray would keep only the text."""
+        """Embed and commit chunks. Returns counts and a pickled error: Ray would keep only its text."""
         stats, error, count, read = RunStats(), b"", 0, None
         try:
             for chunk in bundle:
@@ -183,7 +183,8 @@ def _embed_rows(opened: OpenedJob, size: PoolSize, stats: RunStats) -> None:
     if dataset is None:
         return
     share = 0.0
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # the progress is ours, and the errors
+    # Progress and errors are reported here instead.
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     with show_progress(rows) as advance, _own_errors():
         batches: Any = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
         for batch in batches:
@@ -196,7 +197,7 @@ def _embed_rows(opened: OpenedJob, size: PoolSize, stats: RunStats) -> None:
 
 
 def _dataset(opened: OpenedJob, size: PoolSize) -> Dataset | None:
-    """The job as a dataset of the counts of its blocks; None if no row is missing."""
+    """Build the dataset that runs the job and yields counts. None if no rows are missing."""
     import ray.data
 
     from penstock.scale.chunks import ChunkSource, Reading
@@ -236,14 +237,14 @@ def _dataset(opened: OpenedJob, size: PoolSize) -> Dataset | None:
 
 
 def _retries(dataset: Dataset) -> dict[str, Any]:
-    """A chunk that kills every worker that gets it ends the run, where Ray has an option for it."""
+    """Options that end the run if a chunk kills every worker that receives it, where Ray has such options."""
     if "ray_remote_args" in inspect.signature(dataset.map_batches).parameters:  # until 2.64
         return {"max_restarts": -1, "max_task_retries": _MAX_RETRIES}
     return {}
 
 
 def _with_threads(job: Job, size: PoolSize) -> Job:
-    """On a CPU, an engine uses the cores that Ray reserves for it, unless the user says otherwise."""
+    """On a CPU, set an engine's threads to the cores that Ray reserves for it, unless they are set."""
     if size.gpus or job.engine.get("threads") is not None:
         return job
     return msgspec.structs.replace(job, engine={**job.engine, "threads": max(1, int(size.cpus))})
@@ -262,7 +263,7 @@ def _actor_pool(workers: int) -> ActorPoolStrategy:
 
 @contextmanager
 def _data_context() -> Iterator[None]:
-    """Settings of Ray Data for datasets of bundles: each bundle is a block, however small."""
+    """Set Ray Data's options for datasets of bundles: each bundle is its own block, however small."""
     from ray.data import DataContext
 
     context = DataContext.get_current()
@@ -270,7 +271,7 @@ def _data_context() -> Iterator[None]:
     context.target_max_block_size, context.enable_progress_bars = 1, False
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of options that Ray deprecates: `_retries` knows when they go
+            warnings.simplefilter("ignore")  # deprecated options: `_retries` checks that they exist
             yield
     finally:
         context.target_max_block_size, context.enable_progress_bars = before
@@ -278,7 +279,7 @@ def _data_context() -> Iterator[None]:
 
 @contextmanager
 def _cluster(pool: Pool) -> Iterator[PoolSize]:
-    """A connection to the cluster; one that was there before stays."""
+    """Connect to the cluster for the duration of a block. An existing connection is reused and kept open."""
     try:
         import ray
     except ImportError:
@@ -302,12 +303,12 @@ def _connect(address: str | None) -> None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **options)
     except (ConnectionError, ValueError) as error:
         raise BadValue(f"no Ray cluster answers: {error}", param="--ray-address") from None
-    except Exception as error:  # Ray has no class of its own for nodes that do not start
+    except Exception as error:  # Ray has no error class for nodes that do not start
         raise EngineUnavailable(f"Ray does not start: {error}") from error
 
 
 def settle_pool(pool: Pool, resources: dict[str, float], nodes: int) -> PoolSize:
-    """How many engines run, and what each of them gets."""
+    """Compute how many engines run, and the GPUs and CPUs of each."""
     gpus, cpus = resources.get("GPU", 0.0), resources.get("CPU", 1.0)
     each = pool.gpus_per_worker if pool.gpus_per_worker is not None else float(gpus > 0)
     workers = pool.workers or (int(gpus / each) if each else nodes)
@@ -324,7 +325,7 @@ def settle_pool(pool: Pool, resources: dict[str, float], nodes: int) -> PoolSize
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """Errors of readers as they were raised there."""
+    """Raise Penstock's errors from readers in place of Ray's wrappers."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,7 @@
-"""Penstock on Ray Serve: one application of an ingress and engine replicas for each model.
+"""Penstock on Ray Serve: one application with an ingress and, for each model, engine replicas.
 
-`build_app` makes the application from a configuration; a Serve config file names it as
-`import_path: penstock.scale.serve:build_app` with the configuration as `args`.
+`build_app` creates the application from a configuration. A Serve config file refers to it as
+`import_path: penstock.scale.serve:build_app`, with the configuration as `args`.
 """
 
 from __future__ import annotations
@@ -19,23 +19,26 @@ from penstock.scale.serving.config import AppConfig, DeployedModel
 from penstock.scale.serving.engine_replica import EngineReplica
 from penstock.scale.serving.ingress import Ingress
 
-EXTRA_REQUESTS = 64  # above the limit of the ingress: Penstock's own 429 comes first
-MAX_ENGINE_REQUESTS = 100_000  # the engine refuses by tokens before so many are in flight
+EXTRA_REQUESTS = 64  # above the limit of the ingress, so that Penstock answers 429 before Serve does
+MAX_ENGINE_REQUESTS = 100_000  # the engine's limit on queued tokens is reached before this
 HEALTH_PERIOD_S = 5.0
-LOOK_BACK_S = 15.0  # the mean of queued tokens is taken over; Serve wants more than 10
-LOGGING = {"enable_access_log": False}  # Penstock has an access log of its own
+LOOK_BACK_S = 15.0  # window for the mean of queued tokens; Serve requires more than 10
+LOGGING = {"enable_access_log": False}  # Penstock writes its own access log
 
 
 def build_app(config: Mapping[str, Any] | str | Path) -> Application:
-    """The application of a configuration: a mapping, or a YAML file, as `penstock serve --config` takes it,
-    with a section `ray`. Raises `ConfigError` for anything that it does not know."""
+    """Build the application from a mapping or a YAML file.
+
+    The format is that of `penstock serve --config`, with an additional section `ray`. Raises `ConfigError`
+    for unknown settings.
+    """
     from penstock.cli.settings import app_settings
 
     return bind(app_settings(config))
 
 
 def bind(config: AppConfig) -> Application:
-    """The application of settled settings."""
+    """Build the application from a resolved configuration."""
     engines = [
         _engine_deployment(config, model).bind(msgspec.json.encode(config.replica_launch(model)))
         for model in config.models

@@ -1,8 +1,8 @@
-"""The orders to load and unload LoRA adapters, from their arrival to the answer.
+"""Orders to load and unload LoRA adapters, from their arrival to the answer.
 
-An adapter that is loaded is first given to every engine of its model, then to every API process; only then
-the order is answered. If one engine cannot load it, the others unload it. An adapter that is unloaded or
-replaced leaves the API processes first, and the engines when no request uses it any more.
+To load an adapter, every engine of its model loads it, and then every API process gets the new table. Only
+then is the order answered. If one engine cannot load the adapter, the others unload it. To unload or replace
+an adapter, the API processes get the new table first. Engines unload it once no request uses it.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class _Change:
     model: ManagedModel
     name: str
     began_s: float
-    reading: Future[AdapterLaunch] | None = None  # until the adapter's files are read
-    adapter: AdapterLaunch | None = None  # to load; None: one is unloaded
-    unsent: list[ManagedEngine] = field(default_factory=list)  # engines that have not got the order yet
+    reading: Future[AdapterLaunch] | None = None  # while the adapter's files are being read
+    adapter: AdapterLaunch | None = None  # the adapter to load, once its files are read
+    unsent: list[ManagedEngine] = field(default_factory=list)  # engines still to be sent the order
     told: list[ManagedEngine] = field(default_factory=list)
     waiting: set[ManagedEngine] = field(default_factory=set)  # engines that have not answered yet
-    version: int | None = None  # of the table with the change; None: the engines come first
+    version: int | None = None  # version of the table with the change, once it is published
 
     def answer(self, error: PenstockError | None = None) -> None:
         seconds = time.monotonic() - self.began_s
@@ -66,12 +66,12 @@ class _Change:
 
 @dataclass(slots=True, eq=False)
 class _Retired:
-    """An adapter that the table no longer has."""
+    """An adapter that was removed from the table."""
 
     model: ManagedModel
     adapter: AdapterLaunch
-    apis: set[ApiProcess]  # whose requests may still use it
-    engines: list[ManagedEngine]  # that still have it
+    apis: set[ApiProcess]  # API processes whose requests may still use it
+    engines: list[ManagedEngine]  # engines that still have it loaded
 
 
 class AdapterOrders:
@@ -89,7 +89,7 @@ class AdapterOrders:
         return bool(self._changes or self._retired)
 
     def take(self, link: Link, order: Order, model: ManagedModel) -> None:
-        """Begin what an operator wants."""
+        """Start to carry out an operator's order."""
         name = str(order.settings.get("name", ""))
         change = _Change(link, order, model, name, time.monotonic())
         try:
@@ -135,7 +135,7 @@ class AdapterOrders:
         change.version = self._publish(model, without=adapter)
 
     def advance(self) -> None:
-        """Continue what takes longer."""
+        """Advance all unfinished orders."""
         for change in list(self._changes):
             try:
                 self._advance(change)
@@ -164,7 +164,7 @@ class AdapterOrders:
             change.answer()
 
     def _tell_engines(self, change: _Change) -> None:
-        """Have the engines load an adapter. An engine that is starting gets the order once it serves."""
+        """Order engines to load the adapter. A starting engine gets the order once it serves."""
         for engine in list(change.unsent):
             if engine.serves and engine.link is not None and change.adapter is not None:
                 change.unsent.remove(engine)
@@ -187,7 +187,7 @@ class AdapterOrders:
     def _publish(
         self, model: ManagedModel, added: AdapterLaunch | None = None, *, without: AdapterLaunch | None = None
     ) -> int:
-        """Show API processes and the next engine processes a table with other adapters; its version."""
+        """Publish the new table to API processes and future engine processes. Returns its version."""
         kept = [each for each in model.launch.adapters if each is not without]
         model.set_adapters((*kept, *(() if added is None else (added,))))
         version = self._supervisor.models.changed()
@@ -198,7 +198,7 @@ class AdapterOrders:
         return version
 
     def _fail(self, change: _Change, error: PenstockError) -> None:
-        """Answer with the reason. Engines that have the adapter already unload it."""
+        """Answer an order with an error, and have engines that already loaded the adapter unload it."""
         self._changes.remove(change)
         if change.adapter is not None and change.version is None:
             for engine in change.told:
@@ -207,7 +207,7 @@ class AdapterOrders:
         change.answer(error)
 
     def _advance_retired(self, retired: _Retired) -> None:
-        """Have the engines unload an adapter that no request of any API process uses any more."""
+        """Have the engines unload an adapter once no API process uses it for a request."""
         if retired.model.is_leaving:
             self._retired.remove(retired)
         elif not retired.apis:
@@ -221,7 +221,7 @@ class AdapterOrders:
     # Reports.
 
     def done(self, link: Link, message: AdapterDone) -> None:
-        """An engine has followed an order."""
+        """Record that an engine has carried out an order."""
         engine, change = self._sent.get(message.id, (None, None))
         if engine is None or engine.link is not link:
             return
@@ -233,7 +233,7 @@ class AdapterOrders:
             self._fail(change, revive(message.kind, message.error, message.param))
 
     def released(self, api: ApiProcess, model: int, adapter: int) -> None:
-        """No request of an API process uses an adapter any more."""
+        """Record that an API process has no more requests that use an adapter."""
         for retired in self._retired:
             if retired.model.number == model and retired.adapter.id == adapter:
                 retired.apis.discard(api)
@@ -243,7 +243,7 @@ class AdapterOrders:
             retired.apis.discard(api)
 
     def engine_exited(self, model: ManagedModel, engine: ManagedEngine) -> None:
-        """An engine process is gone. The next one starts with the adapters of the table."""
+        """Forget an engine process that has exited. The next one starts with the adapters of the table."""
         self._sent = {number: sent for number, sent in self._sent.items() if sent[0] is not engine}
         for retired in self._retired:
             if engine in retired.engines:
@@ -254,8 +254,8 @@ class AdapterOrders:
                 self._fail(change, EngineUnavailable("an engine stopped while it loaded the adapter"))
 
     def lost(self, model: ManagedModel, message: AdapterLost) -> str | None:
-        """An engine that starts cannot load an adapter. Returns the reason if the model was never served
-        with it; otherwise it leaves the table."""
+        """Handle an adapter that a starting engine could not load. Returns the reason if the model has never
+        been ready. Otherwise removes the adapter from the table and returns None."""
         adapter = next((each for each in model.launch.adapters if each.id == message.adapter), None)
         if adapter is None:
             return None

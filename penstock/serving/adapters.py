@@ -1,4 +1,4 @@
-"""The LoRA adapters that a model is given: which names they may have, and where their files are."""
+"""LoRA adapters of a model: which names they may have, and where their files are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.errors import BadValue, ConfigError, NotPossible, shown
 from penstock.serving.launch import AdapterLaunch
 
 MAX_NAME_CHARS = 256
-RESERVED = ("query", "document", "latest")  # what NAME:SUFFIX means otherwise
+RESERVED = ("query", "document", "latest")  # have another meaning in MODEL:SUFFIX
 ENABLE = "start the server with --enable-lora"
 
 
@@ -22,7 +22,7 @@ def check_enabled(config: EngineConfig, model: str) -> None:
 
 
 def check_name(name: str, spec: ModelSpec, model_names: Collection[str]) -> None:
-    """Refuse a name by which `model` could mean two things. `model_names` are those of all models."""
+    """Refuse an ambiguous name for an adapter. `model_names` are the names of all models."""
     why = None
     if not name or len(name) > MAX_NAME_CHARS or not name.isprintable() or name != name.strip():
         why = f"use 1 to {MAX_NAME_CHARS} printable characters"
@@ -48,14 +48,14 @@ def read_adapter(
     root: str | None = None,
     download_dir: str | None = None,
 ) -> AdapterLaunch:
-    """An adapter for a model, whose files were found. Reads them all; may download them. Blocking."""
+    """Find, check and hash the files of an adapter. Blocks; may download the files."""
     folder = find_adapter(path, root, download_dir)
     check_folder(folder, spec)
     return AdapterLaunch(adapter_id, name, str(folder), adapter_digest(folder), path)
 
 
 def own_modules(config: EngineConfig, spec: ModelSpec) -> tuple[LoraModule, ...]:
-    """Those of `lora_modules` that are for this model: they name it as their base, or none."""
+    """The entries of `lora_modules` for this model: they name it as their base model, or name none."""
     names = (spec.name, *config.model_names, *([config.model] if config.model else ()))
     return tuple(each for each in config.lora_modules if each.base_model_name in (None, *names))
 
@@ -88,7 +88,7 @@ def check_lora_modules(config: EngineConfig, spec: ModelSpec, model_names: Colle
 
 
 def check_base_names(modules: Sequence[LoraModule], models: Sequence[tuple[ModelConfig, ModelSpec]]) -> None:
-    """Refuse modules for all models of a server that none would take, or that do not say which."""
+    """Refuse modules with an unknown base model, or with none if the server has several models."""
     names = {
         name
         for config, spec in models

@@ -1,11 +1,11 @@
 """Child processes of `penstock serve`: started, watched and restarted.
 
-A process that has served and then dies is restarted within a second, however often: one client that crashes
-it must not make others wait longer. A process that dies before it could serve is restarted with exponential
-backoff, and counted, so that the supervisor can give up.
+A process that has served and then dies is restarted within a second, however often it dies: other clients
+must not wait longer because one client crashes it. A process that dies before it can serve is restarted with
+exponential backoff. Its failed starts are counted, so that the supervisor can give up.
 
-Light to import: the command spawns the engine process before it imports anything else, because the slow part
-of the engine's start needs no configuration.
+This module must stay light to import: the command spawns the engine process before it imports anything else,
+because the slow part of the engine's start needs no configuration.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from penstock.isolation import isolated_environment, isolated_python
 
 @dataclass(slots=True)
 class Standby:
-    """A process that has done the slow part of its start, and waits to take the place of any child that runs
-    the same module."""
+    """A process that has done the slow part of its start, and waits to replace any child that runs the same
+    module."""
 
     module: str
     arguments: tuple[str, ...]
     process: subprocess.Popen[bytes] | None = None
 
     def prepare(self) -> None:
-        """Start the process, unless one waits already."""
+        """Start the process, unless one is already waiting."""
         if self.process is None or self.process.poll() is not None:
             self.process = _popen(self.module, self.arguments)
 
     def take(self) -> subprocess.Popen[bytes] | None:
-        """The process that waits, which belongs to the caller from here on; None if there is none."""
+        """Hand the waiting process over to the caller; None if there is none."""
         process, self.process = self.process, None
         return process if process is not None and process.poll() is None else None
 
@@ -54,31 +54,31 @@ def _popen(
 
 @dataclass(slots=True)
 class Child:
-    """A process that should be running. It reads its configuration from standard input."""
+    """A process that is kept running. It reads its configuration from standard input."""
 
     module: str
     config: bytes = b""
     arguments: tuple[str, ...] = ()
     pass_fds: tuple[int, ...] = ()
-    max_restart_delay_s: float = 30.0  # of a process that cannot start
-    standby: Standby | None = None  # replaces the process sooner than a new one could
+    max_restart_delay_s: float = 30.0  # longest delay for a process that has not served
+    standby: Standby | None = None  # replaces the process faster than a new process could
     process: subprocess.Popen[bytes] | None = None
     spawned_s: float = 0.0
     restart_at_s: float | None = None
     num_restarts: int = 0
-    num_early_exits: int = 0  # in a row
-    num_failed_starts: int = 0  # in a row
-    has_served: bool = False  # the present process
+    num_early_exits: int = 0  # consecutive
+    num_failed_starts: int = 0  # consecutive
+    has_served: bool = False  # the current process
     has_ever_served: bool = False
-    stopped_s: float = 0.0  # for how long a signal has stopped the process
-    kill_reason: str = ""  # why the supervisor has killed the process
+    stopped_s: float = 0.0  # how long a signal has kept the process stopped
+    kill_reason: str = ""  # why the supervisor killed the process
 
     MIN_RESTART_DELAY_S = 0.2
     MAX_RESTART_DELAY_AFTER_SERVING_S = 1.0
-    HEALTHY_AFTER_S = 10.0  # an exit before this is an early one, and doubles the delay
+    HEALTHY_AFTER_S = 10.0  # an exit before this time is early, and doubles the delay
 
     def spawn(self) -> subprocess.Popen[bytes]:
-        """Start the process, which waits for its configuration. A standby process is used if there is one."""
+        """Start the process, or take the standby process if there is one. It waits for its configuration."""
         self.restart_at_s = None
         self.spawned_s = time.monotonic()
         self.has_served, self.stopped_s, self.kill_reason = False, 0.0, ""
@@ -87,19 +87,19 @@ class Child:
         return self.process
 
     def start(self) -> None:
-        """Send the configuration to the process, which is spawned first if there is none."""
+        """Send the configuration to the process. Spawns it first if there is none."""
         process = self.process or self.spawn()
-        stdin = cast(IO[bytes], process.stdin)  # a pipe, see `spawn`
-        with contextlib.suppress(BrokenPipeError):  # the process has exited, which `poll_exit` will report
+        stdin = cast(IO[bytes], process.stdin)  # a pipe, see `_popen`
+        with contextlib.suppress(BrokenPipeError):  # the process has exited; `poll_exit` will report it
             stdin.write(self.config)
             stdin.close()
 
     def mark_served(self) -> None:
-        """The present process can serve, or could before it exited."""
+        """Record that the current process can serve, or could before it exited."""
         self.has_served = self.has_ever_served = True
 
     def poll_exit(self) -> int | None:
-        """The exit code if the process has exited since the last call. Schedules the restart."""
+        """Return the exit code if the process has exited since the last call, and schedule its restart."""
         if self.process is None or (code := self.process.poll()) is None:
             return None
         self.process = None
@@ -132,11 +132,11 @@ class Child:
 
 
 ENGINE_MODULE = "penstock.serving.engine_process"
-STANDBY = "standby"  # an engine process imports what every engine needs, and takes no device yet
+STANDBY = "standby"  # the argument of an engine process that imports torch but uses no device yet
 
 
 def engine_child(device: str, standby: Standby | None = None) -> Child:
-    """An engine process, not yet spawned."""
+    """Create the child for an engine process, without spawning it."""
     return Child(ENGINE_MODULE, arguments=(device,), standby=standby)
 
 
@@ -146,7 +146,7 @@ def engine_standby() -> Standby:
 
 @contextlib.contextmanager
 def spawned_engine(device: str) -> Iterator[Child]:
-    """The engine process, spawned. An exception in the body stops it."""
+    """Spawn the engine process. An exception in the body stops it."""
     child = engine_child(device)
     child.spawn()
     try:

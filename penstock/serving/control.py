@@ -1,8 +1,8 @@
-"""The control channel: how the supervisor and its child processes talk about the set of models.
+"""The control channel between the supervisor and its child processes.
 
-Messages are lines of JSON on a Unix socket in the runtime folder. API processes send an operator's orders and
-learn which models there are; engines are told to sleep and wake, and ask for memory. Requests of clients
-never pass here.
+Messages are lines of JSON on a Unix socket in the runtime folder. API processes send operators' orders and
+receive the model table. Engines receive orders to sleep, wake and change adapters, and request memory. Client
+requests never use this channel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.errors import PenstockError
 from penstock.serving.launch import AdapterLaunch, ModelLaunch
 
 log = logging.getLogger("penstock.control")
-SEND_TIMEOUT_S = 5.0  # to a process that reads nothing: it hangs, and is replaced
+SEND_TIMEOUT_S = 5.0  # a process that does not read for this long hangs, and is replaced
 _PIECE_BYTES = 1 << 16
 Action = Literal["load", "unload", "sleep", "wake", "load_adapter", "unload_adapter"]
 
@@ -45,37 +45,37 @@ class ApiConnected(msgspec.Struct, frozen=True, tag=True):
 
     model: int
     engine_pid: int
-    index: int = 0  # of the engine
+    index: int = 0  # the engine's number within its model
 
 
 class ApiCannotServe(msgspec.Struct, frozen=True, tag=True):
-    """An API process cannot serve a model, such as one whose tokenizer it cannot read."""
+    """An API process cannot serve a model, for example because it cannot read its tokenizer."""
 
     model: int
     reason: str
 
 
 class TableApplied(msgspec.Struct, frozen=True, tag=True):
-    """An API process serves the models of this version of the table, and sends nothing to others."""
+    """An API process has applied this version of the table, and sends nothing to models outside it."""
 
     version: int
 
 
 class AdapterReleased(msgspec.Struct, frozen=True, tag=True):
-    """No request of an API process uses an adapter any more that the table no longer has."""
+    """An API process has no more requests that use an adapter that was removed from the table."""
 
     model: int
     adapter: int  # its id
 
 
 class Order(msgspec.Struct, frozen=True, tag=True):
-    """What an operator wants."""
+    """An operator's order."""
 
     id: int
     action: Action
-    model: str  # a name or alias; what to load
-    level: int | None = None  # of sleep
-    # Of a model to load: fields of `ModelConfig` and `EngineConfig`. Of an adapter: name, path, replaces.
+    model: str  # a name or alias; for `load`, the model to load
+    level: int | None = None  # sleep level
+    # `load`: fields of `ModelConfig` and `EngineConfig`. Adapters: name, path, replaces.
     settings: dict[str, Any] = {}
 
 
@@ -85,7 +85,7 @@ class EngineAttached(msgspec.Struct, frozen=True, tag=True):
     model: int
     pid: int
     device: str
-    index: int = 0  # of this engine among those of its model
+    index: int = 0  # the engine's number within its model
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
@@ -97,14 +97,14 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class OrderDone(msgspec.Struct, frozen=True, tag=True):
-    """The end of an order of the supervisor; with the reason if it failed."""
+    """An engine has finished an `EngineOrder`. `error` is the reason if it failed."""
 
     id: int
     error: str | None = None
 
 
 class AdapterDone(msgspec.Struct, frozen=True, tag=True):
-    """The end of an order about an adapter; with the reason if it failed."""
+    """An engine has finished an `AdapterOrder`. `error` is the reason if it failed."""
 
     id: int
     error: str | None = None
@@ -113,7 +113,7 @@ class AdapterDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdapterLost(msgspec.Struct, frozen=True, tag=True):
-    """An engine that starts cannot load an adapter that its model has. It serves without."""
+    """A starting engine cannot load an adapter of its model. It serves without the adapter."""
 
     model: int
     adapter: int  # its id
@@ -121,7 +121,7 @@ class AdapterLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class RoomWanted(msgspec.Struct, frozen=True, tag=True):
-    """An engine is about to take memory that its device does not have."""
+    """An engine is about to allocate more memory than its device has free."""
 
     id: int
     num_bytes: int
@@ -135,7 +135,7 @@ class ModelTable(msgspec.Struct, frozen=True, tag=True):
 
 
 class OrderAnswer(msgspec.Struct, frozen=True, tag=True):
-    """The end of an operator's order."""
+    """The outcome of an operator's order."""
 
     id: int
     model: str
@@ -143,7 +143,7 @@ class OrderAnswer(msgspec.Struct, frozen=True, tag=True):
     seconds: float = 0.0
     error: str | None = None
     is_client_error: bool = False  # the operator can fix it
-    kind: str = ""  # the class of the error, where it is more than one of the two kinds
+    kind: str = ""  # the class of the error, if it is more specific than `is_client_error`
     param: str | None = None  # the field of the order that caused the error
 
 
@@ -162,13 +162,13 @@ class AdapterOrder(msgspec.Struct, frozen=True, tag=True):
 
 
 class RoomMade(msgspec.Struct, frozen=True, tag=True):
-    """The engines that could sleep have done so, or there is none."""
+    """The requested memory is free, or no further engine could free some."""
 
     id: int
 
 
 class Closed(msgspec.Struct, frozen=True):
-    """The process at the other end is gone."""
+    """The process at the other end has closed the connection."""
 
 
 FromApi = ApiAttached | ApiServes | ApiConnected | ApiCannotServe | TableApplied | AdapterReleased | Order
@@ -197,7 +197,7 @@ class Link:
     is_open: bool = True
 
     def send(self, message: ToApi | ToEngine) -> None:
-        """Send a message, or drop the connection: a process that reads nothing hangs."""
+        """Send a message. If that fails or times out, drop the connection."""
         if not self.is_open:
             return
         try:
@@ -206,17 +206,17 @@ class Link:
             self.close()
 
     def close(self) -> None:
-        """End the connection; the thread that reads it reports `Closed`."""
+        """Shut the connection down. The reader thread then reports `Closed`."""
         self.is_open = False
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
 
 class ControlServer:
-    """The supervisor's side. A thread reads; the supervisor takes what it has read."""
+    """The supervisor's side. A thread reads messages, and `take` returns them."""
 
     def __init__(self, path: Path, wake: Callable[[], None]) -> None:
-        """`wake` is called from the thread when there is something to take."""
+        """`wake` is called from the reader thread when a message is ready to be taken."""
         self._wake = wake
         self._inbox: queue.SimpleQueue[tuple[Link, FromApi | FromEngine | Closed]] = queue.SimpleQueue()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -232,7 +232,7 @@ class ControlServer:
         self._thread.start()
 
     def take(self) -> list[tuple[Link, FromApi | FromEngine | Closed]]:
-        """The messages since the last call, in order."""
+        """Return the messages since the last call, in order."""
         taken = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -285,10 +285,10 @@ class ControlServer:
 
 
 class EngineControl:
-    """An engine's side. A thread reads orders; any thread may ask for room."""
+    """An engine's side. A thread reads orders; any thread may request memory."""
 
     def __init__(self, path: str, model: int, index: int = 0) -> None:
-        """`index`: of this engine among those of its model."""
+        """`index` is the number of this engine within its model."""
         self._model, self._index = model, index
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
@@ -300,7 +300,7 @@ class EngineControl:
         Thread(target=self._read, name="control", daemon=True).start()
 
     def attach(self, pid: int, device: str) -> None:
-        """Say that orders can be taken."""
+        """Report that this engine accepts orders."""
         self._send(EngineAttached(self._model, pid, device, self._index))
 
     def failed(self, reason: str) -> None:
@@ -319,7 +319,7 @@ class EngineControl:
         self._send(AdapterLost(self._model, adapter, reason))
 
     def make_room(self, num_bytes: int, timeout_s: float = 120.0) -> None:
-        """Have other models sleep until this many more bytes are free, or no other model can help."""
+        """Block until sleeping models have freed this many bytes, or no other model can help."""
         number, answered = next(self._ids), Event()
         self._asked[number] = answered
         self._send(RoomWanted(number, num_bytes))
@@ -327,7 +327,7 @@ class EngineControl:
         self._asked.pop(number, None)
 
     def _send(self, message: FromEngine) -> None:
-        with self._lock, contextlib.suppress(OSError):  # the supervisor is gone, and this process follows
+        with self._lock, contextlib.suppress(OSError):  # the supervisor has exited, and this process will too
             self._socket.sendall(encode_line(message))
 
     def _read(self) -> None:

@@ -1,4 +1,4 @@
-"""The LoRA adapters of an engine process: loaded before it serves, and later on the supervisor's orders."""
+"""LoRA adapters of an engine process: loaded before it serves, and later on the supervisor's orders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("penstock.engine")
 
 
 class EngineAdapters:
-    """Carries orders out. Files are read on other threads, never on that of the engine's loop."""
+    """Carries out adapter orders. Files are read on other threads, never on the engine loop's thread."""
 
     def __init__(self, server: EngineServer, control: EngineControl | None) -> None:
         self._server = server
@@ -27,8 +27,8 @@ class EngineAdapters:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
 
     def load_all(self, core: EngineCore, adapters: Sequence[AdapterLaunch]) -> None:
-        """Load what the model had, before the engine serves. The supervisor learns which cannot be loaded;
-        the others and the model itself are served."""
+        """Load the model's current adapters before the engine serves. Adapters that cannot be loaded are
+        reported to the supervisor; the model is served with the others."""
         for adapter in adapters:
             try:
                 marks = self._check(adapter)
@@ -43,7 +43,7 @@ class EngineAdapters:
                 self._control.adapter_lost(adapter.id, reason.message)
 
     def follow(self, order: AdapterOrder) -> None:
-        """Begin what an order asks for; called on the thread of the control channel."""
+        """Start to carry out an order. Called on the thread of the control channel."""
         if order.action == "unload":
             self._server.call(partial(self._unload, order))
         else:
@@ -59,7 +59,8 @@ class EngineAdapters:
         except Exception as error:
             self._done(order, _in_words(error))
             return
-        self._server.wake_up(partial(self._awake, order, marks))  # its files are read for its layers
+        # A model must be awake to load an adapter, because the files are read for its layers.
+        self._server.wake_up(partial(self._awake, order, marks))
 
     def _awake(self, order: AdapterOrder, marks: object, why_not: str | None) -> None:
         if why_not is None:
@@ -76,7 +77,7 @@ class EngineAdapters:
         try:
             loading.result()
             self._check_unchanged(order.adapter, marks)
-        except Exception as error:  # the supervisor has it unloaded everywhere
+        except Exception as error:  # the supervisor then unloads it from all engines
             self._done(order, _in_words(error))
         else:
             self._done(order)

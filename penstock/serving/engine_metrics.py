@@ -1,7 +1,7 @@
 """The Prometheus metrics of the engine process.
 
-Every process of the server writes its values to shared files, which any API process reads. One scrape
-therefore sees all processes.
+Every process of the server writes its values to shared files. Any API process can read them, so one scrape
+covers all processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.wire.shared_memory import SharedMemory
 _TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _FILL = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0)
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-_ENGINE = ("model", "engine")  # labels: of several engines, each has its own
+_ENGINE = ("model", "engine")  # labels of metrics that are kept for each engine
 STEP_SECONDS = Histogram(
     "penstock_step_seconds",
     "Time from the launch of a step to the collection of its results",
@@ -187,7 +187,7 @@ class EngineMetrics:
     """The metrics of one model in this process."""
 
     def __init__(self, model: str, shared_memory: SharedMemory | None = None, engine: int = 0) -> None:
-        """`engine`: the number of this engine among those of the model."""
+        """`engine` is the number of this engine within its model."""
         number = str(engine)
         self._shared_memory = shared_memory
         self.shared_bytes = SHARED_BYTES.labels(model)

@@ -1,7 +1,7 @@
 """The engine process: reads its configuration, loads the model and serves.
 
-The configuration comes over standard input, which keeps secrets off the command line. The process serves
-until it gets SIGTERM or its parent exits.
+The process reads its configuration from standard input, which keeps secrets off the command line. It serves
+until it receives SIGTERM or its parent exits.
 """
 
 from __future__ import annotations
@@ -42,13 +42,12 @@ from penstock.wire.server import EngineServer
 from penstock.wire.status import StatusWriter
 
 log = logging.getLogger("penstock.engine")
-SWITCH_INTERVAL_S = (
-    0.0005  # the loop releases the GIL within this time to a thread that waited for the device
-)
+# A thread that returns from waiting for the device gets the GIL from the engine loop within this time.
+SWITCH_INTERVAL_S = 0.0005
 
 
 def preload(device: str) -> None:
-    """Do the slow part of the start that does not depend on the model."""
+    """Do the slow part of start-up that does not depend on the model: import torch, create a CUDA context."""
     if device == "null":
         return
     if device not in ("cpu", STANDBY):
@@ -57,7 +56,7 @@ def preload(device: str) -> None:
 
 
 def _create_cuda_context(device: str) -> None:
-    """Create the primary context of a GPU while torch is imported; torch then uses it."""
+    """Create the primary context of a GPU while torch is being imported. Torch uses the same context."""
     with contextlib.suppress(OSError, ValueError):
         index = int(device.partition(":")[2] or 0)
         driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
@@ -66,10 +65,10 @@ def _create_cuda_context(device: str) -> None:
 
 
 def pin(cpus: tuple[int, ...]) -> None:
-    """Run on these cores only, with all threads that there are; threads that start later follow."""
+    """Restrict all threads of this process to these cores. Later threads inherit the restriction."""
     if cpus and hasattr(os, "sched_setaffinity"):
         for thread in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(OSError):  # a thread that has ended, or cores that are gone
+            with contextlib.suppress(OSError):  # the thread has ended or the cores are offline
                 os.sched_setaffinity(int(thread.name), cpus)
 
 
@@ -78,15 +77,14 @@ def main() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     preload(*sys.argv[1:2] or ("null",))
     config = sys.stdin.buffer.read()
-    if not config:  # the parent has exited before it had a configuration
+    if not config:  # the parent exited before it sent a configuration
         return
     launch = msgspec.json.decode(config, type=EngineLaunch)
     follow_parent(launch.parent)
     pin(launch.cpus)
     if launch.metrics_folder is not None:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = (
-            launch.metrics_folder
-        )  # read when prometheus_client is imported
+        # Must be set before prometheus_client is imported.
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = launch.metrics_folder
     configure(level=launch.log_level, format=launch.log_format, process="engine", model=launch.spec.name)
     status = None if launch.status_file is None else StatusWriter(Path(launch.status_file))
     server = EngineServer(launch.address, launch.shared_memory_mb << 20, status)
@@ -106,7 +104,7 @@ def main() -> None:
             server.make_room, server.leave_room = room.make, room.leave
             room.make(start_bytes(launch.spec, settings))
             if not settings.device.startswith("cuda"):
-                room.leave()  # engines start at the same time
+                room.leave()  # on other devices engines start concurrently
         from penstock.serving.engine_metrics import EngineMetrics
 
         metrics = EngineMetrics(launch.spec.name, server.memory, launch.index)
@@ -129,19 +127,19 @@ def main() -> None:
         control.on_order = partial(follow_order, server, control)
         control.on_adapter = adapters.follow
     if loaded_revision(launch.spec, published) != revision:
-        revision = ""  # files changed while they were read: which were loaded is not known
+        revision = ""  # files changed while they were read: the loaded revision is unknown
     gc.collect()
-    gc.freeze()  # these objects live as long as the process: later collections skip them
+    gc.freeze()  # later collections skip these objects, which live as long as the process
     server.wake_timeout_s, server.observe_sleep = launch.wake_timeout_s, metrics.slept_or_woke
     server.serve(core, Ready(os.getpid(), published, revision=revision), metrics.publish)
     if core.device_failure is not None:
         log.error("%s", core.device_failure.message)
         logging.shutdown()
-        os._exit(EXIT_DEVICE_FAILED)  # normal shutdown could wait for the lost device forever
+        os._exit(EXIT_DEVICE_FAILED)  # a normal shutdown could wait forever for the lost device
 
 
 def follow_order(server: EngineServer, control: EngineControl, order: EngineOrder) -> None:
-    """Sleep or wake, and tell the supervisor when that is done."""
+    """Start to sleep or wake. The supervisor gets a message when that is done."""
     done = partial(control.done, order)
     if order.action == "sleep":
         server.sleep(order.level, done)

@@ -1,4 +1,4 @@
-"""An engine of a model, as the supervisor holds it: its process, its files, and what is known of both."""
+"""The supervisor's view of an engine: its process, its files and its state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ManagedEngine:
     def __init__(
         self, index: int, child: Child, placement: Placement, device: str, server: ServerConfig, folder: Path
     ) -> None:
-        """`device` is the one of the model's settings, `folder` belongs to the model."""
+        """`device` is the device in the model's settings; `folder` is the model's folder."""
         self.index = index
         self.child = child
         self.placement = placement
@@ -37,14 +37,13 @@ class ManagedEngine:
         )
         self.address = EngineAddress(f"ipc://{folder}/{name}", str(self._state_file), str(status_file))
         self.started_s = time.monotonic()
-        self.is_launched = False  # the process has its configuration
-        self.is_ready = False  # it serves, and every API process is connected to it
-        self.launch: EngineLaunch | None = None  # what the next process reads when it starts
-        self.failure = ""  # why it could not load the model
+        self.is_launched = False  # the process was sent its configuration
+        self.is_ready = False  # it serves and every API process is connected to it
+        self.launch: EngineLaunch | None = None  # configuration of the next process
+        self.failure = ""  # the reason, if it could not load the model
         self.link: Link | None = None
-        self.device = (
-            placement.devices[0] if placement.devices else device
-        )  # as resolved, once it is attached
+        # Replaced by the resolved device when the engine attaches.
+        self.device = placement.devices[0] if placement.devices else device
         self.write_state("starting", "the engine is loading the model")
 
     @property
@@ -53,7 +52,7 @@ class ManagedEngine:
 
     @property
     def serves(self) -> bool:
-        """Whether the present process has said that it serves."""
+        """Whether the current process has reported on its status page that it serves."""
         return self.pid != 0 and self.status.read().pid == self.pid
 
     @property
@@ -62,7 +61,7 @@ class ManagedEngine:
 
     @property
     def devices(self) -> frozenset[str]:
-        """What it takes memory of."""
+        """The devices on which the engine allocates memory."""
         return frozenset(self.placement.devices or (self.device,))
 
     def configure(
@@ -77,7 +76,7 @@ class ManagedEngine:
         model: int,
         kv_share: float | None,
     ) -> None:
-        """Set what the process reads when it starts."""
+        """Set the configuration that the process reads when it starts."""
         self.launch = EngineLaunch(
             engine=config.engine,
             spec=spec,
@@ -99,13 +98,13 @@ class ManagedEngine:
         self.child.config = msgspec.json.encode(self.launch)
 
     def set_adapters(self, adapters: tuple[AdapterLaunch, ...]) -> None:
-        """Set what the next process loads before it serves."""
+        """Set the adapters that the next process loads before it serves."""
         if self.launch is not None:
             self.launch = msgspec.structs.replace(self.launch, adapters=adapters)
             self.child.config = msgspec.json.encode(self.launch)
 
     def write_state(self, state: Literal["starting", "running", "restarting"], detail: str) -> None:
-        """Tell API processes why the engine can or cannot serve."""
+        """Write the state file, from which API processes read why the engine can or cannot serve."""
         draft = self._state_file.with_suffix(".part")
         draft.write_bytes(msgspec.json.encode(EngineState(state, detail, self.child.num_restarts)))
         draft.replace(self._state_file)

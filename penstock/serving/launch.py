@@ -1,4 +1,4 @@
-"""What the supervisor and its child processes agree on: configurations, exit codes, the engine's state.
+"""Types shared by the supervisor and its child processes: configurations, exit codes, the engine's state.
 
 Imports neither the engine nor the API, so that each kind of process loads only its own code.
 """
@@ -26,28 +26,28 @@ EXIT_BAD_MODEL = 3  # a restart would fail in the same way
 EXIT_DEVICE_FAILED = 4  # only a new process can use the device again
 PR_SET_PDEATHSIG = 1
 PARENT_POLL_S = 1.0
-ORPHAN_GRACE_S = 10.0  # for requests that run when the supervisor is killed
+ORPHAN_GRACE_S = 10.0  # time for requests in flight when the supervisor is killed
 
 
 class Parent(msgspec.Struct, frozen=True):
-    """The supervisor, as its children know it."""
+    """The supervisor process, described for its children."""
 
     pid: int
     folder: str  # the runtime folder
 
 
 class AdapterLaunch(msgspec.Struct, frozen=True):
-    """A LoRA adapter of a model, as engines and API processes learn of it.
+    """A LoRA adapter of a model, described for engines and API processes.
 
-    The id is never used again while the server runs: weights that are loaded later under the same name have
-    another. The digest covers the content of the files.
+    An id is never reused while the server runs: weights that are loaded later under the same name get a new
+    id. The digest covers the content of the files.
     """
 
     id: int
     name: str
     folder: str
     digest: str
-    path: str = ""  # as the operator gave it
+    path: str = ""  # as given by the operator
 
 
 class EngineLaunch(msgspec.Struct, frozen=True):
@@ -59,26 +59,26 @@ class EngineLaunch(msgspec.Struct, frozen=True):
     log_level: str = "info"
     log_format: str = "auto"
     shared_memory_mb: int = 0
-    metrics_folder: str | None = None  # where processes share their metrics; None: they do not
+    metrics_folder: str | None = None  # folder of the shared metrics; None: metrics are not shared
     status_file: str | None = None  # the page of `wire.status`; None: no page
     parent: Parent | None = None  # None: no supervisor
     control: str | None = None  # the socket of `serving.control`; None: the engine takes no orders
     model: int = 0  # the model's number
-    kv_share: float | None = None  # of the free memory, for a KV cache of no given size; None: most of it
-    wake_timeout_s: float = 30.0  # of a request for a model that sleeps; 0: it does not wait
-    index: int = 0  # of this engine among those of its model
-    devices: tuple[str, ...] = ()  # one per tensor-parallel rank; empty: as `engine.device` says
+    kv_share: float | None = None  # share of free memory for a KV cache without a set size; None: most
+    wake_timeout_s: float = 30.0  # longest wait of a request for a sleeping model; 0: no wait
+    index: int = 0  # the engine's number within its model
+    devices: tuple[str, ...] = ()  # one per tensor-parallel rank; empty: `engine.device`
     cpus: tuple[int, ...] = ()  # the cores that this engine may use; empty: all
-    adapters: tuple[AdapterLaunch, ...] = ()  # that it loads before it serves
+    adapters: tuple[AdapterLaunch, ...] = ()  # loaded before the engine serves
 
     @property
     def engine_on_device(self) -> EngineConfig:
-        """The engine's settings, with the device of its first rank."""
+        """The engine's settings with `device` set to the device of its first rank."""
         return msgspec.structs.replace(self.engine, device=self.devices[0]) if self.devices else self.engine
 
 
 class EngineState(msgspec.Struct, frozen=True):
-    """Why the engine can or cannot serve, in words for the operator."""
+    """The engine's state, with an explanation for the operator."""
 
     state: Literal["starting", "running", "restarting"]
     detail: str
@@ -86,25 +86,25 @@ class EngineState(msgspec.Struct, frozen=True):
 
 
 class EngineAddress(msgspec.Struct, frozen=True):
-    """Where API processes find an engine."""
+    """Where API processes reach an engine."""
 
     socket: str
-    state_file: str  # of an `EngineState`
+    state_file: str  # contains an `EngineState`
     status_file: str | None = None  # the page of `wire.status`; None: the engine writes none
 
 
 class ModelLaunch(msgspec.Struct, frozen=True):
-    """A model, as API processes learn of it."""
+    """A model, described for API processes."""
 
-    number: int  # that no other model of this server has, also not one that was unloaded
+    number: int  # unique in this server; numbers of unloaded models are not reused
     config: ModelConfig
     spec: ModelSpec
     engines: tuple[EngineAddress, ...]  # at least one; they hold the same weights
-    adapters: tuple[AdapterLaunch, ...] = ()  # that every engine has
+    adapters: tuple[AdapterLaunch, ...] = ()  # loaded by every engine
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """Its names besides the first, which is the spec's."""
+        """Further names of the model besides `spec.name`."""
         return tuple(dict.fromkeys((*self.config.engine.model_names[1:], *self.config.aliases)))
 
     @property
@@ -120,12 +120,12 @@ class ApiLaunch(msgspec.Struct, frozen=True):
     listen_fd: int
     parent: Parent | None = None  # None: no supervisor
     control: str | None = None  # the socket of `serving.control`; None: the models never change
-    index: int = 0  # among the API processes
-    admin_fd: int | None = None  # of the socket of --admin-port
+    index: int = 0  # the number of this API process
+    admin_fd: int | None = None  # socket of --admin-port
 
 
 def setup_child_process() -> None:
-    """Exit with the supervisor, unblock the signals that it has blocked, and leave ctrl-C to it."""
+    """Exit with the supervisor, unblock the signals that it blocked, and ignore ctrl-C, which it handles."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     signal.pthread_sigmask(
@@ -135,7 +135,7 @@ def setup_child_process() -> None:
 
 
 def follow_parent(parent: Parent | None) -> None:
-    """Exit soon after the supervisor, however it ends, and remove the runtime folder if it could not."""
+    """Exit soon after the supervisor, however it ends. Remove the runtime folder if it did not."""
     if parent is None:
         return
 

@@ -1,4 +1,4 @@
-"""The sockets that a server listens on. The supervisor opens them, and API processes inherit them."""
+"""The listening sockets of a server. The supervisor opens them, and API processes inherit them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 
 BACKLOG = 4096
-MAX_UDS_BYTES = 107  # of the path of a Unix socket on Linux
+MAX_UDS_BYTES = 107  # longest path of a Unix socket on Linux
 PROBE_TIMEOUT_S = 1.0
 
 
@@ -63,7 +63,7 @@ class Listeners:
 
     @property
     def address(self) -> str:
-        """Where clients find the server."""
+        """The URL at which clients reach the server."""
         if self._config.uds is not None:
             return f"unix:{self._config.uds}"
         return f"{self._scheme}://{_in_url(self._config.host)}:{self.port}"
@@ -91,7 +91,7 @@ def _in_url(host: str) -> str:
 
 
 def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """A listening socket that API processes inherit; bound before anything slow happens."""
+    """Open a listening socket that API processes inherit."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -107,12 +107,12 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
 
 
 def listen_unix(path: str, permissions: int) -> socket.socket:
-    """A listening Unix socket. A stale socket of a dead server is replaced."""
+    """Open a listening Unix socket. Replaces the stale socket of a dead server."""
     if len(os.fsencode(path)) > MAX_UDS_BYTES:
         raise _cannot_listen(path, f"the path has more than {MAX_UDS_BYTES} bytes")
     _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o777 & ~permissions)  # nobody else can connect before chmod
+    before = os.umask(0o777 & ~permissions)  # nobody else can connect before the chmod
     try:
         listener.bind(path)
         Path(path).chmod(permissions)

@@ -1,4 +1,4 @@
-"""From the settings of a model, on a command line, in a file or in an operator's order, to what it is."""
+"""From a model's settings (command line, file or operator's order) to its configuration and spec."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from penstock.errors import ConfigError
 from penstock.inputs.chat import ModelTemplate
 from penstock.serving.adapters import check_lora_modules
 
-_OWN = frozenset(ModelConfig.__struct_fields__) - {"engine"}  # the other settings are the engine's
+_OWN = frozenset(ModelConfig.__struct_fields__) - {"engine"}  # all other settings belong to `EngineConfig`
 
 
 def model_config(settings: Mapping[str, Any], server: ServerConfig) -> ModelConfig:
-    """The configuration of a model, from the fields of `ModelConfig` and `EngineConfig` in one mapping."""
+    """Build a model's configuration from one mapping with fields of `ModelConfig` and `EngineConfig`."""
     engine = from_mapping(EngineConfig, {name: value for name, value in settings.items() if name not in _OWN})
     own = {name: value for name, value in settings.items() if name in _OWN}
     if engine.pooler_config.enable_chunked_processing:
@@ -40,7 +40,7 @@ def model_config(settings: Mapping[str, Any], server: ServerConfig) -> ModelConf
 
 
 def describe_model(settings: Mapping[str, Any], server: ServerConfig) -> tuple[ModelConfig, ModelSpec]:
-    """A model's configuration, and what its files say about it; downloads them where needed."""
+    """Return a model's configuration and its spec, read from its files. Downloads them if needed."""
     config = model_config(settings, server)
     spec = describe(config.engine)
     check_settings(config.engine, spec.facts)
@@ -54,7 +54,7 @@ def describe_model(settings: Mapping[str, Any], server: ServerConfig) -> tuple[M
 def describe_loaded(
     model: str, settings: Mapping[str, Any], defaults: Mapping[str, Any], server: ServerConfig
 ) -> tuple[ModelConfig, ModelSpec]:
-    """The same for a model that an operator loads; the server's own flags hold where the order has none."""
+    """Describe a model that an operator loads. The server's own flags are the defaults of its settings."""
     if refused := sorted(settings.keys() & {"model", "profile", "download_dir"}):
         raise ConfigError(f"settings cannot have {refused[0]}; leave it out", param="settings")
     not_shared = ("model", "served_model_name", "lora_modules", "base_model")

@@ -1,4 +1,4 @@
-"""The models of a server, as the supervisor holds them: each has engine processes of its own."""
+"""The supervisor's view of the server's models, each with its own engine processes."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ class ManagedModel:
             ManagedEngine(index, child, placement, device, server, self.folder)
             for index, (child, placement) in enumerate(engines)
         )
-        self._adapter_ids = itertools.count(len(spec.adapters))  # after those of the checkpoint's own
+        # After the ids of the checkpoint's own adapters.
+        self._adapter_ids = itertools.count(len(spec.adapters))
         adapters = initial_adapters(config.engine, spec, self.next_adapter_id)
         addresses = tuple(each.address for each in self.engines)
         self.launch = ModelLaunch(number, config, spec, addresses, adapters)
         self.started_s = time.monotonic()
-        self.is_leaving = False  # it is unloaded: its engines are not restarted
-        self.has_been_ready = False  # an engine has served it, with the adapters that it was loaded with
+        self.is_leaving = False  # it is being unloaded: its engines are not restarted
+        self.has_been_ready = False  # an engine has served it with its initial adapters
 
     @property
     def number(self) -> int:
@@ -60,30 +61,30 @@ class ManagedModel:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all engines are."""
+        """Whether all engines are ready."""
         return all(each.is_ready for each in self.engines)
 
     @property
     def last_used_s(self) -> float:
-        """When an engine last got or answered a request, or was started."""
+        """When an engine last received or answered a request, or was started."""
         return max(max(each.status.read().last_request_s, each.started_s) for each in self.engines)
 
     def next_adapter_id(self) -> int:
-        """An id that no other adapter of this model has, or will have."""
+        """Return a new adapter id. Ids are never reused."""
         return next(self._adapter_ids)
 
     def adapter(self, name: str) -> AdapterLaunch | None:
-        """The adapter that is loaded under this name."""
+        """Find the adapter with this name."""
         return next((each for each in self.launch.adapters if each.name == name), None)
 
     def set_adapters(self, adapters: tuple[AdapterLaunch, ...]) -> None:
-        """Have other adapters: in the next table, and in engine processes that start from now on."""
+        """Replace the adapters in the next table and in engine processes that start from now on."""
         self.launch = msgspec.structs.replace(self.launch, adapters=adapters)
         for engine in self.engines:
             engine.set_adapters(adapters)
 
     def describe_engine(self, engine: ManagedEngine) -> str:
-        """What a message calls one of the engines."""
+        """How messages name an engine."""
         return self.name if len(self.engines) == 1 else f"engine {engine.index} of {self.name}"
 
     def remove_files(self) -> None:
@@ -91,12 +92,12 @@ class ManagedModel:
 
 
 class ModelSet:
-    """The models of the server, in order, under names that differ."""
+    """The models of the server, in order. All their names differ."""
 
     def __init__(self) -> None:
         self._models: dict[int, ManagedModel] = {}
         self._numbers = itertools.count()
-        self.version = 0  # of the table that API processes apply
+        self.version = 0  # version of the table that is sent to API processes
 
     def __iter__(self) -> Iterator[ManagedModel]:
         return iter(list(self._models.values()))
@@ -116,7 +117,7 @@ class ModelSet:
             self.version += 1
 
     def changed(self) -> int:
-        """A model is another than in the last table. Returns the version of the next one."""
+        """Record that a model has changed. Returns the version of the next table."""
         self.version += 1
         return self.version
 
@@ -125,18 +126,18 @@ class ModelSet:
         return ((model, engine) for model in self for engine in model.engines)
 
     def engine_of(self, link: Link) -> tuple[ManagedModel, ManagedEngine] | None:
-        """The engine at the other end of a link."""
+        """Find the engine at the other end of a link."""
         return next((each for each in self.engines() if each[1].link is link), None)
 
     def get(self, number: int) -> ManagedModel | None:
         return self._models.get(number)
 
     def find(self, name: str) -> ManagedModel | None:
-        """The model of this name or alias."""
+        """Find a model by name or alias."""
         return next((each for each in self if name in each.launch.names), None)
 
     def check_names(self, config: ModelConfig, spec: ModelSpec) -> None:
-        """Refuse a model if another model has one of its names."""
+        """Refuse a model if its names or its adapters' names are already taken."""
         own = {spec.name, *config.engine.model_names[1:], *config.aliases}
         for other in self:
             if clash := own.intersection(other.launch.names):
@@ -162,7 +163,7 @@ class ModelSet:
 
 
 def mark_dead(pid: int) -> None:
-    """Drop the gauges of a process that has exited."""
+    """Drop the Prometheus gauges of a process that has exited."""
     from prometheus_client.multiprocess import mark_process_dead  # late: the server starts without it
 
     mark_process_dead(pid)

@@ -1,4 +1,4 @@
-"""The orders of operators: load, unload, sleep and wake a model, from the arrival to the answer."""
+"""Operators' orders to load, unload, sleep and wake models, from arrival to answer."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class _Pending:
     link: Link
     order: Order
     began_s: float
-    description: Future[Described] | None = None  # of a model to load, until its files are read
+    description: Future[Described] | None = None  # while the files of a model to load are being read
     model: ManagedModel | None = None
 
     def answer(self, state: str = "", error: str | None = None) -> None:
         self.link.send(OrderAnswer(self.order.id, self._name, state, self._seconds, error))
 
     def refuse(self, error: PenstockError) -> None:
-        """Answer that the order cannot be carried out, with the field of its body that is the reason."""
+        """Answer that the order cannot be carried out, with the field of the request body that caused it."""
         param, is_client_error = error.param, isinstance(error, ClientError)
         if self.order.action == "load" and is_client_error and param not in _FIELDS_OF_LOAD:
             param = "settings" if param is None else f"settings.{param}"
@@ -68,11 +68,11 @@ class Orders:
 
     @property
     def leaving(self) -> list[ManagedModel]:
-        """The models that are unloaded and whose engines may still run."""
+        """Models that are being unloaded. Their engines may still run."""
         return [each.model for each in self.pending if each.model is not None and each.model.is_leaving]
 
     def take(self, link: Link, order: Order) -> None:
-        """Begin what an operator wants."""
+        """Start to carry out an operator's order."""
         pending = _Pending(link, order, time.monotonic())
         if order.action == "load":
             self._begin_load(pending)
@@ -90,7 +90,7 @@ class Orders:
             self._begin_sleep(pending, model)
 
     def advance(self) -> None:
-        """Continue what takes longer."""
+        """Advance all unfinished orders."""
         for pending in list(self.pending):
             if pending.order.action == "load":
                 self._advance_load(pending)
@@ -98,17 +98,17 @@ class Orders:
                 self._advance_unload(pending, pending.model)
 
     def closed(self, link: Link) -> None:
-        """The API process of an order has exited. Its orders are still carried out, without an answer."""
+        """Log the orders of an API process that has exited. They are carried out without an answer."""
         for pending in self.pending:
             if pending.link is link:
                 log.warning("an API process exited before it was told about %s %s", *_words(pending.order))
 
     def loads(self, model: ManagedModel) -> bool:
-        """Whether an order to load this model is not answered yet."""
+        """Whether an order to load this model has not been answered yet."""
         return any(each.model is model and each.order.action == "load" for each in self.pending)
 
     def load_failed(self, model: ManagedModel, reason: str) -> bool:
-        """A model cannot be served. Returns whether it was an operator who wanted to load it."""
+        """Fail the operator's order for a model that cannot be served. Returns whether there was one."""
         pending = next((each for each in self.pending if each.model is model), None)
         if pending is None:
             return False
@@ -150,7 +150,7 @@ class Orders:
             self._supervisor.publish_models()
         model = pending.model
         if model is not None and model.is_leaving:
-            self._advance_unload(pending, model)  # it could not be loaded, and is answered
+            self._advance_unload(pending, model)  # loading failed, and the order has been answered
         elif model is not None and model.is_ready:
             pending.answer("awake")
             self.pending.remove(pending)
@@ -170,7 +170,7 @@ class Orders:
         self.pending.append(pending)
 
     def _advance_unload(self, pending: _Pending, model: ManagedModel) -> None:
-        """Stop the engines once no API process sends them anything; they finish what they have."""
+        """Stop the engines once no API process sends them requests. They finish their requests first."""
         version = self._supervisor.models.version
         if any(api.serves and api.table_version < version for api in self._supervisor.apis):
             return
@@ -179,14 +179,14 @@ class Orders:
         if any(engine.child.process is not None for engine in model.engines):
             return
         for engine in model.engines:
-            self._supervisor.sleepers.engine_exited(engine)  # another may wait for its memory
+            self._supervisor.sleepers.engine_exited(engine)  # another engine may be waiting for its memory
         model.remove_files()
         if pending.order.action == "unload":
             pending.answer("unloaded")
         self.pending.remove(pending)
 
     def _stop(self, engine: ManagedEngine) -> None:
-        """Have a process exit, and forget it once it has."""
+        """Terminate an engine process; forget it once it has exited."""
         process = engine.child.process
         if process is None:
             return

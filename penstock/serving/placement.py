@@ -1,6 +1,6 @@
-"""Where the engines of a model run: which GPUs or cores each of them gets.
+"""Placement of a model's engines: which GPUs or cores each engine gets.
 
-`place` is pure. `Hardware` reads what the machine has, without torch, and copes with containers that hide it.
+`place` is pure. `Hardware` detects GPUs and cores without torch, also in containers that hide parts of /sys.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SYSTEM = Path("/sys/devices/system")
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What one engine runs on. Empty: as its settings say, without limits."""
+    """The devices and cores of one engine. Empty: the device of its settings, and all cores."""
 
     devices: tuple[str, ...] = ()  # one per tensor-parallel rank
     cpus: tuple[int, ...] = ()
@@ -38,7 +38,7 @@ class Hardware:
 
     @cached_property
     def num_gpus(self) -> int:
-        """As CUDA counts them, within CUDA_VISIBLE_DEVICES."""
+        """The number of GPUs as CUDA counts them, within CUDA_VISIBLE_DEVICES."""
         count = ctypes.c_int(0)
         with contextlib.suppress(OSError, AttributeError):
             driver = ctypes.CDLL("libcuda.so.1")
@@ -48,7 +48,7 @@ class Hardware:
 
     @cached_property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """The cores of each NUMA node, with the threads of a core side by side."""
+        """The cores of each NUMA node. Hardware threads of one physical core are adjacent."""
         return numa_nodes(allowed_cpus())
 
 
@@ -59,7 +59,7 @@ def allowed_cpus() -> frozenset[int]:
 
 
 def numa_nodes(allowed: frozenset[int], system: Path = SYSTEM) -> tuple[tuple[int, ...], ...]:
-    """The allowed cores by NUMA node; all of them as one node where the system does not tell."""
+    """Group the allowed cores by NUMA node. Cores without a known node form one more node."""
     nodes: list[tuple[int, ...]] = []
     for folder in sorted(system.glob("node/node[0-9]*"), key=lambda each: int(each.name[4:])):
         cores = frozenset(_read_cpus(folder / "cpulist")) & allowed
@@ -72,7 +72,7 @@ def numa_nodes(allowed: frozenset[int], system: Path = SYSTEM) -> tuple[tuple[in
 
 
 def _side_by_side(cores: frozenset[int], system: Path) -> tuple[int, ...]:
-    """Cores in order, but hardware threads of one core after one another."""
+    """Sort cores by number, with the hardware threads of one physical core adjacent."""
 
     def key(core: int) -> tuple[int, int]:
         siblings = _read_cpus(system / f"cpu/cpu{core}/topology/thread_siblings_list")
@@ -82,7 +82,7 @@ def _side_by_side(cores: frozenset[int], system: Path) -> tuple[int, ...]:
 
 
 def _read_cpus(file: Path) -> list[int]:
-    """The numbers of a list such as 0-3,8; none where it cannot be read."""
+    """Read a list of numbers such as 0-3,8; empty if it cannot be read."""
     numbers: list[int] = []
     with contextlib.suppress(OSError, ValueError):
         for part in file.read_text().strip().split(","):
@@ -92,7 +92,7 @@ def _read_cpus(file: Path) -> list[int]:
 
 
 def place(config: ModelConfig, hardware: Hardware, used: Counter[str]) -> list[Placement]:
-    """What each engine of a model runs on. `used` counts the engines of other models on each GPU."""
+    """Choose what each engine of a model runs on. `used` counts the engines of other models on each GPU."""
     device = config.engine.device
     if device.startswith("cuda") or (device == "auto" and hardware.has_gpu):
         return [each for each in _on_gpus(config, hardware, used) for _ in range(config.engines_per_gpu)]
@@ -120,12 +120,12 @@ def _on_gpus(config: ModelConfig, hardware: Hardware, used: Counter[str]) -> lis
             )
         return [Placement(devices=_following(device, ranks))]
     if size == ranks == 1 and not used:
-        return [Placement()]  # the first GPU, without counting them
+        return [Placement()]  # the first GPU, without querying the driver
     groups = [range(first, first + ranks) for first in range(0, hardware.num_gpus - ranks + 1, ranks)]
     num_engines = max(1, len(groups)) if isinstance(size, str) else size
     if num_engines > len(groups):
         if num_engines * ranks == 1:
-            return [Placement()]  # the engine says what is wrong with the device
+            return [Placement()]  # the engine reports what is wrong with the device
         most = f"data_parallel_size up to {len(groups)}" if groups else "fewer"
         raise ConfigError(
             f"{_wanted(num_engines, ranks)} needs {num_engines * ranks} GPUs, and this machine has "
@@ -144,16 +144,18 @@ def _wanted(size: int | str, ranks: int) -> str:
 
 
 def _following(device: str, ranks: int) -> tuple[str, ...]:
-    """A GPU and those after it, one for each rank; none where the name is not of that form."""
+    """One GPU per rank, from `device` on. Empty if there is one rank or the name has no number."""
     number = device.removeprefix("cuda:")
     if ranks == 1 or not number.isdecimal():
-        return ()  # as the engine's settings say
+        return ()  # use the engine's own setting
     return tuple(f"cuda:{int(number) + rank}" for rank in range(ranks))
 
 
 def split_cores(nodes: Sequence[Sequence[int]], num_engines: int) -> list[tuple[int, ...]]:
-    """The cores of each engine: whole nodes, or parts of one node, where the numbers allow it. A single
-    engine has no limits; engines beyond the number of cores share them."""
+    """Divide cores over engines: whole nodes or parts of one node if the numbers allow it.
+
+    A single engine may use all cores. If there are more engines than cores, several engines share a core.
+    """
     if num_engines == 1:
         return [()]
     cores = [core for node in nodes for core in node]
@@ -165,6 +167,6 @@ def split_cores(nodes: Sequence[Sequence[int]], num_engines: int) -> list[tuple[
 
 
 def _parts(cores: Sequence[int], num_parts: int) -> list[tuple[int, ...]]:
-    """Consecutive parts whose sizes differ by at most one."""
+    """Split into consecutive parts whose sizes differ by at most one."""
     cuts = [len(cores) * number // num_parts for number in range(num_parts + 1)]
     return [tuple(cores[begin:end]) for begin, end in pairwise(cuts)]

@@ -1,4 +1,4 @@
-"""The Prometheus metrics of the supervisor. Imported late: the server starts without it."""
+"""The Prometheus metrics of the supervisor. Imported late, so that it does not delay the server's start."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ RESTARTS = Counter(
 
 
 def show_restarts(engines: Iterable[tuple[str, int]]) -> None:
-    """Show every combination from the start, so that a rate sees the first restart. `engines` has the model
-    and the number of each."""
+    """Export every label combination from the start, so that `rate()` counts the first restart. `engines` has
+    the model and number of each engine."""
     for reason in ("exited", "killed", "hung"):
         RESTARTS.labels("api", reason, "", "")
         for model, number in engines:

@@ -1,4 +1,4 @@
-"""Memory for an engine that is about to take some: other models sleep where there is too little."""
+"""Memory for an engine that is about to allocate some: other models sleep if too little is free."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from penstock.config import Resolved
 from penstock.runner.cpu_memory import available_memory_bytes
 
 log = logging.getLogger("penstock.engine")
-Ask = Callable[[int], None]  # have other models sleep for this many bytes; returns when that is done
-RESERVE = 1 << 29  # bytes beyond the weights and caches: activations, and what the system needs
+Ask = Callable[[int], None]  # have other models sleep to free this many bytes; returns when that is done
+RESERVE = 1 << 29  # bytes besides weights and caches: activations and system overhead
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
 
 
 class Room:
-    """Memory of a device that engines share. One engine at a time takes some: another must not take what this
-    one has found free. Its turn begins with `make` and ends with `leave`, or with the process."""
+    """Memory of a device that several engines share.
+
+    Only one engine at a time allocates, so that no other takes the memory that it has found free. An engine's
+    turn begins with `make`, and ends with `leave` or when its process exits.
+    """
 
     def __init__(self, device: str, folder: Path, ask: Ask) -> None:
         """`folder` is the same for all engines of a server."""
@@ -30,7 +33,7 @@ class Room:
         self._turn: BinaryIO | None = None
 
     def make(self, num_bytes: int) -> None:
-        """Wait for the turn. Then have other models sleep if the device has less than this free."""
+        """Wait for this engine's turn. Then have other models sleep if less than `num_bytes` are free."""
         if self._device == "null":
             return
         if self._turn is None:
@@ -43,14 +46,14 @@ class Room:
             self._ask(missing)
 
     def leave(self) -> None:
-        """The memory is taken, or it cannot be taken."""
+        """End this engine's turn, after it has allocated the memory or failed to."""
         if self._turn is not None:
             self._turn.close()
             self._turn = None
 
 
 def one_name(device: str) -> str:
-    """The name of a device that may have two."""
+    """Return the canonical name of a device: `cuda` and `cuda:0` are the same."""
     return "cuda:0" if device == "cuda" else device
 
 
@@ -63,8 +66,8 @@ def free_bytes(device: str) -> int:
 
 
 def start_bytes(spec: ModelSpec, settings: Resolved) -> int:
-    """About what an engine takes of its first device while it starts: the weights, and on a GPU a KV cache of
-    a given size. A CPU takes the pages of a KV cache when they are used."""
+    """Estimate the memory that an engine allocates on its first device at start: the weights, and on a GPU a
+    KV cache of a set size. On a CPU the pages of a KV cache are allocated when they are first used."""
     if not settings.device.startswith("cuda"):
         return weight_bytes(spec)
     has_cache = settings.generates or settings.chunked
@@ -73,6 +76,6 @@ def start_bytes(spec: ModelSpec, settings: Resolved) -> int:
 
 
 def weight_bytes(spec: ModelSpec) -> int:
-    """About what a model's weights take once they are loaded: the size of their files."""
+    """Estimate the memory of a model's weights by the size of their files."""
     files = (file for suffix in _WEIGHTS for file in spec.path.glob(f"*{suffix}"))
     return sum(file.stat().st_size for file in files)

@@ -1,8 +1,8 @@
-"""The folder in which the processes of one server meet: sockets, metrics, the engine's status.
+"""The folder that the processes of one server share: sockets, metrics, the engine's status.
 
-Whoever can write to it could answer for the engine, so it belongs to this user alone, in a place where nobody
-else can replace it. The supervisor removes it when it exits. If the supervisor is killed, its children remove
-it when they exit; if all are killed, the next server of this user does.
+Anyone who can write to it could impersonate the engine. So only this user has access, and it lies where no
+other user can replace it. The supervisor removes the folder when it exits. If the supervisor is killed, its
+children remove it when they exit. If all are killed, the next server of this user removes it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 from penstock.errors import ConfigError
 
 PREFIX = "penstock-serve-"
-MAX_SOCKET_PATH_BYTES = 100  # a Unix socket's address has 104 to 108, by system
+MAX_SOCKET_PATH_BYTES = 100  # the limit for a Unix socket is 104 to 108, depending on the system
 _ROOT_UID = 0
 _LOCK = "lock"
 
 
 class RuntimeFolder:
-    """A new folder. It is in use as long as any process holds its lock."""
+    """A new runtime folder. It is in use as long as any process holds its lock."""
 
     def __init__(self, candidates: Iterable[Path] | None = None) -> None:
         parent = choose_parent(default_candidates() if candidates is None else candidates)
@@ -39,14 +39,14 @@ class RuntimeFolder:
 
 
 def default_candidates() -> list[Path]:
-    """Places for the folder, the preferred one first."""
+    """Possible parents of the folder, in order of preference."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     candidates = [tempfile.gettempdir(), *([runtime] if runtime else []), "/tmp", "/var/tmp", "/dev/shm"]
     return [Path(candidate) for candidate in candidates]
 
 
 def choose_parent(candidates: Iterable[Path]) -> Path:
-    """The first place that is writable, short enough for a socket, and safe from other users."""
+    """Choose the first folder that is writable, has a short path, and is safe from other users."""
     refused: list[str] = []
     for candidate in dict.fromkeys(candidates):
         if (problem := _problem(candidate)) is None:
@@ -76,7 +76,7 @@ def _problem(place: Path) -> str | None:
 
 
 def _is_safe(folder: Path) -> bool:
-    """Whether no other user but root can rename or remove what this user has in the folder."""
+    """Whether no user except root can rename or remove this user's files in the folder."""
     found = folder.stat()
     if found.st_uid not in (_ROOT_UID, os.getuid()):
         return False
@@ -84,7 +84,7 @@ def _is_safe(folder: Path) -> bool:
 
 
 def _create_lock(folder: Path) -> int:
-    """Create the lock file, which has its name only once it is locked."""
+    """Create the lock file. It gets its name only after it is locked."""
     draft = folder / f"{_LOCK}.part"
     descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -94,12 +94,12 @@ def _create_lock(folder: Path) -> int:
 
 def hold_lock(folder: Path) -> None:
     """Keep the folder in use until this process exits."""
-    with contextlib.suppress(OSError):  # the server is ending
+    with contextlib.suppress(OSError):  # the server is shutting down
         fcntl.flock(os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC), fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def remove_stale_folders(parent: Path) -> None:
-    """Remove the folders of this user's servers of which no process is left."""
+    """Remove the folders of this user's servers that have no processes left."""
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             found = folder.lstat()

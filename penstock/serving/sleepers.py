@@ -1,7 +1,7 @@
-"""Which models sleep, and when: on an operator's order, after idle time, or to make room for another.
+"""Decisions about which models sleep: on an operator's order, after idle time, or to free memory for another.
 
-An engine wakes by itself when a request arrives. Before it takes memory that its device does not have, it
-asks the supervisor, which puts the least recently used models to sleep.
+An engine wakes by itself when a request arrives. If its device has too little free memory, it asks the
+supervisor, which puts the least recently used models to sleep.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from penstock.serving.models import ManagedModel, ModelSet
 from penstock.wire.status import EngineSleep
 
 log = logging.getLogger("penstock")
-Done = Callable[[str | None], None]  # called with the reason if an order fails
+Done = Callable[[str | None], None]  # called with the reason for a failure, or None
 ENGINE_GONE = "the engine process stopped meanwhile"
 
 
 @dataclass(slots=True)
 class _Sent:
-    """An order that an engine follows."""
+    """An order that an engine is carrying out."""
 
     engine: ManagedEngine
     action: str
@@ -35,7 +35,7 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Room:
-    """An engine that waits for memory."""
+    """A request of an engine for memory."""
 
     model: ManagedModel
     engine: ManagedEngine
@@ -43,12 +43,14 @@ class _Room:
     id: int
     missing_bytes: int
     falling_asleep: list[ManagedEngine] = field(default_factory=list)
-    asked: list[ManagedEngine] = field(default_factory=list)  # engines that were asked to sleep
+    asked: list[ManagedEngine] = field(default_factory=list)  # engines already ordered to sleep
 
 
 class Sleepers:
-    """Sends orders to engines, and follows the rules of the server's settings. A model sleeps when all of its
-    engines do; for memory, only those sleep that hold some on the device."""
+    """Sends sleep and wake orders to engines, on request or as the server's settings require.
+
+    A model sleeps when all of its engines sleep. To free memory, only engines on the device in need sleep.
+    """
 
     def __init__(self, models: ModelSet, config: ServerConfig) -> None:
         self._models = models
@@ -58,8 +60,8 @@ class Sleepers:
         self._rooms: list[_Room] = []
 
     def order(self, model: ManagedModel, action: str, level: int | None, done: Done) -> None:
-        """Have all engines of a model sleep or wake. `done` is called once, when the last has done so; with
-        the reason if one cannot."""
+        """Have all engines of a model sleep or wake. `done` is called once, after the last engine has
+        answered, with the reason if one of them failed."""
         waiting, errors = set(model.engines), list[str]()
 
         def engine_done(engine: ManagedEngine, error: str | None) -> None:
@@ -90,7 +92,7 @@ class Sleepers:
             sent.done(message.error)
 
     def engine_exited(self, engine: ManagedEngine) -> None:
-        """Fail the orders of an engine that is gone. It needs no room, and its memory is free."""
+        """Fail the orders of an exited engine, drop its requests for memory and count its memory as free."""
         for number, sent in list(self._sent.items()):
             if sent.engine is engine:
                 del self._sent[number]
@@ -113,7 +115,7 @@ class Sleepers:
         self._advance(room)
 
     def apply(self, now_s: float) -> None:
-        """Put models to sleep that are idle, or more than may be awake."""
+        """Put models to sleep that have been idle for long enough, or that exceed --max-awake-models."""
         for model in self._awake():
             limit_s = self._sleep_after_s(model)
             if limit_s and _is_idle(model) and now_s - model.last_used_s >= limit_s:
@@ -128,11 +130,11 @@ class Sleepers:
         return self._config.sleep_after_s if own is None else own
 
     def _awake(self) -> list[ManagedModel]:
-        """Models with an awake engine that was not asked to sleep, least recently used first."""
+        """Models with an awake engine that has no pending order to sleep, least recently used first."""
         return list(dict.fromkeys(model for model, _ in self._awake_engines()))
 
     def _awake_engines(self) -> list[tuple[ManagedModel, ManagedEngine]]:
-        """The engines that can sleep, are awake and not told to sleep; those of the least recently used model
+        """Engines that are awake, can sleep, and have no pending order to sleep; least recently used model
         first. Engines of several tensor-parallel ranks cannot sleep."""
         told = [sent.engine for sent in self._sent.values() if sent.action == "sleep"]
         awake = [
@@ -146,7 +148,7 @@ class Sleepers:
         return sorted(awake, key=lambda each: each[0].last_used_s)
 
     def _send_to_sleep(self, model: ManagedModel, why: str) -> None:
-        """Have the engines of a model sleep that are awake."""
+        """Put the awake engines of a model to sleep."""
         for owner, engine in self._awake_engines():
             if owner is model:
                 self._send_engine_to_sleep(model, engine, why)
@@ -167,7 +169,7 @@ class Sleepers:
         self._order_engine(model, engine, "sleep", None, slept)
 
     def _join(self, room: _Room) -> None:
-        """Wait for the engines that fall asleep for another reason."""
+        """Also wait for engines that were already ordered to sleep for another reason."""
         for sent in self._sent.values():
             victim, told = sent.engine, sent.done
             if sent.action != "sleep" or not _shares_memory(victim, room):
@@ -182,7 +184,7 @@ class Sleepers:
             sent.done = slept
 
     def _advance(self, room: _Room) -> None:
-        """Put further engines to sleep until there is enough room, or none is left."""
+        """Put further engines to sleep until enough memory will be free, or no candidate is left."""
         victims = (each for each in self._awake_engines() if _shares_memory(each[1], room))
         while self._expected_bytes(room) < room.missing_bytes and (found := next(victims, None)) is not None:
             model, victim = found
@@ -202,7 +204,7 @@ class Sleepers:
         return sum(each.status.read().device_bytes for each in room.falling_asleep)
 
     def _slept(self, room: _Room, victim: ManagedEngine, *, has_freed: bool = True) -> None:
-        """An engine that was asked to sleep sleeps, refuses or has exited."""
+        """Handle that an engine ordered to sleep has fallen asleep, failed to, or exited."""
         if victim in room.falling_asleep:
             room.missing_bytes -= victim.status.read().device_bytes if has_freed else 0
             room.falling_asleep.remove(victim)
@@ -217,7 +219,7 @@ def _is_idle(model: ManagedModel) -> bool:
 
 
 def _shares_memory(engine: ManagedEngine, room: _Room) -> bool:
-    """Whether the sleep of an engine, which was not asked for yet, can help. Engines of one model do not take
-    each other's memory."""
+    """Whether putting an engine to sleep can help: it shares a device with the engine that needs memory, and
+    was not ordered to sleep yet. Engines of one model do not put each other to sleep."""
     is_other = engine not in room.model.engines
     return is_other and not engine.devices.isdisjoint(room.engine.devices) and engine not in room.asked

@@ -1,8 +1,8 @@
 """The main process of `penstock serve`: starts, watches, restarts and drains engine and API processes.
 
-It holds no model and answers no request. Every model has engine processes of its own, so one that crashes
-leaves the others serving. The supervisor writes each engine's state to a small file, which API processes read
-when they have to explain a 503.
+It holds no model and answers no requests. Every model has its own engine processes, so a crash does not
+affect other models. The supervisor writes each engine's state to a small file, which API processes read to
+explain a 503.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ log = logging.getLogger("penstock")
 _END_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _SIGNALS = _END_SIGNALS | {signal.SIGCHLD, signal.SIGUSR2}
 MAX_FAILED_STARTS = 3
-MAX_API_RESTART_DELAY_S = 1.0  # a start costs little
-DRAIN_GRACE_S = 5.0  # for an API process to answer what it could not finish
+MAX_API_RESTART_DELAY_S = 1.0  # starting an API process costs little
+DRAIN_GRACE_S = 5.0  # time for API processes to answer unfinished requests
 ENGINE_EXIT_S = 5.0
-REASON_S = 0.5  # for the last message of an engine
+REASON_S = 0.5  # longest wait for the last message of an engine
 IDLE_POLL_S, BUSY_POLL_S = 0.5, 0.05
-KV_SHARE = 0.8  # of the memory that is free when an engine starts, for the KV caches of all models
+KV_SHARE = 0.8  # share of the memory free at an engine's start, for the KV caches of all models
 
 
 ApiReport = ApiServes | ApiConnected | ApiCannotServe | TableApplied | AdapterReleased
@@ -77,9 +77,9 @@ class ApiProcess:
     def __init__(self, child: Child) -> None:
         self.child = child
         self.link: Link | None = None
-        self.attached_pid = 0  # of the last process that was attached
-        self.serving_pid = 0  # of the last process that accepted connections
-        self.connected: dict[tuple[int, int], int] = {}  # number of a model, engine → its process id
+        self.attached_pid = 0  # pid of the last process that attached
+        self.serving_pid = 0  # pid of the last process that reported that it serves
+        self.connected: dict[tuple[int, int], int] = {}  # (model number, engine index) → engine's process id
         self.table_version = -1
 
     @property
@@ -103,8 +103,8 @@ class Supervisor:
         *,
         describe: Callable[[str, Mapping[str, Any]], tuple[ModelConfig, ModelSpec]] | None = None,
     ) -> None:
-        """`spawned` is the first engine process, if it has been spawned and waits for its configuration.
-        `describe` reads a model that an operator loads, from its name and settings."""
+        """`spawned` is the first engine process, if it already runs and waits for its configuration.
+        `describe` reads the files of a model that an operator loads, given its name and settings."""
         self.config = server
         devices = [config.engine.device for config, _ in models]
         has_standby = any(uses_standby(server.standby_engine, device) for device in devices)
@@ -136,7 +136,7 @@ class Supervisor:
             undo.pop_all()
 
     def _wake(self) -> None:
-        """Have the main thread look at its messages; callable from any thread."""
+        """Have the main thread handle its messages. Can be called from any thread."""
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
 
     def _api_process(self) -> ApiProcess:
@@ -155,7 +155,7 @@ class Supervisor:
     # The set of models.
 
     def add_model(self, config: ModelConfig, spec: ModelSpec, spawned: Child | None = None) -> ManagedModel:
-        """Serve a model. Its engines start with the next check. `spawned` is the process of the first."""
+        """Add a model. Its engines start at the next check. `spawned` is the process of its first engine."""
         self.models.check_names(config, spec)
         placements = place(config, self._hardware, self._used_gpus())
         config = msgspec.structs.replace(config, data_parallel_size=len(placements), engines_per_gpu=1)
@@ -173,7 +173,7 @@ class Supervisor:
         return model
 
     def _used_gpus(self) -> Counter[str]:
-        """How many engines use each GPU."""
+        """Count the engines on each GPU."""
         used: Counter[str] = Counter()
         for model, engine in self.models.engines():
             if on_gpu(model.config):
@@ -181,16 +181,16 @@ class Supervisor:
         return used
 
     def remove_model(self, model: ManagedModel) -> None:
-        """Stop serving a model. Its engines stop once no API process sends them anything."""
+        """Stop serving a model. Its engines stop once no API process sends them requests."""
         self.models.remove(model)
         model.is_leaving = True
         self.publish_models()
 
     def publish_models(self) -> None:
-        """Tell every API process which models there are."""
+        """Send the model table to every API process."""
         table = self.models.table()
         for index, api in enumerate(self._apis):
-            api.child.config = self._api_config(index)  # of the next process
+            api.child.config = self._api_config(index)  # configuration of the next process
             if api.link is not None:
                 api.link.send(table)
 
@@ -208,8 +208,8 @@ class Supervisor:
         return msgspec.json.encode(launch)
 
     def _launch_engines(self) -> None:
-        """Give engine processes their configuration. On one GPU one starts after another: each takes a share
-        of the memory that it finds free."""
+        """Start engines by sending them their configuration. Engines on the same GPU start one after another,
+        because each takes a share of the memory that it finds free."""
         for model, engine in self.models.engines():
             sharing = self._sharing_gpu(model, engine)
             starts = any(each.is_launched and not each.child.has_ever_served for _, each in sharing)
@@ -232,7 +232,7 @@ class Supervisor:
     def _sharing_gpu(
         self, model: ManagedModel, engine: ManagedEngine
     ) -> list[tuple[ManagedModel, ManagedEngine]]:
-        """The other engines that use a GPU of this one."""
+        """Find the other engines that use one of this engine's GPUs."""
         if not on_gpu(model.config):
             return []
         gpus = _gpus(engine)
@@ -244,7 +244,7 @@ class Supervisor:
 
     @staticmethod
     def _kv_share(sharing: Sequence[ManagedModel]) -> float | None:
-        """The share of the free memory that a KV cache takes; None if a model has its device to itself."""
+        """The share of free memory for each KV cache; None if a model has its device to itself."""
         if len(sharing) == 1:
             return None
         return KV_SHARE / max(1, sum(each.spec.generates for each in sharing))
@@ -294,7 +294,7 @@ class Supervisor:
         engines = [each.child for model in (*self.models, *self.orders.leaving) for each in model.engines]
         for child in engines:
             if child.process is not None:
-                child.process.terminate()  # all at once; `stop` waits for each
+                child.process.terminate()  # signal all engines first; `stop` then waits for each
         for child in engines:
             child.stop(timeout_s)
 
@@ -345,7 +345,7 @@ class Supervisor:
             self.adapters.released(api, message.model, message.adapter)
         elif (model := self.models.get(message.model)) is None:
             return
-        elif _has_ever_served(model) and not self.orders.loads(model):  # other models go on
+        elif _has_ever_served(model) and not self.orders.loads(model):  # the other models are still served
             log.error("an API process cannot serve %s: %s", model.name, message.reason)
         else:
             self._on_unloadable(model, message.reason)
@@ -370,7 +370,7 @@ class Supervisor:
         self.orders.closed(link)
 
     def _check_processes(self) -> None:
-        """Handle exits, start due restarts, and log which engines are ready."""
+        """Handle exits, start processes whose restart is due, and handle engines that have become ready."""
         for api in self._apis:
             self._check_child(api.child, api.serves, partial(self._on_api_exit, api))
         for model, engine in self.models.engines():
@@ -405,7 +405,7 @@ class Supervisor:
             self._on_ready()
 
     def _on_ready(self) -> None:
-        """Every model that the server was started with is ready."""
+        """Announce that all models that the server was started with are ready."""
         from penstock.serving.process_metrics import show_restarts
 
         self._has_been_ready = True
@@ -452,19 +452,19 @@ class Supervisor:
         engine.write_state("restarting", detail)
 
     def _await_reason(self, engine: ManagedEngine) -> None:
-        """Read what an engine said before it exited: its last message may be on the way."""
+        """Wait for the reason that an engine sent before it exited. The message may still be unread."""
         until_s = time.monotonic() + REASON_S
         while not engine.failure and time.monotonic() < until_s:
             self._handle_messages()
             time.sleep(0.01)
 
     def _on_unloadable(self, model: ManagedModel, reason: str, error: Exception | None = None) -> None:
-        """A model cannot be served: the server does not start, or an operator's order fails."""
+        """Fail the operator's order for a model that cannot be served. Without an order, end the server."""
         if not self.orders.load_failed(model, reason):
             raise error or ModelLoadError(reason)
 
     def _check_hangs(self) -> None:
-        """Kill processes that hang; they are restarted like those that have died."""
+        """Kill processes that hang. They are restarted like processes that have died."""
         now_s, timeout_s = time.monotonic(), self.config.engine_hang_timeout_s
         gap_s, self._checked_s = min(now_s - self._checked_s, MAX_COUNTED_GAP_S), now_s
         engines = [engine for _, engine in self.models.engines()]
@@ -485,7 +485,7 @@ class Supervisor:
             child.kill(reason)
 
     def _request_profile(self) -> None:
-        """Have running engines write another trace, if they were started with --profile."""
+        """Have running engines that were started with --profile write another trace."""
         profiled = [each for each in self.models if each.config.engine.profile is not None]
         if not profiled:
             log.warning("SIGUSR2 is ignored: start the server with --profile DIR to write traces")
@@ -494,7 +494,7 @@ class Supervisor:
                 engine.child.process.send_signal(signal.SIGUSR2)
 
     def _drain(self, signal_name: str) -> int:
-        """Accept no new connection, finish running requests, stop. A second signal ends the server at once.
+        """Accept no new connections, finish running requests, stop. A second signal ends the server at once.
 
         The engines run until all API processes have exited. Processes that exit are not restarted.
         """
@@ -512,7 +512,7 @@ class Supervisor:
             info = signal.sigtimedwait(_END_SIGNALS | {signal.SIGCHLD}, min(left_s, 0.5))
             if info is not None and info.si_signo in _END_SIGNALS:
                 return self._end_at_once(signal.Signals(info.si_signo))
-            self._handle_messages()  # an engine may ask for room to wake
+            self._handle_messages()  # an engine may need memory to wake
             self.sleepers.apply(time.monotonic())
             systemd.notify_alive()
         for process in draining:
@@ -546,7 +546,7 @@ def has_gpu() -> bool:
 
 
 def _gpus(engine: ManagedEngine) -> frozenset[str]:
-    """The GPUs of an engine that runs on some; without a number it is the first."""
+    """The GPUs of an engine. A device name without a number means the first GPU."""
     return frozenset("cuda:0" if each in ("auto", "cuda") else each for each in engine.devices)
 
 
@@ -567,14 +567,14 @@ def _log_cores(model: str, cores: Sequence[tuple[int, ...]]) -> None:
 
 
 def uses_standby(asked: bool | None, device: str) -> bool:
-    """Whether a process stands by to replace the engine."""
-    if device == "null":  # nothing is slow to import
+    """Whether a standby process should be kept to replace an engine."""
+    if device == "null":  # its imports are fast
         return False
     return device.startswith("cuda") or (device == "auto" and has_gpu()) if asked is None else asked
 
 
 def _check_start(child: Child, kind: str, code: int, exited: str) -> None:
-    """Raise if a process cannot start, and another attempt would not help."""
+    """Raise if a process could not start and another attempt would not help."""
     if child.has_ever_served:
         return
     if code == EXIT_BAD_MODEL:

@@ -1,4 +1,4 @@
-"""What systemd is told about a server that it has started as a service of `Type=notify`."""
+"""Notifications to systemd from a server that runs as a `Type=notify` service."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ READY = "READY=1"
 STOPPING = "STOPPING=1"
 ALIVE = "WATCHDOG=1"
 
-_MAX_ALIVE_S = 1.0  # between two signs of life
-_SEND_S = 1.0  # for a message to a manager that has not read the last ones yet
+_MAX_ALIVE_S = 1.0  # longest time between two watchdog notifications
+_SEND_S = 1.0  # send timeout when systemd has not read earlier messages yet
 _last_alive_s = float("-inf")
 
 
 def notify(*states: str) -> None:
-    """Send assignments such as `READY=1` to systemd. Does nothing in a process that it has not started."""
+    """Send assignments such as `READY=1` to systemd. Does nothing if systemd did not start this process."""
     if address := os.environ.get("NOTIFY_SOCKET"):
         _send(address, "\n".join(states))
 
 
 def notify_alive() -> None:
-    """Tell systemd that this process is not stuck, as often as it has to know. Does nothing for a unit
-    without `WatchdogSec=`."""
+    """Reset systemd's watchdog, at most once per interval. Does nothing for a unit without `WatchdogSec=`."""
     global _last_alive_s
     if not (allowed := os.environ.get("WATCHDOG_USEC", "")).isdigit():
         return
@@ -38,8 +37,9 @@ def _send(address: str, message: str) -> None:
     if address.startswith("@"):  # an abstract socket
         address = "\0" + address[1:]
     with (
-        contextlib.suppress(OSError),  # a server outlives its service manager
+        contextlib.suppress(OSError),  # the server must not fail because systemd is gone
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender,
     ):
-        sender.settimeout(0 if message == ALIVE else _SEND_S)  # the next sign of life comes soon anyway
+        # Watchdog notifications never wait: the next one follows soon.
+        sender.settimeout(0 if message == ALIVE else _SEND_S)
         sender.sendto(message.encode(), address)

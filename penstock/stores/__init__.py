@@ -1,6 +1,6 @@
-"""Vector stores as outputs of `penstock embed`, and the move of a store to another model.
+"""Vector stores as outputs of `penstock embed`, and migration of a store to another model.
 
-`open_store("qdrant:…")` gives a `VectorStore`. Each store's package is imported only when it is opened.
+`open_store("qdrant:…")` returns a `VectorStore`. Each store's package is imported only when it is opened.
 """
 
 from __future__ import annotations

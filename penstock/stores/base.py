@@ -1,7 +1,7 @@
-"""What every vector store does, and the rules that hold for all of them.
+"""The interface of vector stores, and the rules that all of them follow.
 
-A collection carries a mark: the stamp of its vectors (model, revision, settings) and its distance. A store
-opens a collection for writing only if the mark is the writer's own, so two models never mix.
+A collection carries a mark: the stamp of its vectors (model, revision, settings) and its metric. A store
+opens a collection for writing only if the mark matches the writer's, so vectors of two models never mix.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.stores.columns import (
 )
 from penstock.stores.locations import Location, Metric
 
-MARK_KEY = "penstock"  # under which a store's own metadata holds the mark
+MARK_KEY = "penstock"  # key of the mark in a store's own metadata
 _MAX_TRIES = 5
 _FIRST_PAUSE_S = 0.5
 _METRICS = {"cosine": Metric.COSINE, "dot": Metric.DOT, "euclidean": Metric.L2}
@@ -46,11 +46,11 @@ class StoreFailed(PenstockError):
 
 
 class StoreUnreachable(StoreFailed):
-    """A vector store does not answer, or is busy. The same call may succeed a moment later."""
+    """A vector store does not answer, or is busy. The same call may succeed shortly."""
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """What a collection says about its vectors."""
+    """The stamp and metric of a collection's vectors, stored with it."""
 
     layout: int = 1
     stamp: Stamp
@@ -61,7 +61,7 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def model_metric(stamp: Stamp) -> Metric:
-    """The distance that the model is made for."""
+    """Return the metric that the model was trained for."""
     if stamp.similarity not in _METRICS:
         raise NotPossible(
             f"the model compares vectors by {stamp.similarity}, which vector stores do not; add "
@@ -72,7 +72,7 @@ def model_metric(stamp: Stamp) -> Metric:
 
 
 class Hit(NamedTuple):
-    """A row that a search found. `score` is higher for better rows, in the store's own unit."""
+    """A row found by a search. A higher `score` is better; its unit depends on the store."""
 
     id: Id
     score: float
@@ -80,33 +80,33 @@ class Hit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A collection that exists. `mark` is None if Penstock has not made it."""
+    """An existing collection. `mark` is None if Penstock did not create it."""
 
     mark: Mark | None
     num_rows: int
-    columns: tuple[str, ...] | None = None  # None: rows may have any
+    columns: tuple[str, ...] | None = None  # None: rows may have any columns
 
 
 class VectorStore(ABC):
     """One collection of a vector store.
 
-    Writing: `open`, `write` as often as there are tables, `finish`. Reading: `find`, `read`, `search`.
-    A write is an upsert by id, so writing the same table twice changes nothing.
+    To write, call `open`, `write` for each table, then `finish`. To read, call `find`, then `read` or
+    `search`. A write is an upsert by id, so writing the same table twice changes nothing.
     """
 
     kind: ClassVar[str]
-    extra: ClassVar[str]  # of pyproject.toml, with the packages that it needs
+    extra: ClassVar[str]  # the extra in pyproject.toml with the packages that the store needs
     dense_types: ClassVar[frozenset[DenseType]]
     metrics: ClassVar[frozenset[Metric]]
     max_dimension: ClassVar[int]
-    has_schema: ClassVar[bool] = False  # every row has the same columns and types
+    has_schema: ClassVar[bool] = False  # all rows have the same columns and types
     holds_sparse: ClassVar[bool] = False
     holds_multi_vectors: ClassVar[bool] = False
-    why_no_cut_over: ClassVar[str | None] = None  # None: it has an atomic switch
+    why_no_cut_over: ClassVar[str | None] = None  # None: the store can switch atomically
 
     def __init__(self, location: Location) -> None:
         self.location = location
-        self.may_adopt = False  # a collection without a stamp may be written to
+        self.may_adopt = False  # whether to write to a collection without a stamp
         self.layout: Layout | None = None
         self.mark: Mark | None = None
 
@@ -138,7 +138,7 @@ class VectorStore(ABC):
             raise NotPossible(f"{self.kind} has no {wanted} distance; it has: {known}", param="--to")
 
     def check_open(self, schema: pa.Schema, stamp: Stamp) -> int:
-        """Refuse what `open` would refuse, but change nothing. Returns how many rows there are."""
+        """Refuse what `open` would refuse, without changes. Returns the number of rows."""
         layout = Layout.of(schema, stamp)
         self.check(layout)
         found = self.find()
@@ -169,9 +169,9 @@ class VectorStore(ABC):
         self.layout, self.mark = layout, mark
 
     def write(self, table: pa.Table) -> None:
-        """Insert the rows, or replace those whose ids are there. Of equal ids in a table the last one counts.
+        """Insert rows, or replace rows with the same ids. If a table repeats an id, its last row is written.
 
-        A failure that may pass is tried again: the same rows twice are the same rows.
+        Transient failures are retried: writing the same rows twice is harmless.
         """
         rows = last_of_each_id(plain_ids(table))
         if self.has_schema and self.layout is not None:
@@ -180,7 +180,7 @@ class VectorStore(ABC):
             self._again(lambda: self._upsert(rows))
 
     def finish(self) -> None:  # noqa: B027
-        """Make what was written visible and fast to search."""
+        """Make the written rows visible and build indexes."""
 
     def close(self) -> None:  # noqa: B027
         """Close the connection."""
@@ -195,31 +195,31 @@ class VectorStore(ABC):
 
     @abstractmethod
     def find(self) -> Found | None:
-        """The collection as it is; None if there is none."""
+        """Look up the collection; None if it does not exist."""
 
     @abstractmethod
     def read(self, batch_rows: int, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """All rows: `id` and the named columns, or all columns that hold no vectors."""
+        """Read all rows: `id` and the named columns, or by default all columns without vectors."""
 
     @abstractmethod
     def stored(self, ids: Sequence[Id], column: str | None = None) -> Mapping[Id, Any]:
-        """Which of the ids the collection has, with the value of one column, or None."""
+        """Return the ids that exist, each with its value of `column`, or None."""
 
     @abstractmethod
     def search(self, queries: pa.Table, k: int) -> list[list[Hit]]:
-        """The nearest rows of each query, exactly. `queries` has a column vector, sparse or multi_vector."""
+        """Find each query's nearest rows, exactly. `queries` has a column vector, sparse or multi_vector."""
 
     # Moving
 
     def cut_over(self, successor: VectorStore) -> VectorStore:
         """Point the name of this collection to `successor`, in one atomic step.
 
-        Returns where the old rows are, for a rollback.
+        Returns the collection that now holds the old rows, for a rollback.
         """
         raise NotPossible(f"{self.kind} has no atomic switch: {self.why_no_cut_over}", param="--cut-over")
 
     def check_cut_over(self, successor: VectorStore) -> None:
-        """Refuse a switch that `cut_over` could not make."""
+        """Raise if `cut_over` would fail."""
         if self.why_no_cut_over is not None:
             raise NotPossible(f"{self.kind} has no atomic switch: {self.why_no_cut_over}", param="--cut-over")
         if self.kind != successor.kind or self.location.address != successor.location.address:
@@ -229,10 +229,10 @@ class VectorStore(ABC):
                 param="--cut-over",
             )
 
-    # For the stores themselves
+    # For subclasses
 
     def _created(self, layout: Layout, mark: Mark) -> Found | None:
-        """Create the collection; if another worker was faster, the one that it made."""
+        """Create the collection. If another worker was faster, returns the collection that it created."""
         try:
             self._create(layout, mark)
         except Exception:
@@ -246,18 +246,18 @@ class VectorStore(ABC):
 
     @abstractmethod
     def _adopt(self, layout: Layout, mark: Mark) -> None:
-        """Give a collection of others this mark."""
+        """Set the mark of a collection that Penstock did not create."""
 
     @abstractmethod
     def _upsert(self, table: pa.Table) -> None:
-        """Insert or replace the rows. Ids are int64 or string, and each occurs once."""
+        """Insert or replace rows. Ids are int64 or string, without duplicates."""
 
     def _is_transient(self, error: Exception) -> bool:
-        """Whether the same call may succeed a moment later."""
+        """Whether the same call may succeed shortly."""
         return isinstance(error, StoreUnreachable)
 
     def _explained(self, error: Exception) -> Exception:
-        """What the store's package raised, as an error with the store's name."""
+        """Convert an error of the store's package to one that names the store."""
         return error
 
     def _again(self, call: Callable[[], None]) -> None:
@@ -309,11 +309,11 @@ class VectorStore(ABC):
 
     @property
     def search_metric(self) -> Metric:
-        """How this collection is searched. One without a mark is taken to be as the URL says, or cosine."""
+        """The metric for searches. Without a mark it is the metric in the URL, or cosine."""
         return self.mark.metric if self.mark else self.location.metric or Metric.COSINE
 
     def column(self, name: str) -> str:
-        """A column's name in the store: `?id=` and `?vector=` of the URL rename two of them."""
+        """Return a column's name in the store. `?id=` and `?vector=` in the URL rename two columns."""
         if name == ID:
             return self.location.options.get("id", ID)
         if name == VECTOR:
@@ -322,7 +322,7 @@ class VectorStore(ABC):
 
 
 def read_mark(text: str | bytes | None) -> Mark | None:
-    """The mark that a store's metadata holds; None if it has none."""
+    """Decode the mark in a store's metadata; None if there is none."""
     if not text:
         return None
     try:
@@ -339,7 +339,7 @@ def query_column(queries: pa.Table) -> str:
 
 
 def need(module: str, extra: str) -> Any:
-    """Import a store's package, or say how to install it."""
+    """Import a store's package. If it is missing, the error says how to install it."""
     try:
         return import_module(module)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The columns of a table of vectors: which kinds it has, and their values as arrays."""
+"""Columns of a table of vectors: its layout, and conversions of values."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from penstock.types import OutputDtype
 ID, VECTOR, SPARSE, MULTI_VECTOR = "id", "vector", "sparse", "multi_vector"
 RESERVED = (ID, VECTOR, SPARSE, MULTI_VECTOR)
 FOREIGN_ID = "payload_id"
-SPARSE_DIMENSION = 1 << 20  # of stores that want a number; above every vocabulary
+SPARSE_DIMENSION = 1 << 20  # for stores that require a dimension; larger than any vocabulary
 
 
 class DenseType(enum.StrEnum):
-    """Number formats of one vector a row. `bits` are eight dimensions to a byte."""
+    """Number formats of dense vectors. `bits` has eight dimensions per byte."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
@@ -36,7 +36,7 @@ class DenseType(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Layout:
-    """What the rows of one table hold."""
+    """The columns and types of a table."""
 
     schema: pa.Schema
     stamp: Stamp
@@ -79,12 +79,12 @@ class Layout:
 
     @property
     def width(self) -> int:
-        """Numbers in a stored dense vector."""
+        """Numbers per stored dense vector."""
         return int(self.schema.field(VECTOR).type.list_size)
 
     @property
     def dimension(self) -> int:
-        """Of a dense vector, however it is packed."""
+        """The dimension of a dense vector before packing."""
         return self.stamp.dimension or self.width
 
     @cached_property
@@ -101,7 +101,7 @@ class Layout:
 
     @property
     def multi_width(self) -> int | None:
-        """Numbers in each vector of a multi-vector."""
+        """Numbers per vector of a multi-vector."""
         if MULTI_VECTOR not in self.schema.names:
             return None
         return int(self.schema.field(MULTI_VECTOR).type.value_type.list_size)
@@ -122,7 +122,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def plain_ids(table: pa.Table) -> pa.Table:
-    """The table with ids as int64 or string, so that every store sees the same two types."""
+    """Convert ids to int64 or string, so that stores have only these two types to handle."""
     place = table.schema.get_field_index(ID)
     column = table.column(place)
     wanted = pa.int64() if is_whole_number(column.type) else pa.string()
@@ -132,7 +132,7 @@ def plain_ids(table: pa.Table) -> pa.Table:
 
 
 def fitted(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The table with the kept columns in the types of the first one. A column without any value is text."""
+    """Cast the kept columns to the types in `schema`. A column without values becomes text."""
     for place, field in enumerate(table.schema):
         wanted = schema.field(field.name).type
         if field.name in RESERVED or field.type == wanted:
@@ -151,7 +151,7 @@ def fitted(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def last_of_each_id(table: pa.Table) -> pa.Table:
-    """Only the last row of each id, in the order of the table."""
+    """Keep only the last row of each id, in the order of the table."""
     last = {value: row for row, value in enumerate(table.column(ID).to_pylist())}
     if len(last) == table.num_rows:
         return table
@@ -159,17 +159,17 @@ def last_of_each_id(table: pa.Table) -> pa.Table:
 
 
 def dense_rows(table: pa.Table, dense_type: DenseType) -> NDArray[Any]:
-    """The dense vectors [rows, width]; bits as unsigned bytes, the first dimension in the highest bit."""
+    """Return dense vectors [rows, width]. Bits are unsigned bytes; the highest bit is the first dimension."""
     column = table.column(VECTOR).combine_chunks()
     width = column.type.list_size
     values = np.asarray(column.flatten()).reshape(len(column), width)
-    if dense_type is DenseType.BITS and values.dtype == np.int8:  # signed bytes are shifted by 128
+    if dense_type is DenseType.BITS and values.dtype == np.int8:  # signed bytes are offset by 128
         return values.view(np.uint8) ^ np.uint8(128)
     return values
 
 
 def sparse_rows(table: pa.Table) -> Iterator[tuple[NDArray[np.int32], NDArray[np.float32]]]:
-    """Token ids in rising order and weights of each row. Terms without weight are left out."""
+    """Yield token ids in ascending order and weights of each row. Terms with weight 0 are left out."""
     column = table.column(SPARSE).combine_chunks()
     for indices, values in zip(column.field("indices"), column.field("values"), strict=True):
         at = np.asarray(indices.values.to_numpy(zero_copy_only=False), np.int32)
@@ -180,7 +180,7 @@ def sparse_rows(table: pa.Table) -> Iterator[tuple[NDArray[np.int32], NDArray[np
 
 
 def multi_rows(table: pa.Table) -> Iterator[NDArray[Any]]:
-    """The token vectors [tokens, width] of each row."""
+    """Yield the token vectors [tokens, width] of each row."""
     column = table.column(MULTI_VECTOR).combine_chunks()
     width = column.type.value_type.list_size
     for row in column:
@@ -188,20 +188,20 @@ def multi_rows(table: pa.Table) -> Iterator[NDArray[Any]]:
 
 
 def rows_of(table: pa.Table, names: list[str]) -> list[dict[str, Any]]:
-    """The rows as dictionaries of plain Python values."""
+    """Convert rows to dictionaries of plain Python values."""
     rows: list[dict[str, Any]] = table.select(names).to_pylist()
     return rows
 
 
 def is_vector(kind: pa.DataType) -> bool:
-    """Whether a column holds dense or multi-vectors, as far as its type says."""
+    """Whether a column holds dense or multi-vectors, judged by its type."""
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return is_vector(kind.value_type)
     return bool(pa.types.is_fixed_size_list(kind))
 
 
 def arrow_table(ids: Sequence[Any], rows: Sequence[dict[str, Any]], names: Sequence[str] | None) -> pa.Table:
-    """Rows of a store without a schema as a table: `id`, then the named columns or all that occur."""
+    """Convert rows of a store without a schema to a table: `id`, then the named or all columns."""
     if names is None:
         names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: _array([row.get(name) for row in rows]) for name in names if name != ID}
@@ -209,7 +209,7 @@ def arrow_table(ids: Sequence[Any], rows: Sequence[dict[str, Any]], names: Seque
 
 
 def _array(values: list[Any]) -> pa.Array:
-    """Values of any types as an array; JSON texts if they have no type in common."""
+    """Convert values of any types to an array; to JSON text if they have no common type."""
     try:
         return pa.array(values)
     except (pa.ArrowException, TypeError, OverflowError):
@@ -220,7 +220,7 @@ def _array(values: list[Any]) -> pa.Array:
 
 
 def without_id(payload: Mapping[str, Any], own_id: Any) -> dict[str, Any]:
-    """A payload without our copy of the id. A field of others with that name is kept as `payload_id`."""
+    """Remove Penstock's copy of the id from a payload. A foreign field `id` is kept as `payload_id`."""
     rest = dict(payload)
     given = rest.pop(ID, None)
     if given is not None and given != own_id:
@@ -229,7 +229,7 @@ def without_id(payload: Mapping[str, Any], own_id: Any) -> dict[str, Any]:
 
 
 def json_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of Arrow values as JSON has them; times as ISO 8601."""
+    """Convert a row of Arrow values to JSON values. Times become ISO 8601."""
     return {name: _json_value(value) for name, value in row.items()}
 
 

@@ -1,4 +1,4 @@
-"""LanceDB: a folder of tables, on disk or in an object store. The mark is in the metadata of the schema."""
+"""LanceDB: a folder of tables, on disk or in an object store. The schema's metadata holds the mark."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class LanceStore(VectorStore):
             self._table.optimize()
 
     def _explained(self, error: Exception) -> Exception:
-        """LanceDB raises built-in errors."""
+        """Convert the built-in errors that LanceDB raises."""
         is_store = isinstance(error, RuntimeError | ValueError) and not isinstance(error, PenstockError)
         return StoreFailed(f"{self}: {error}") if is_store else error
 

@@ -1,4 +1,4 @@
-"""Where a collection is: the URLs of `--to` and `penstock migrate`, and how to show them without secrets."""
+"""Locations of collections: the URLs of `--to` and `penstock migrate`, also shown without secrets."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Metric(enum.StrEnum):
 @dataclass(frozen=True)
 class Location:
     kind: str
-    address: str = field(repr=False)  # of the store, with its secrets
+    address: str = field(repr=False)  # address of the store, including secrets
     collection: str
     options: dict[str, str]
     shown: str  # the URL without secrets
 
     @property
     def metric(self) -> Metric | None:
-        """The distance that the URL asks for."""
+        """The metric in the URL, if any."""
         return Metric(self.options["metric"]) if "metric" in self.options else None
 
     @property
@@ -52,7 +52,7 @@ class Location:
         return "://" in self.address
 
     def beside(self, collection: str) -> Location:
-        """Another collection of the same store."""
+        """Return the location of another collection in the same store."""
         options = {**self.options, "table": collection} if "table" in self.options else self.options
         return Location(
             self.kind, self.address, collection, options, _renamed(self.shown, self.collection, collection)
@@ -121,7 +121,7 @@ def _bad(kind: str, why: str) -> BadValue:
 
 
 def hide_secrets(url: str) -> str:
-    """The URL without passwords, for messages and records."""
+    """Remove passwords from a URL, for messages and records."""
     kind, colon, rest = url.partition(":")
     if "://" not in rest:
         return url
@@ -135,12 +135,12 @@ def hide_secrets(url: str) -> str:
 
 
 def _joined(parts: SplitResult) -> str:
-    """The URL again. `geturl` would drop the slashes before an empty host."""
+    """Join the parts of a URL. `geturl` would drop the slashes before an empty host."""
     return f"{parts.scheme}://{parts.netloc}{parts.path}" + (f"?{parts.query}" if parts.query else "")
 
 
 def credentials(address: str) -> tuple[str, str | None, str | None]:
-    """An http address without its user and password, and these."""
+    """Split an http address into the address without credentials, the user and the password."""
     parts: SplitResult = urlsplit(address)
     user, at, host = parts.netloc.rpartition("@")
     if not at:

@@ -1,6 +1,6 @@
-"""Moves a collection to another model: embed again, compare on the user's queries, switch.
+"""Migration of a collection to another model: embed again, compare on the user's queries, switch.
 
-The old collection is only read, until a switch that the user asked for.
+The old collection is only read, unless the user requested a switch.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from penstock.stores.reembed import Reembedding, inspect
 from penstock.stores.texts import TextFile
 from penstock.stores.urls import open_store
 
-# Engine settings that hold for the old model as well.
+# Settings of the new model's engine that also apply to the old model's.
 _SHARED_FIELDS = ("device", "threads", "dtype", "download_dir", "hf_token", "trust_remote_code")
 
 
 class CutOverRefused(PenstockError):
-    """The new collection is not as good as the user demands."""
+    """The new collection falls short of the user's requirements."""
 
     code = "cut_over_refused"
 
 
 class Migration(msgspec.Struct, frozen=True, kw_only=True):
-    """What to move to where, and when to switch. `penstock migrate` has a flag for each field."""
+    """The settings of a migration. `penstock migrate` has a flag for each field."""
 
     old: str
     new: str
@@ -59,7 +59,7 @@ class Migration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(migration: Migration) -> Comparison | None:
-    """Move a collection. Returns how the two compare, if there are queries."""
+    """Migrate a collection. Returns a comparison of the two collections, if there are queries."""
     _check(migration)
     with ExitStack() as stack:
         old = stack.enter_context(open_store(migration.old))
@@ -119,13 +119,13 @@ def _move(migration: Migration, old: VectorStore, new: VectorStore, stack: ExitS
         comparison = judged.compare()
         if migration.cut_over:
             judged.demand(comparison)
-            work.run_pass(old, new)  # what was written during the comparison
+            work.run_pass(old, new)  # rows that were written during the comparison
             _switch(old, new, work)
     return comparison
 
 
 class _Judged:
-    """The comparison: its queries are embedded before the long work, so that their faults show at once."""
+    """Compares the collections. Queries are embedded before the long work, to report errors early."""
 
     def __init__(self, migration: Migration, old: VectorStore, new: VectorStore, work: Reembedding) -> None:
         self._migration, self._old, self._new = migration, old, new
@@ -177,7 +177,7 @@ class _Judged:
         return comparison
 
     def demand(self, comparison: Comparison | None) -> None:
-        """Refuse to switch to a collection that falls short."""
+        """Raise if the comparison falls short of the user's minimums."""
         if comparison is None:
             return
         demands = [
@@ -206,7 +206,7 @@ def _report(work: Reembedding, old: VectorStore, new: VectorStore) -> None:
 
 
 def _switch(old: VectorStore, new: VectorStore, work: Reembedding) -> None:
-    """Switch, then bring what was written to the old collection until that moment."""
+    """Switch, then copy rows that were written to the old collection before the switch."""
     with old.cut_over(new) as replaced, open_store(old.location) as current:
         current.open(work.schema, work.vectors.stamp)
         work.run_pass(replaced, current)

@@ -1,4 +1,4 @@
-"""OpenSearch: an index with `knn_vector` and `rank_features` fields. The mark is in the mapping's `_meta`."""
+"""OpenSearch: an index with `knn_vector` and `rank_features` fields. The mapping's `_meta` holds the mark."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from penstock.stores.locations import Location, Metric, credentials
 
 _MAX_WRITE_BYTES = 8 << 20
 _MAX_ID_BYTES = 512
-_SCROLL = "30m"  # how long a page may take the reader
+_SCROLL = "30m"  # how long the caller may take to process a page
 _TIMEOUT_S = 60
 _TRANSIENT = (429, 502, 503, 504)
 _SPACES = {
@@ -42,7 +42,7 @@ _SPACES = {
     Metric.L2: "l2",
     Metric.HAMMING: "hamming",
 }
-_DATA_TYPES = {DenseType.INT8: "byte", DenseType.BITS: "binary"}  # others are floats
+_DATA_TYPES = {DenseType.INT8: "byte", DenseType.BITS: "binary"}  # other types are "float"
 
 
 class OpenSearchStore(VectorStore):
@@ -64,7 +64,7 @@ class OpenSearchStore(VectorStore):
             hosts=[url],
             http_auth=(user, password or "") if user else None,
             timeout=_TIMEOUT_S,
-            max_retries=0,  # writes are tried again here
+            max_retries=0,  # `_again` retries writes
         )
 
     @property
@@ -241,7 +241,7 @@ class OpenSearchStore(VectorStore):
         return rows.view(np.int8) if is_bits else rows
 
     def _exact_query(self, row: Any) -> dict[str, Any]:
-        """Every row is compared; the index would be approximate."""
+        """Build a query that compares every row, since the index would be approximate."""
         metric = self.search_metric
         field = self.column(VECTOR)
         params = {"field": field, "query_value": row.tolist(), "space_type": _SPACES[metric]}
@@ -291,14 +291,14 @@ class OpenSearchStore(VectorStore):
 
 
 def _own_id(hit: Mapping[str, Any]) -> Id:
-    """The id that the row was written with."""
+    """Return the id with which the row was written."""
     given = hit.get("_source", {}).get(ID)
     own: Id = given if isinstance(given, int | str) and str(given) == hit["_id"] else hit["_id"]
     return own
 
 
 def _mapping(kind: pa.DataType) -> dict[str, Any]:
-    """How OpenSearch indexes a kept column."""
+    """Choose how OpenSearch indexes a kept column."""
     if pa.types.is_boolean(kind):
         return {"type": "boolean"}
     if is_whole_number(kind):

@@ -1,7 +1,7 @@
-"""PostgreSQL with the extension pgvector: a table with a column for each kind of vector. The mark is the last
-line of the table's comment, so it stays with the table when that is renamed or dumped.
+"""PostgreSQL with the extension pgvector: a table with a column for each kind of vector.
 
-A block of rows is copied into a temporary table and merged by id, in one transaction.
+The mark is the last line of the table's comment, so it stays with the table when the table is renamed or
+dumped. A block of rows is copied into a temporary table and merged by id, in one transaction.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _READ_AS = {  # PostgreSQL's name → Arrow
 
 @dataclass(frozen=True, slots=True)
 class SqlColumn:
-    """A column of a block: its name in the table, and the type in which it is copied."""
+    """A column of a block, with its types in COPY (`wire_type`) and in the table."""
 
     source: str  # its name in the Arrow table
     name: str
@@ -114,7 +114,7 @@ class PgvectorStore(VectorStore):
 
     @contextmanager
     def _transaction(self) -> Iterator[Any]:
-        """A cursor in a transaction, for one thread at a time. Errors carry the store's name."""
+        """Open a transaction and yield its cursor, for one thread at a time. Errors name the store."""
         errors = self._psycopg.errors
         try:
             with self._lock, self._connection.transaction(), self._connection.cursor() as cursor:
@@ -170,7 +170,7 @@ class PgvectorStore(VectorStore):
         )
 
     def _types(self) -> dict[str, str]:
-        """The table's columns with their types; {} if there is no table."""
+        """Read the table's columns and their types; {} if there is no table."""
         with self._transaction() as cursor:
             rows = cursor.execute(
                 "SELECT attname, format_type(atttypid, atttypmod) FROM pg_attribute "
@@ -311,7 +311,7 @@ class PgvectorStore(VectorStore):
             )
 
     def _values(self, table: pa.Table, column: SqlColumn) -> Sequence[Any]:
-        """One column of a block as psycopg takes it."""
+        """Convert one column of a block to values for psycopg."""
         assert self.layout is not None
         if column.source == VECTOR:
             assert self.layout.dense_type is not None
@@ -357,7 +357,7 @@ class PgvectorStore(VectorStore):
     # Reading
 
     def read(self, batch_rows: int, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """Pages by id: no transaction stays open while the caller works on a page."""
+        """Read in pages ordered by id, so that no transaction stays open while the caller works on a page."""
         types = self._types()
         key = self.column(ID)
         if key not in types:
@@ -429,7 +429,7 @@ class PgvectorStore(VectorStore):
             operator=self._sql.SQL(_OPERATORS[metric]),
         )
         with self._transaction() as cursor:
-            cursor.execute("SET LOCAL enable_indexscan = off")  # an index is approximate
+            cursor.execute("SET LOCAL enable_indexscan = off")  # index scans are approximate
             answers = [cursor.execute(query, (vector, k)).fetchall() for vector in vectors]
         return [[Hit(each, -distance) for each, distance in answer] for answer in answers]
 
@@ -451,7 +451,7 @@ class PgvectorStore(VectorStore):
             raise NotPossible("a switch needs both tables in one schema", param="--cut-over")
 
     def cut_over(self, successor: VectorStore) -> VectorStore:
-        """Swap names in one transaction. Others see the one table or the other, never none."""
+        """Swap names in one transaction. Other sessions always see one of the two tables under the name."""
         self.check_cut_over(successor)
         schema, dot, name = self.location.collection.rpartition(".")
         kept = f"{name[:30]}_replaced_{dt.datetime.now(dt.UTC):%Y%m%d_%H%M%S_%f}"  # at most 63 bytes
@@ -464,7 +464,7 @@ class PgvectorStore(VectorStore):
         return replaced
 
     def _copy_grants(self, cursor: Any, new: Any) -> None:
-        """Let those who may use the table use its successor."""
+        """Grant the roles that may use the table the same privileges on its successor."""
         granted = cursor.execute(
             "SELECT privilege_type, grantee::regrole::text, grantee FROM pg_class, aclexplode(relacl) "
             "WHERE pg_class.oid = to_regclass(%s) AND grantee <> relowner",
@@ -482,7 +482,7 @@ def _field(name: str, kind: str) -> pa.Field:
 
 
 def _wire_type(kind: pa.DataType) -> str:
-    """The type in which a kept column is copied. Lists and structs are copied as JSON text."""
+    """Choose the COPY type of a kept column. Lists and structs are copied as JSON text."""
     if pa.types.is_boolean(kind):
         return "bool"
     if is_whole_number(kind):

@@ -1,6 +1,6 @@
-"""Qdrant: a server, or a folder in embedded mode. The mark is in the collection's metadata.
+"""Qdrant: a server, or a folder in embedded mode. The collection's metadata holds the mark.
 
-Its ids are whole numbers or UUIDs. Any other id becomes a UUID made from it, and is `id` in the payload.
+Qdrant's ids are whole numbers or UUIDs. Any other id is converted to a UUID, and kept as `id` in the payload.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from penstock.stores.columns import (
 )
 from penstock.stores.locations import Location, Metric
 
-_NAMESPACE = uuid.UUID("6f6ad0d1-6a6e-5d4b-8b5f-0d9d2a3f7c11")  # of the UUIDs that stand for other ids
-_MAX_WRITE_BYTES = 8 << 20  # of numbers in one call; a server takes 32 MB of JSON by default
+_NAMESPACE = uuid.UUID("6f6ad0d1-6a6e-5d4b-8b5f-0d9d2a3f7c11")  # for the UUIDs that replace other ids
+_MAX_WRITE_BYTES = 8 << 20  # JSON size of the vectors in one call; servers accept 32 MB by default
 _JSON_BYTES_PER_NUMBER = 12
 _TIMEOUT_S = 60
 
@@ -51,12 +51,12 @@ class SharedClient:
     lock: Any = field(default_factory=threading.RLock)
 
 
-_folders: dict[Path, SharedClient] = {}  # open in this process
+_folders: dict[Path, SharedClient] = {}  # embedded stores that are open in this process
 
 
 @atexit.register
 def _close_folders() -> None:
-    """Close what a failed run left open, while Python can still do it."""
+    """Close folders that a failed run left open, before the interpreter shuts down."""
     while _folders:
         _folders.popitem()[1].client.close()
 
@@ -99,10 +99,11 @@ class QdrantStore(VectorStore):
         )
 
     def _open_folder(self, folder: Path) -> Any:
-        """Only one client can have a folder open, so the stores of this process share it."""
+        """Open a folder. Only one client can have it open, so all stores of this process share the client."""
         if folder not in _folders:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            warnings.filterwarnings("ignore", message="Local mode is not recommended")  # the guide says so
+            # The user guide already says so.
+            warnings.filterwarnings("ignore", message="Local mode is not recommended")
             try:
                 _folders[folder] = SharedClient(
                     self._client_class(path=str(folder), force_disable_check_same_thread=True)
@@ -302,7 +303,7 @@ class QdrantStore(VectorStore):
         return Hit(_own_id(point), -point.score if distance else point.score)
 
     def _vector_name(self, name: str) -> str | None:
-        """What the collection calls these vectors. One of others may have a single vector without a name."""
+        """Return the name of these vectors in the collection; None if it has one unnamed vector."""
         if name != VECTOR:
             return name
         there = self._client.get_collection(self.location.collection).config.params.vectors
@@ -335,13 +336,13 @@ class QdrantStore(VectorStore):
         return QdrantStore(self.location.beside(before))
 
     def _turn(self) -> AbstractContextManager[Any]:
-        """One thread at a time calls an embedded client."""
+        """Lock an embedded client, which only one thread at a time may call."""
         self._connect()
         return nullcontext() if self.location.is_remote else _folders[self._folder].lock
 
     @contextmanager
     def _calls(self) -> Iterator[None]:
-        """What a server refuses is an error with the store's name."""
+        """Convert the client's errors to `StoreFailed` with the store's name."""
         try:
             with self._turn():
                 yield
@@ -352,7 +353,7 @@ class QdrantStore(VectorStore):
 
 
 def point_id(value: Id) -> int | str:
-    """The id of a point. Whole numbers from 0 and UUIDs stay; others become a UUID."""
+    """Return the id of a point. Whole numbers from 0 and UUIDs are kept; other ids become a UUID."""
     return value if _is_plain(value) else str(uuid.uuid5(_NAMESPACE, str(value)))
 
 
@@ -366,7 +367,7 @@ def _is_plain(value: Id) -> bool:
 
 
 def _own_id(point: Any) -> Id:
-    """The id that the point was written with."""
+    """Return the id with which the point was written."""
     given = (point.payload or {}).get(ID)
     if isinstance(given, int | str) and point_id(given) == point.id:
         return given

@@ -1,6 +1,6 @@
-"""How good and how alike the answers of two stores are: overlap@k, nDCG@k and MRR@k.
+"""Quality and similarity of the answers of two stores: overlap@k, nDCG@k and MRR@k.
 
-Ids are compared as texts, because a judgement file knows no numbers.
+Ids are compared as texts, because judgement files do not distinguish numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import orjson
 
 from penstock.errors import BadValue
 
-Gains = Mapping[str, float]  # document id → how relevant it is; 0 and missing ones are not
+Gains = Mapping[str, float]  # document id → relevance; documents with 0 or without entry are not relevant
 Judgements = dict[str, dict[str, float]]  # query id → gains
 _HEADERS = {"query-id", "query_id", "qid"}
 _QUERY_KEYS = ("query_id", "query-id", "qid")
@@ -25,16 +25,16 @@ _SCORE_KEYS = ("score", "relevance", "rel")
 
 
 def overlap(first: Sequence[str], second: Sequence[str], k: int) -> float:
-    """The share of the first k of one list that are among the first k of the other.
+    """Compute the share of the first k of one list that are also among the first k of the other.
 
-    Lists that are shorter than k, because a store has fewer rows, are compared at their own length.
+    If both lists are shorter than k, because the stores have fewer rows, the longer length is used.
     """
     depth = min(k, max(len(first), len(second)))
     return len(set(first[:k]) & set(second[:k])) / depth if depth else 1.0
 
 
 def ndcg(found: Sequence[str], gains: Gains, k: int) -> float:
-    """Discounted gain of the first k over the best possible: each gain divided by log2(rank + 1)."""
+    """Compute nDCG@k: the sum of gain / log2(rank + 1), divided by the best possible sum."""
     best = sorted((gain for gain in gains.values() if gain > 0), reverse=True)[:k]
     ideal = sum(gain / math.log2(rank + 1) for rank, gain in enumerate(best, 1))
     got = sum(max(0.0, gains.get(each, 0.0)) / math.log2(rank + 1) for rank, each in enumerate(found[:k], 1))
@@ -42,14 +42,14 @@ def ndcg(found: Sequence[str], gains: Gains, k: int) -> float:
 
 
 def reciprocal_rank(found: Sequence[str], gains: Gains, k: int) -> float:
-    """1 over the rank of the first relevant document; 0 if none is among the first k."""
+    """Compute 1 / rank of the first relevant document; 0 if none is among the first k."""
     ranks = (rank for rank, each in enumerate(found[:k], 1) if gains.get(each, 0.0) > 0)
     return next((1 / rank for rank in ranks), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Means over the queries. Judged figures are of the queries with at least one relevant document."""
+    """Means over the queries. nDCG and MRR cover only queries with at least one relevant document."""
 
     k: int
     num_queries: int
@@ -109,7 +109,7 @@ def compare(
 
 
 def table(comparison: Comparison) -> str:
-    """The comparison as lines of text."""
+    """Format a comparison as lines of text."""
     k = comparison.k
     lines = [
         f"{comparison.num_queries:,} queries",
@@ -127,7 +127,7 @@ def table(comparison: Comparison) -> str:
 
 
 def read_judgements(file: Path) -> Judgements:
-    """Judgements as JSONL (`query_id`, `id`, `score`), TSV with three columns, or TREC's four columns."""
+    """Read judgements: JSONL (`query_id`, `id`, `score`), TSV with three columns, or TREC's four columns."""
     if not file.is_file():
         raise BadValue(f"there is no file {file}", param="--judgements")
     rows = _jsonl(file) if file.suffix in (".jsonl", ".ndjson") else _columns(file)

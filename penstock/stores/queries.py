@@ -1,4 +1,4 @@
-"""The user's own queries, as vectors of the model of each store, to compare what the stores find."""
+"""The user's queries, embedded with each store's model to compare what the stores find."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from penstock.types import OutputDtype
 _PREFERENCE = (VectorKind.DENSE, VectorKind.MULTI_VECTOR, VectorKind.SPARSE)
 _ID_NAMES = ("id", "_id", "query_id")
 _ROWS = 4096
-_SEARCHES = 64  # queries that a store is asked at once
+_SEARCHES = 64  # queries per call to a store
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Queries:
 
 
 class QueryPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """What precedes a query. Without either, the model's own prompt for queries, if it has one."""
+    """The prompt of queries. If both fields are None, the model's own query prompt, if it has one."""
 
     name: str | None = None
     prompt: str | None = None
@@ -49,7 +49,7 @@ class QueryPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_queries(file: str, column: str | None) -> Queries:
-    """Queries from a file as `penstock embed` reads it. Without a column of ids they are numbered from 0."""
+    """Read queries from a file as `penstock embed` does. Without an id column they are numbered from 0."""
     with open_source(file, None) as source:
         id_column = next((name for name in _ID_NAMES if name in source.names), None)
         columns = choose_columns(source, column, id_column, ())
@@ -66,7 +66,7 @@ def read_queries(file: str, column: str | None) -> Queries:
 def embed_queries(
     queries: Queries, engine_fields: dict[str, Any], stamp: Stamp | None, prompt: QueryPrompt, flag: str
 ) -> pa.Table:
-    """One column of query vectors, of the kind that a store with this stamp is searched by."""
+    """Embed queries for a search in a store with this stamp. Returns a table with one column of vectors."""
     described = DescribedModel.of(None, engine_fields)
     _check_revision(described, stamp, flag)
     with Engine.over(described.load()) as engine:
@@ -93,7 +93,7 @@ def _embed(engine: Engine, texts: list[str], stamp: Stamp | None, prompt: QueryP
         values: Any = [SparseRow(*_arrays(row)) for row in engine.sparse(texts, **options)]
         return _table(kind, values, 0, OutputDtype.FLOAT32, stamp)
     dtype = OutputDtype(stamp.dtype)
-    dtype = OutputDtype.FLOAT32 if dtype is OutputDtype.BFLOAT16 else dtype  # as stores hold it
+    dtype = OutputDtype.FLOAT32 if dtype is OutputDtype.BFLOAT16 else dtype  # the type that stores keep
     options |= {"normalize": stamp.normalize, "dimensions": stamp.dimension, "dtype": dtype.value}
     embed = engine.embed if kind is VectorKind.DENSE else engine.token_embed
     values = embed(texts, **options)
@@ -110,7 +110,7 @@ def _arrays(terms: dict[int, float]) -> tuple[Any, Any]:
 
 
 def search(store: VectorStore, queries: pa.Table, k: int) -> list[list[str]]:
-    """The ids that a store finds for each query, as texts."""
+    """Search a store. Returns the ids found for each query, as texts."""
     found: list[list[str]] = []
     for start in range(0, queries.num_rows, _SEARCHES):
         answers: Sequence[Any] = store.search(queries.slice(start, _SEARCHES), k)

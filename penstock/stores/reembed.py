@@ -1,7 +1,7 @@
-"""Reads the rows of one store, embeds their texts again, and writes them to another.
+"""Re-embedding: read the rows of one store, embed their texts again, and write them to another store.
 
-A pass reads the whole old store and embeds what the new one does not have. Passes repeat until one finds
-nothing, so rows that are inserted meanwhile arrive too, and a run that was killed continues.
+A pass reads the whole old store and embeds the rows that the new store lacks. Passes repeat until one finds
+nothing. So rows that are inserted meanwhile are included, and a killed run can be continued.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_SHOWN_BAD = 5
 
 @dataclass(frozen=True, slots=True)
 class OldRows:
-    """What the old store holds: the columns to carry over, and the one with the texts."""
+    """The content of the old store: its number of rows, the columns to copy, and the column of texts."""
 
     schema: pa.Schema  # id first
     num_rows: int
@@ -43,15 +43,15 @@ class OldRows:
 
 @dataclass(slots=True)
 class Totals:
-    read: int = 0  # of the last pass
+    read: int = 0  # rows, in the last pass
     embedded: int = 0
-    bad: int = 0  # of the last pass
+    bad: int = 0  # rows, in the last pass
     passes: int = 0
     is_caught_up: bool = False  # the last pass found nothing to do
 
 
 def inspect(old: VectorStore, batch_rows: int, text_column: str | None, *, has_texts_file: bool) -> OldRows:
-    """Find the columns of a store and their types. One without a schema is read once for it."""
+    """Find the columns of a store and their types. A store without a schema is read once as a whole."""
     found = old.find()
     if found is None:
         raise BadValue(f"there is no collection {old}", param="OLD")
@@ -103,7 +103,7 @@ def _text_column(old: VectorStore, schema: pa.Schema, wanted: str | None) -> str
 
 
 class Reembedding:
-    """The way of rows from an old store through a model into a new one."""
+    """Moves rows from an old store through a model into a new store."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Reembedding:
 
     @property
     def schema(self) -> pa.Schema:
-        """Of the tables that are written."""
+        """The schema of the tables that are written."""
         fields = [
             pa.field(
                 field.name,
@@ -149,7 +149,7 @@ class Reembedding:
         return pa.schema(fields)
 
     def run(self, old: VectorStore, new: VectorStore) -> None:
-        """Pass after pass, until the new store has all that the old one has."""
+        """Run passes until the new store has all rows of the old one, at most `MAX_PASSES`."""
         for _ in range(MAX_PASSES):
             before = self.totals.embedded
             self.run_pass(old, new)
@@ -178,7 +178,7 @@ class Reembedding:
         self.totals.bad += len(bad)
 
     def _missing(self, old: VectorStore, new: VectorStore) -> Iterator[Chunk]:
-        """Chunks of the rows that the new store lacks, or has from before their last update."""
+        """Yield chunks of the rows that the new store lacks, or that were updated since they were copied."""
         for batch in old.read(self._batch_rows, self._rows.names):
             first = self.totals.read
             self.totals.read += batch.num_rows
@@ -233,7 +233,7 @@ class Reembedding:
 
 
 def _comparable(value: Any) -> Any:
-    """Times as texts: one store returns a time, another the text that it was given."""
+    """Convert times to text: some stores return times, others the text that was written."""
     if isinstance(value, dt.datetime):
         in_utc = value.astimezone(dt.UTC) if value.tzinfo is not None else value
         return in_utc.isoformat()

@@ -15,7 +15,7 @@ from penstock.stores.urls import open_store
 
 @dataclass(frozen=True, slots=True)
 class StoreTarget:
-    """Which store to open, in any process."""
+    """The store to open. Picklable, so that every process can open it."""
 
     location: Location
     adopt: bool
@@ -24,13 +24,13 @@ class StoreTarget:
         return StoreSink(self)
 
     def check(self, schema: Any, stamp: Stamp) -> int:
-        """Refuse what cannot be written. Returns how many rows the collection has."""
+        """Refuse what cannot be written. Returns the number of rows in the collection."""
         with open_store(self.location, adopt=self.adopt) as store:
             return store.check_open(schema, stamp)
 
 
 class StoreSink:
-    """Writes the tables of a job to a store, and closes it at the end."""
+    """Writes the tables of a job to a store, and closes the store at the end."""
 
     def __init__(self, target: StoreTarget) -> None:
         self._store = open_store(target.location, adopt=target.adopt)
@@ -47,12 +47,12 @@ class StoreSink:
 
 
 def store_sink(url: str, *, adopt: bool) -> Sink:
-    """The output of `penstock embed --to URL`."""
+    """Create the output of `penstock embed --to URL`."""
     target = StoreTarget(parse(url), adopt)
     return Sink(label=target.location.shown, open=target, check=target.check)
 
 
 def progress_folder(url: str) -> str:
-    """Where a run without --output keeps its progress: in the working folder."""
+    """Name the folder, in the working folder, where a run without --output keeps its progress."""
     location = parse(url)
     return f"{location.collection}.{location.kind}.parts"

@@ -1,4 +1,4 @@
-"""Texts of a store's rows, from a file of ids and texts that is larger than memory."""
+"""Texts of a store's rows, from a file of ids and texts that may be larger than memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TextFile:
         self._rows.commit()
 
     def texts(self, ids: Sequence[Id]) -> list[str | None]:
-        """The text of each id; None where the file has none."""
+        """Look up the text of each id; None if the file has none."""
         return [self._text(str(each)) for each in ids]
 
     def _text(self, key: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Opens the store that a URL names."""
+"""Opening of stores by URL."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _CLASSES = {
 
 
 def open_store(url: str | Location, *, adopt: bool = False) -> VectorStore:
-    """The store of a URL such as `qdrant:http://localhost:6333/docs`.
+    """Open the store of a URL such as `qdrant:http://localhost:6333/docs`.
 
-    With `adopt` a collection without a stamp gets the writer's.
+    With `adopt`, a collection without a stamp gets the writer's stamp.
     """
     location = parse(url) if isinstance(url, str) else url
     module = import_module(f"penstock.stores.{location.kind}_store")

@@ -1,1 +1,1 @@
-"""`penstock verify`: the same texts through a model's reference library and through Penstock, compared."""
+"""`penstock verify`: run the same texts through a model's reference library and Penstock, and compare."""

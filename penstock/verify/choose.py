@@ -1,4 +1,4 @@
-"""Which library is the reference for a model: what its files say. Free of torch."""
+"""Choice of the reference library for a model, by its files. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Library = Literal[
     "transformers",
     "model2vec",
 ]
-_OTHERS = {  # kinds of folders whose own library is not driven here
+_OTHERS = {  # files of models whose reference library is not supported here
     "gliner_config.json": "the gliner package",
 }
 
 
 def choose(spec: ModelSpec) -> Library:
-    """The library that the authors of such files use."""
+    """Choose the library that the authors of such a model use."""
     for name, library in _OTHERS.items():
         if (spec.path / name).is_file():
             raise ConfigError(
@@ -38,14 +38,14 @@ def choose(spec: ModelSpec) -> Library:
     if spec.tasks[0] is Task.SPARSE:
         return "sparse-encoder"
     if (score := spec.score) is not None and not score.marks:
-        has_own_prompt = bool(score.tokens or score.template)  # which no file tells CrossEncoder
+        has_own_prompt = bool(score.tokens or score.template)  # CrossEncoder cannot read it from the files
         if has_modules or not has_own_prompt:
             return "cross-encoder"
     return "sentence-transformers" if has_modules else "transformers"
 
 
 def limits(spec: ModelSpec, library: Library) -> str:
-    """What a comparison with this library leaves open; empty if nothing."""
+    """Describe what a comparison with this library does not cover; empty if nothing."""
     if library == "transformers" and spec.score is not None:
         return (
             "no library scores pairs with this model as its authors do: the model's states were compared, "

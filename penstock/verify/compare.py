@@ -1,4 +1,4 @@
-"""Compares two libraries' answers to one check: cosines, differences, rankings, tokens."""
+"""Comparison of two libraries' answers to one check: cosines, differences, rankings, tokens."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from numpy.typing import NDArray
 from penstock.types import Task
 from penstock.verify.samples import Answers, Check, Sample
 
-# The smallest cosine and the largest difference of scores that count as the same answer.
+# Answers count as the same down to these cosines, and up to these differences of scores.
 FP32_COSINE, LOW_PRECISION_COSINE = 0.9999, 0.999
 FP32_SCORE, LOW_PRECISION_SCORE = 1e-3, 2e-2
-TIE = 1e-4  # documents whose similarities are nearer than this have no order
+TIE = 1e-4  # documents whose similarities differ by less have no defined order
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """How near two libraries are in one check."""
+    """How closely two libraries agree in one check."""
 
     name: str
     inputs: int
     worst_cosine: float | None = None
     mean_cosine: float | None = None
-    max_difference: float | None = None  # of one number
-    ordered_alike: float | None = None  # share of document pairs that both put in the same order
+    max_difference: float | None = None  # of a single number
+    ordered_alike: float | None = None  # share of document pairs that both rank in the same order
     same_best: float | None = None  # share of queries whose best document is the same
-    same_tokens: int | None = None  # inputs that both turn into the same token ids; None: not visible
+    same_tokens: int | None = None  # inputs for which both have the same token ids; None: not observable
     worst_input: int | None = None
     reasons: tuple[str, ...] = ()  # why the answers are not the same
 
@@ -39,7 +39,7 @@ class Finding:
         return not self.reasons
 
     def but(self, reason: str) -> Finding:
-        """The same, with another reason why the answers differ."""
+        """Return a copy with one more reason why the answers differ."""
         return replace(self, reasons=(*self.reasons, reason))
 
 
@@ -131,7 +131,7 @@ def _scores(known: Finding, sample: Sample, ours: Answers, theirs: Answers, *, i
 
 
 def _cosine(first: Array, second: Array) -> float:
-    """The smallest over rows of a matrix; two zero vectors are alike."""
+    """Compute the smallest cosine over the rows of two matrices. Two zero vectors count as equal."""
     first, second = np.atleast_2d(first), np.atleast_2d(second)
     if first.size == 0:
         return 1.0
@@ -149,7 +149,7 @@ def _similarities(values: Sequence[Array]) -> Array:
 
 
 def _rankings(mine: Array, other: Array) -> tuple[float | None, float | None]:
-    """Each text as a query for all others."""
+    """Compare rankings with each text as a query for all others."""
     if len(mine) < 3:
         return None, None
     keep = ~np.eye(len(mine), dtype=bool)
@@ -162,7 +162,7 @@ def _rankings(mine: Array, other: Array) -> tuple[float | None, float | None]:
 
 
 def _agreement(mine: Array, other: Array) -> tuple[int, int, bool]:
-    """Pairs of documents in the same order, pairs that have an order, and whether the best is the same."""
+    """Count pairs in the same order and pairs that have an order; check whether the best is the same."""
     gaps = other[:, None] - other[None, :]
     ordered = np.triu(np.abs(gaps) > TIE, k=1)
     same = np.sign(gaps) == np.sign(mine[:, None] - mine[None, :])

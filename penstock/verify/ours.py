@@ -1,4 +1,4 @@
-"""Runs the checks in Penstock: all inputs in one call, and notes the tokens that reach the engine."""
+"""Runs checks in Penstock: all inputs in one call. Records the tokens that reach the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.verify.samples import Answers, Check, Sample, array
 
 
 class RecordingEngine(EngineHandle):
-    """An engine that notes the token ids of every row it is given."""
+    """An engine that records the token ids of every row that it receives."""
 
     def __init__(self, inner: EngineHandle) -> None:
         self.inner = inner

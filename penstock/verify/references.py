@@ -1,4 +1,4 @@
-"""Runs a model in its reference library, each text alone, in fp32. Imports libraries when they are used."""
+"""Runs a model in its reference library, each text alone, in fp32. Libraries are imported on first use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.types import Task
 from penstock.verify.choose import Library
 from penstock.verify.samples import Answers, Check, Sample, array
 
-MAX_PROMPTS = 4  # named prompts that are compared besides the default
+MAX_PROMPTS = 4  # named prompts to compare besides the default
 MAX_GENERATED_TOKENS = 16
 MAX_GENERATED_TEXTS = 4
 _HEADS = {
@@ -27,7 +27,7 @@ _HEADS = {
 _PACKAGES = {
     "transformers": "transformers",
     "model2vec": "model2vec",
-}  # the rest are parts of sentence-transformers
+}  # the others are part of sentence-transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Reference(ABC):
     def answer(self, check: Check, sample: Sample) -> Answers: ...
 
     def one_by_one(self, run: Callable[[Any], Any], inputs: Sequence[Any]) -> Answers:
-        """Each input alone, so that no padding reaches the model and tokens keep their order."""
+        """Run each input alone, so that the model gets no padding and recorded tokens stay in order."""
         values, tokens = [], []
         for each in inputs:
             self._seen = []
@@ -61,7 +61,7 @@ class Reference(ABC):
         return Answers(values, complete if len(complete) == len(tokens) else None)
 
     def watch(self, model: Any) -> None:
-        """Note the token ids of every look-up in the model's token table."""
+        """Record the token ids of every lookup in the model's token table."""
 
         def note(_module: Any, args: Any) -> None:
             self._seen.append([int(number) for number in args[0].flatten().tolist()])
@@ -71,7 +71,7 @@ class Reference(ABC):
 
 
 def _token_tables(model: Any) -> list[Any]:
-    """The tables that token ids are looked up in: one for each transformers model or static module."""
+    """Find the token tables: one for each transformers model or static module."""
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -84,7 +84,7 @@ def _token_tables(model: Any) -> list[Any]:
 
 
 class _SentenceTransformersReference(Reference):
-    """Models of sentence-transformers, in all their classes."""
+    """A model of sentence-transformers. Subclasses choose the class."""
 
     kind = "SentenceTransformer"
 
@@ -169,7 +169,7 @@ class MultiVectorReference(_SentenceTransformersReference):
 
 
 def _maxsim(query: Any, document: Any) -> float:
-    """The sum of each query token's best match."""
+    """Sum the best match of each query token."""
     return float((array(query) @ array(document).T).max(axis=1).sum())
 
 
@@ -204,7 +204,7 @@ class StaticReference(Reference):
 
 
 class TransformersReference(Reference):
-    """The class of transformers that config.json names: hidden states, logits of its head, greedy texts."""
+    """A class of transformers, by the model's task: compares hidden states, logits or greedy texts."""
 
     def __init__(self, spec: ModelSpec, options: ReferenceOptions) -> None:
         super().__init__(spec, options)
@@ -262,7 +262,7 @@ def _without_gradients() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the libraries' progress bars and notes on heads that are not used."""
+    """Suppress the libraries' progress bars and warnings about unused heads."""
     from transformers.utils import logging
 
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -291,7 +291,7 @@ def package_of(library: Library) -> str:
 
 
 def open_reference(library: Library, spec: ModelSpec, options: ReferenceOptions) -> Reference:
-    """Load the model in its library. What the library cannot load is an error that gives its reason."""
+    """Load the model in its library. If that fails, raises `ConfigError` with the library's reason."""
     package = package_of(library)
     try:
         version(package)
@@ -306,7 +306,7 @@ def open_reference(library: Library, spec: ModelSpec, options: ReferenceOptions)
             return _KINDS[library](spec, options)
     except ConfigError:
         raise
-    except Exception as error:  # each library raises what it likes
+    except Exception as error:  # libraries raise errors of any type
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"{package} cannot load {spec.name}: {type(error).__name__}: {reason[:300]}; a model with Python "

@@ -1,4 +1,4 @@
-"""The verdict on a model, as text and as JSON."""
+"""The report on a model, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Report:
     model: str
     architecture: str
     reference: Library
-    precision: str  # Penstock's; the reference's is fp32
+    precision: str  # Penstock's; the reference runs in fp32
     device: str
     findings: tuple[Finding, ...]
     sample: Sample
-    note: str = ""  # what the comparison leaves open
+    note: str = ""  # what the comparison does not cover
 
     @property
     def is_same(self) -> bool:

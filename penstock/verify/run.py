@@ -1,4 +1,4 @@
-"""Compares a model with its reference: loads it there, asks, releases it, and asks Penstock the same."""
+"""Runs a comparison: runs the checks in the reference library, releases it, then runs them in Penstock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def verify(
     library: Library | None = None,
     runs_model_code: bool = False,
 ) -> Report:
-    """`engine` are fields of `EngineConfig`; `library` replaces the one that the files name."""
+    """Compare a model with its reference.
+
+    `engine` are fields of `EngineConfig`. `library` overrides the library that is chosen by the files.
+    """
     described = DescribedModel.of(None, engine)
     spec, settings = described.spec, described.settings
     library = library or choose(spec)

@@ -1,4 +1,4 @@
-"""What a comparison is made of: the inputs, the checks, and what a library answers."""
+"""Inputs, checks and answers of a comparison."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.types import Task
 
-MAX_QUERIES = 8  # of the grid of pairs that texts without queries are made into
+MAX_QUERIES = 8  # texts without queries become pairs: the first MAX_QUERIES × the first MAX_DOCUMENTS texts
 MAX_DOCUMENTS = 16
 DEFAULT_TEXTS = (
     "A penstock carries water from the reservoir to the turbines of a power station.",
@@ -46,11 +46,11 @@ class Sample:
     """The inputs of one comparison."""
 
     texts: tuple[str, ...]
-    pairs: tuple[tuple[str, str], ...]  # of a query and a document; those of a query stand together
+    pairs: tuple[tuple[str, str], ...]  # (query, document); pairs with the same query are adjacent
 
     @classmethod
     def of(cls, texts: Sequence[str], queries: Sequence[str] | None = None) -> Sample:
-        """`queries` has one for each text; without them, the first texts are the queries for the others."""
+        """`queries` has one query for each text. Without them, the first texts are used as queries."""
         if queries is not None:
             return cls(tuple(texts), tuple(zip(queries, texts, strict=True)))
         asked = list(texts)[:MAX_QUERIES]
@@ -60,7 +60,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing to compare: a task, with the options of Penstock's call."""
+    """One comparison: a task, with the options of Penstock's call."""
 
     name: str
     task: Task
@@ -69,10 +69,10 @@ class Check:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answers:
-    """What a library answers, one array and one list of token ids for each input."""
+    """A library's answers: one array and one list of token ids for each input."""
 
     values: list[NDArray[np.float64]]
-    tokens: list[list[int]] | None  # None: they could not be seen
+    tokens: list[list[int]] | None  # None: not observable
 
 
 def array(value: Any) -> NDArray[np.float64]:

@@ -1,1 +1,1 @@
-"""What the processes of a Ray Serve application run: the ingress, engine replicas, and how they meet."""
+"""The processes of a Ray Serve application: the ingress, engine replicas, and request routing."""

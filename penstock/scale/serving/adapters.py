@@ -1,7 +1,8 @@
-"""The LoRA adapters of a model on Ray: those of its configuration, the same on every replica.
+"""LoRA adapters of a model on Ray: the adapters of its configuration, the same on every replica.
 
-Every process finds the files by itself, and gives the same adapter the same id. Ids and contents are part of
-the fingerprint by which an ingress chooses replicas, so none is asked for an adapter that it has not.
+Every process finds the files itself, and gives the same adapter the same id. Ids and contents are part of the
+fingerprint by which an ingress selects replicas. So a replica never gets a request for an adapter that it
+does not have.
 """
 
 from __future__ import annotations
@@ -18,6 +19,6 @@ from penstock.serving.launch import AdapterLaunch
 def configured_adapters(
     config: EngineConfig, spec: ModelSpec, aliases: Sequence[str] = ()
 ) -> tuple[AdapterLaunch, ...]:
-    """The adapters of `lora_modules`, in its order. Reads their files; may download them."""
+    """Read the adapters of `lora_modules`, in order. May download their files."""
     check_lora_modules(config, spec, aliases)
     return initial_adapters(config, spec, itertools.count(len(spec.adapters)).__next__)

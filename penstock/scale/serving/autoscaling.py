@@ -1,6 +1,6 @@
-"""How many replicas a model has: as many as keep each near its target of tokens in flight.
+"""Autoscaling of a model's replicas: enough to keep each near a target number of tokens in flight.
 
-Ray Serve copies this module by value into its controller, so it imports nothing of Penstock.
+Ray Serve copies this module by value into its controller, so it must not import other modules of Penstock.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-METRIC = "queued_tokens"  # that replicas record
+METRIC = "queued_tokens"  # recorded by replicas
 
 
 class QueuedTokensPolicy:
-    """A policy of Ray Serve, which applies the bounds and delays of the deployment to what it returns."""
+    """A Ray Serve policy. Serve applies the deployment's bounds and delays to its result."""
 
     def __init__(self, target_queued_tokens: int) -> None:
         self._target = target_queued_tokens
@@ -26,7 +26,7 @@ class QueuedTokensPolicy:
 
 
 def wanted_replicas(queued_tokens: float, target: int, current: int, num_reporting: int) -> int:
-    """Replicas for this many tokens in flight. Nothing changes while no replica has reported."""
+    """Compute the number of replicas. It stays the same while no replica has reported."""
     if not num_reporting:
         return current
     return max(1, math.ceil(queued_tokens / target))

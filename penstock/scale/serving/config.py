@@ -1,4 +1,4 @@
-"""The configuration of a Ray Serve application: that of a server, and the section `ray` about replicas."""
+"""The configuration of a Ray Serve application: a server's configuration plus the section `ray`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class ReplicaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """The engine replicas of one model."""
 
     min_replicas: int = 1
-    max_replicas: int | None = None  # None: as many as `min_replicas`, and nothing is scaled
-    target_queued_tokens: int = 16_384  # in flight at each replica; more of them start further replicas
-    cpus: float = 1.0  # of a node, for each replica
-    gpu_share: float | None = None  # of a GPU, or several GPUs; None: 1 with device cuda, else 0
+    max_replicas: int | None = None  # None: `min_replicas`, without autoscaling
+    target_queued_tokens: int = 16_384  # in flight per replica; above this, replicas are added
+    cpus: float = 1.0  # CPUs reserved per replica
+    gpu_share: float | None = None  # share of a GPU per replica; None: 1 with device cuda, otherwise 0
     upscale_delay_s: float = 5.0
     downscale_delay_s: float = 120.0
-    max_surge_percent: int = 0  # replicas that an update starts before it stops as many old ones
+    max_surge_percent: int = 0  # percent of replicas that an update starts before it stops as many old ones
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_replicas <= MAX_REPLICAS:
@@ -54,11 +54,11 @@ class ReplicaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class IngressConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The replicas that speak HTTP."""
+    """The ingress replicas, which serve HTTP."""
 
     ingress_replicas: int = 1
     ingress_cpus: float = 1.0
-    wait_for_replica_s: float = 10.0  # a request waits so long for an engine replica; then 503
+    wait_for_replica_s: float = 10.0  # longest wait of a request for an engine replica, then 503
 
     def __post_init__(self) -> None:
         if not 1 <= self.ingress_replicas <= MAX_REPLICAS:
@@ -84,7 +84,7 @@ class DeployedModel(msgspec.Struct, frozen=True):
 
 
 class ReplicaLaunch(msgspec.Struct, frozen=True):
-    """What an engine replica is started with. An update restarts the replicas for which it changes."""
+    """The configuration of an engine replica. An update restarts the replicas whose configuration changes."""
 
     engine: EngineConfig
     cpus: float
@@ -92,7 +92,7 @@ class ReplicaLaunch(msgspec.Struct, frozen=True):
     log_level: str
     log_format: str
     step_timeout_s: float  # 0: no limit
-    is_cached: bool  # results are kept, so replicas must agree on the revision
+    is_cached: bool  # results are cached, so replicas must agree on the revision
 
 
 class AppConfig(msgspec.Struct, frozen=True):
@@ -101,7 +101,7 @@ class AppConfig(msgspec.Struct, frozen=True):
     server: ServerConfig
     models: tuple[DeployedModel, ...]
     ingress: IngressConfig
-    lora_modules: tuple[LoraModule, ...] = ()  # that were given for all models together
+    lora_modules: tuple[LoraModule, ...] = ()  # given for all models together
 
     def replica_launch(self, model: DeployedModel) -> ReplicaLaunch:
         server = self.server
@@ -116,7 +116,7 @@ class AppConfig(msgspec.Struct, frozen=True):
         )
 
     def for_ingress(self) -> AppConfig:
-        """What an ingress replica is started with: the number of engine replicas does not matter to it."""
+        """The configuration of an ingress replica, without the settings of engine replicas."""
         models = (msgspec.structs.replace(model, replicas=ReplicaConfig()) for model in self.models)
         return msgspec.structs.replace(self, models=tuple(models))
 
@@ -160,7 +160,7 @@ REFUSED = {
 
 
 def replica_settings(given: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings of replicas and of the ingress in a section `ray`; unknown keys are refused by name."""
+    """Split a section `ray` into settings of replicas and of the ingress. Unknown keys are refused."""
     if not isinstance(given, Mapping):
         raise ConfigError(f"{where} must map names to values, as in min_replicas: 2", param="ray")
     known = {
@@ -182,9 +182,12 @@ def app_config(
     flags: Mapping[str, str] | None = None,
     modules: Sequence[LoraModule] = (),
 ) -> AppConfig:
-    """The application of these settings: fields of `ServerConfig`; for each model, those of `ModelConfig` and
-    `EngineConfig`, and its own `ray`; and the section `ray` for all models. `flags` are names of fields,
-    `modules` the adapters that are given for all models together."""
+    """Build the configuration of an application.
+
+    `server` has fields of `ServerConfig`. Each of `models` has fields of `ModelConfig` and `EngineConfig`,
+    and its own section `ray`. `ray` is the section for all models. `flags` maps fields to the names that
+    errors show. `modules` are the adapters given for all models together.
+    """
     for field, why in REFUSED.items():
         if field in server:
             name = (flags or {}).get(field, field)
@@ -236,7 +239,7 @@ def _checked(model: DeployedModel) -> DeployedModel:
 
 
 def deployment_name(engine: EngineConfig, taken: Sequence[str]) -> str:
-    """The name of a model's deployment, from the name that requests use."""
+    """Derive the name of a model's deployment from its served name."""
     given = engine.model_names[0] if engine.model_names else (engine.model or "default")
     if Path(given).is_absolute():
         given = Path(given).name

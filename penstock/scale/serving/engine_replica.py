@@ -37,7 +37,7 @@ class EngineReplica:
             engine = msgspec.structs.replace(engine, threads=max(1, int(launch.cpus)))
         described = DescribedModel.of_config(engine)
         settings = described.settings
-        if 0 < launch.gpu_share < 1:  # other replicas have the rest of the device's memory
+        if 0 < launch.gpu_share < 1:  # other replicas use the rest of the device's memory
             settings = msgspec.structs.replace(settings, kv_share=settings.kv_share * launch.gpu_share)
         published = msgspec.to_builtins(settings)
         loaded = loaded_revision(described.spec, published)
@@ -48,7 +48,7 @@ class EngineReplica:
         except BaseException:
             self._engine.close()
             raise
-        if launch.is_cached:  # replicas on several machines agree only on the content of files
+        if launch.is_cached:  # replicas on several machines must compare revisions by file content
             loaded = portable_revision(described.spec, published, loaded)
         self._step_timeout_s = launch.step_timeout_s
         self._tokens_in_flight = 0
@@ -56,15 +56,15 @@ class EngineReplica:
         self._metadata = {"fingerprint": self._fingerprint, "revision": loaded, "settings": published}
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """What the routers of ingress processes learn about this replica. Called once by Serve."""
+        """Return the metadata for routers in ingress processes. Called once by Serve."""
         return self._metadata
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What the autoscaling policy reads. Called by Serve."""
+        """Return the metrics for the autoscaling policy. Called by Serve."""
         return {"queued_tokens": float(self._tokens_in_flight)}
 
     def check_health(self) -> None:
-        """Raise if only another process can serve. Called by Serve, which then replaces this replica."""
+        """Raise if this replica can no longer serve. Called by Serve, which then replaces it."""
         if not self._engine.ready:
             raise EngineUnavailable(self._engine.unavailable_reason)
         began_s = self._engine.core.oldest_launch_s
@@ -72,10 +72,10 @@ class EngineReplica:
             raise EngineUnavailable(f"a step of the engine has taken more than {self._step_timeout_s:g} s")
 
     async def hello(self, name: str, num_tokens: int) -> None:
-        """Do nothing. The first call of an ingress process makes it learn of the replicas."""
+        """Do nothing. The call makes an ingress process fetch the list of replicas."""
 
     async def run(self, frames: Sequence[Any], name: str, num_tokens: int, fingerprint: str) -> Frames:
-        """The outcome of a request or a comparison."""
+        """Run a request or a comparison and return its outcome."""
         with self._counted(num_tokens):
             try:
                 self._check_fingerprint(fingerprint)
@@ -89,7 +89,7 @@ class EngineReplica:
     async def stream(
         self, frames: Sequence[Any], name: str, num_tokens: int, fingerprint: str
     ) -> AsyncIterator[Frames]:
-        """The tokens of a request that generates. Those that wait to be read leave together."""
+        """Stream the tokens of a generation request. Tokens that are waiting to be read are sent together."""
         with self._counted(num_tokens):
             try:
                 self._check_fingerprint(fingerprint)
@@ -125,7 +125,7 @@ class EngineReplica:
 
 
 def load_adapters(engine: LocalEngine, adapters: Sequence[AdapterLaunch]) -> None:
-    """Load all of them, or raise: a replica without one would be asked for it."""
+    """Load all adapters, or raise: routing assumes that every replica has all of them."""
     for adapter in adapters:
         engine.load_adapter(adapter.id, adapter.folder, adapter.name).result()
         if adapter_digest(adapter.folder) != adapter.digest:
@@ -161,7 +161,7 @@ class TokenQueue:
         self._arrived.set()
 
     async def take(self) -> list[Outcome]:
-        """What has arrived, at least one outcome; empty after the last."""
+        """Wait for at least one outcome and return all that have arrived. Empty after the last."""
         while not self._outcomes:
             if self.finished:
                 return []

@@ -1,6 +1,7 @@
-"""Whether an ingress process and an engine replica mean the same model: tokens of one must fit the other.
+"""The fingerprint by which an ingress process and an engine replica check that they have the same model.
 
-An update replaces them one after another, on machines that may hold different files.
+The tokens of one must fit the other. An update replaces the processes one after another, on machines that may
+hold different files.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.serving.launch import AdapterLaunch
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer.model", "tokenizer_config.json")
-_PLACES = ("folder", "root")  # differ between machines
+_PLACES = ("folder", "root")  # fields that differ between machines
 
 
 def fingerprint(spec: ModelSpec, adapters: Sequence[AdapterLaunch] = ()) -> str:
-    """Equal for equal descriptions, tokenizers and adapters, wherever the files are."""
+    """Hash a model's description, tokenizer files and adapters, independent of where the files are."""
     described = {name: value for name, value in msgspec.to_builtins(spec).items() if name not in _PLACES}
     digest = hashlib.blake2b(digest_size=16)
     digest.update(msgspec.json.encode([__version__, described], order="deterministic"))

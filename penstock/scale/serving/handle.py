@@ -1,7 +1,8 @@
-"""`RayEngineHandle`: an engine that runs as replicas of a Ray Serve deployment. Free of torch.
+"""`RayEngineHandle`: an engine that runs as replicas of a Ray Serve deployment. Does not import torch.
 
-A pooling request is a pure function of its rows, so one whose replica dies runs once more on another; so does
-a stream that has given no token. A second death fails it: a poisoned request cannot end every replica.
+If a replica dies, its pooling requests run once more on another replica: their results depend only on their
+rows. So do streams that have not produced a token. If that replica dies too, the request fails, so that a
+poisoned request cannot kill every replica.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from penstock.wire.group import affinity_of
 
 log = logging.getLogger("penstock.scale")
 T = TypeVar("T")
-MAX_ATTEMPTS = 2  # of a request whose replica dies
+MAX_ATTEMPTS = 2  # per request, if replicas die
 LOST_ERRORS = (
     *(RayActorError, NodeDiedError, WorkerCrashedError, OutOfMemoryError, ObjectLostError),
     ReplicaUnavailableError,
@@ -45,16 +46,16 @@ LOST = "the engine replica stopped while this request was in flight; try again"
 
 
 class ReplicaLost(EngineUnavailable):
-    """The replica that had the request is gone."""
+    """The replica died while it ran the request."""
 
 
 class RayEngineHandle(EngineHandle):
-    """The replicas of one model. Used on the event loop that calls `start`."""
+    """The replicas of one model. Must be used on the event loop that called `start`."""
 
     def __init__(
         self, handle: DeploymentHandle[Any], model: str, fingerprint: str, wait_for_replica_s: float
     ) -> None:
-        """`fingerprint` identifies what requests are made for: replicas of another model are not used."""
+        """`fingerprint` identifies the model: replicas with another fingerprint are not used."""
         self._handle = handle
         self._model = model
         self._fingerprint = fingerprint
@@ -62,11 +63,11 @@ class RayEngineHandle(EngineHandle):
         self._replicas = replicas_of(handle.app_name, handle.deployment_name)
         self._replicas.wanted = fingerprint
         self._in_flight: set[str] = set()
-        self._names = map(f"{secrets.token_hex(8)}-{{}}".format, itertools.count())  # of attempts
+        self._names = map(f"{secrets.token_hex(8)}-{{}}".format, itertools.count())  # unique, one per attempt
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
         self.uses_affinity = True
-        self.has_served = False  # a replica has been there
+        self.has_served = False  # a replica has been available at least once
         self.num_retried = 0
         self.on_retry: Callable[[], None] = lambda: None
 
@@ -88,7 +89,7 @@ class RayEngineHandle(EngineHandle):
 
     @property
     def revision(self) -> str:
-        """That of all replicas; empty while they differ, as during an update."""
+        """The revision that all replicas share; empty while they differ, for example during an update."""
         revisions = {str(each.get("revision", "")) for each in self._replicas.serving}
         return revisions.pop() if len(revisions) == 1 else ""
 
@@ -97,14 +98,13 @@ class RayEngineHandle(EngineHandle):
         return next((each.get("settings", {}) for each in self._replicas.serving), {})
 
     def start(self) -> None:
-        """Have Ray's router learn of the replicas."""
+        """Make a first call, with which Ray's router fetches the list of replicas."""
         self._loop = asyncio.get_running_loop()
         self._run_task(self._greet())
 
     async def _greet(self) -> None:
-        with contextlib.suppress(
-            Exception
-        ):  # what matters is the router's table, which it has filled by then
+        # Only the side effect matters: the call fills the router's table.
+        with contextlib.suppress(Exception):
             await self._handle.hello.remote(name="", num_tokens=0)
         if self.ready:
             log.info("%s: %d engine replicas are ready", self._model, len(self._replicas.serving))
@@ -160,7 +160,7 @@ class RayEngineHandle(EngineHandle):
         return unsubscribe
 
     async def _listen(self, request: Request, listener: StreamListener) -> None:
-        """Pass the tokens of a stream on to its listener, which always learns of the end."""
+        """Pass the tokens of a stream on to its listener, and always report its end."""
         try:
             await self._pass_on(request, listener)
         except PenstockError as error:
@@ -203,7 +203,7 @@ class RayEngineHandle(EngineHandle):
             response.cancel()
 
     def _name(self, work: Request | Comparison) -> str:
-        """A name for one attempt, by which the router knows what replicas may have kept for it."""
+        """Name one attempt. The router finds the request's affinity to replicas under this name."""
         name = next(self._names)
         if isinstance(work, Request) and self.uses_affinity and (work.pairs is not None or work.reuse_prefix):
             settings = self.engine_settings
@@ -221,7 +221,7 @@ class RayEngineHandle(EngineHandle):
         return call.remote(frames, name=name, num_tokens=num_tokens, fingerprint=self._fingerprint)
 
     async def _routed(self, response: Any, name: str, work: Coroutine[Any, Any, T]) -> T:
-        """What a call gives, which is cancelled with its caller. Fails if no replica takes it for a while."""
+        """Await a call; cancel it if the caller is cancelled. Fails if no replica accepts it in time."""
         task = asyncio.ensure_future(work)
         try:
             done, _ = await asyncio.wait({task}, timeout=self._wait_for_replica_s)
@@ -259,7 +259,7 @@ class RayEngineHandle(EngineHandle):
 
 
 async def _translated(work: Awaitable[T]) -> T:
-    """The result of a call of Ray, or an error of Penstock in place of Ray's."""
+    """Await a Ray call, and translate Ray's errors to Penstock's."""
     try:
         return await work
     except (PenstockError, asyncio.CancelledError):

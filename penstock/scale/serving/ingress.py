@@ -1,4 +1,4 @@
-"""The ingress: Penstock's HTTP application in a Ray Serve replica. Never imports torch."""
+"""The ingress: Penstock's HTTP application in a Ray Serve replica. Does not import torch."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ class ReplicatedModel(ServedModel):
 
 
 class FixedModels:
-    """Refuses orders to load, unload, sleep and wake models, and to load and unload adapters: Ray changes the
-    replicas of an application."""
+    """Refuses all orders about models and adapters: an application on Ray changes only by deployment."""
 
     async def start(self) -> None:
         return
@@ -66,10 +65,10 @@ class FixedModels:
 
 
 class Ingress:
-    """Serves all routes of all dialects; engines are replicas of other deployments."""
+    """Serves all routes of all dialects. Its engines are replicas of other deployments."""
 
     def __init__(self, config: bytes, *handles: DeploymentHandle[Any]) -> None:
-        """`config` is an encoded `AppConfig`; its models have these handles, in order."""
+        """`config` is an encoded `AppConfig`; `handles` are those of its models, in order."""
         app = msgspec.json.decode(config, type=AppConfig)
         server = app.server
         configure(
@@ -119,7 +118,7 @@ def served_model(
 
 
 def check_names(models: Sequence[ServedModel]) -> None:
-    """Refuse two models of one name."""
+    """Refuse two models with the same name."""
     taken: set[str] = set()
     for model in models:
         names = {model.spec.name, *model.aliases}

@@ -1,6 +1,6 @@
 """The engine replicas that this process can reach. The router writes the table, the engine handle reads it.
 
-A module of its own: Ray copies the module of a router by value, and both must see the same table.
+It is a separate module because Ray copies the router's module by value, and both must see the same table.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from penstock.balance import UNAVAILABLE, Affinity, Balancer
 
 @dataclass(slots=True)
 class Replicas:
-    """The replicas of one deployment, as its router sees them. Written on the router's thread."""
+    """The replicas of one deployment, as seen by its router. Written on the router's thread."""
 
-    wanted: str = ""  # the fingerprint of the model that this process sends requests for; "": any
-    running: dict[str, dict[str, Any]] = field(default_factory=dict)  # what each has told about itself
+    wanted: str = ""  # fingerprint of this process's model; "": any
+    running: dict[str, dict[str, Any]] = field(default_factory=dict)  # metadata of each replica
     routed: set[str] = field(default_factory=set)  # requests that a replica has accepted
-    affinities: dict[str, Affinity] = field(default_factory=dict)  # of requests in flight that have one
-    slack_tokens: int = 0  # how much more may wait where the query or prefix of a request is known
+    affinities: dict[str, Affinity] = field(default_factory=dict)  # affinities of requests in flight, by name
+    slack_tokens: int = 0  # extra load accepted at a replica that has cached a request's prefix or query
     _balancer: Balancer = field(default_factory=Balancer)
-    _places: list[str] = field(default_factory=list)  # the replica that the balancer knows by each number
+    _places: list[str] = field(default_factory=list)  # replica names by the balancer's numbers
 
     def update(self, running: dict[str, dict[str, Any]]) -> None:
-        """Replace the replicas. Those that stay keep their numbers, new ones take those that became free."""
+        """Replace the replicas. Remaining ones keep their numbers; new ones take numbers that became free."""
         new = [name for name in running if name not in self._places]
         self._places = [place if place in running or not new else new.pop(0) for place in self._places] + new
         self.running = running
 
     def order(self, tokens: Mapping[str, int], request: str = "") -> list[str]:
-        """The replicas that serve the model, the best for a request first. `tokens` are in flight at each."""
+        """Order the replicas that serve the model, best first. `tokens` are in flight at each."""
         usable = {name for name, metadata in self.running.items() if self.serves(metadata)}
         loads = [tokens.get(name, 0) if name in usable else UNAVAILABLE for name in self._places]
         if not usable:
@@ -42,7 +42,7 @@ class Replicas:
         return first + sorted(usable.difference(first), key=lambda name: tokens.get(name, 0))
 
     def serves(self, metadata: dict[str, Any]) -> bool:
-        """Whether a replica has the model that requests are made for."""
+        """Whether a replica has the model of this process."""
         return not self.wanted or metadata.get("fingerprint", self.wanted) == self.wanted
 
     @property

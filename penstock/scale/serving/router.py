@@ -1,6 +1,6 @@
-"""Which replica gets a request, by the tokens in flight at each, as this process counts them.
+"""Routing of requests to replicas by tokens in flight, as counted by this process.
 
-Ray Serve copies this module by value into every process that has a handle, so it imports little.
+Ray Serve copies this module by value into every process that has a handle, so it must import little.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from penstock.scale.serving import replica_table
 
 
 class QueuedTokensRouter(RequestRouter):  # type: ignore[misc]
-    """Asks the table of replicas for the best one. Each ingress process counts its own requests."""
+    """Routes requests by the order of the replica table. Each ingress process counts its own requests."""
 
     def initialize_state(self, **kwargs: Any) -> None:
         self._table = replica_table.replicas_of(self._deployment_id.app_name, self._deployment_id.name)
-        self._tokens: dict[str, int] = {}  # in flight at each replica
-        # By Ray's request id, which all that one HTTP request sends have in common.
+        self._tokens: dict[str, int] = {}  # tokens in flight at each replica
+        # Tokens of each call, by (Ray's request id, replica). All calls of one HTTP request share the id.
         self._sent: dict[tuple[str, str], list[int]] = {}
-        self._counted: set[Any] = set()  # futures of requests that are counted and not sent yet
+        self._counted: set[Any] = set()  # futures of requests that are counted but not sent yet
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -41,14 +41,14 @@ class QueuedTokensRouter(RequestRouter):  # type: ignore[misc]
         candidates = {each.replica_id.unique_id: each for each in candidate_replicas}
         if pending_request is None:
             return [[candidates[name]] for name in self._table.order(self._tokens) if name in candidates]
-        pending_request.routing_context.should_backoff = True  # without it Serve asks again at once
+        pending_request.routing_context.should_backoff = True  # without it Serve retries immediately
         ordered = self._table.order(self._tokens, pending_request.kwargs.get("name", ""))
         if ordered and pending_request.future not in self._counted:
             self._count(ordered[0], pending_request)
         return [[candidates[name]] for name in ordered if name in candidates]
 
     def _count(self, replica: str, pending_request: PendingRequest) -> None:
-        """Count a request in before it is sent, so that those behind it see it."""
+        """Count a request's tokens before it is sent, so that the next routing decision includes them."""
         tokens = int(pending_request.kwargs.get("num_tokens", 0))
         request_id = pending_request.metadata.internal_request_id
         self._sent.setdefault((request_id, replica), []).append(tokens)

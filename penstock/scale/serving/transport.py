@@ -1,6 +1,6 @@
-"""How requests and outcomes cross to a replica: the frames of the wire, with times that any machine can read.
+"""Encoding of requests and outcomes between ingress and replicas: the frames of `wire`, with relative times.
 
-Token ids and vectors are raw bytes. Times are sent as seconds from now: machines do not share a clock.
+Token ids and vectors are raw bytes. Times are sent relative to now, because machines do not share a clock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Work = TypeVar("Work", Request, Comparison)
 
 
 def pack_work(work: Request | Comparison, name: str) -> Frames:
-    """The frames of a request or a comparison, which the replica knows by `name`."""
+    """Encode a request or a comparison as frames, with `name` as its id on the replica."""
     now_s = time.monotonic()
     try:
         if isinstance(work, Request):
@@ -42,7 +42,7 @@ def pack_work(work: Request | Comparison, name: str) -> Frames:
 
 
 def unpack_work(frames: Sequence[Any]) -> Request | Comparison:
-    """Raises `BadValue` if the frames do not fit together."""
+    """Decode a request or a comparison. Raises `BadValue` if the frames are not consistent."""
     try:
         message = decode_to_engine(frames[0])
         if isinstance(message, Submit):
@@ -67,7 +67,7 @@ def unpack_results(frames: Sequence[Any]) -> list[Outcome]:
 
 
 def failure(request_id: str, error: Exception) -> Failure:
-    """An exception of a replica as an outcome, with its class where it is one of Penstock's."""
+    """Convert an exception of a replica to an outcome. Penstock's errors keep their class."""
     from penstock.errors import PenstockError
 
     if isinstance(error, PenstockError):
