@@ -1,4 +1,4 @@
-"""Retrievers of pages and EmbeddingGemma 2 on CUDA: the CPU's vectors, alone and mixed, without a wait.
+"""Page retrievers and EmbeddingGemma 2 on CUDA: the CPU's vectors, alone and in mixed steps, without a wait.
 
 pytest -m gpu tests/gpu/test_pages.py
 """
@@ -36,7 +36,7 @@ pytestmark = [
 Case = PageCase | GemmaCase
 CASES: list[Case] = [*PAGES, *GEMMAS]
 PICTURES = pictures()[:3]
-# The least cosine of any vector, and of all on average: random weights amplify rounding.
+# Minimum cosine of a vector, and mean over all vectors: random weights amplify rounding.
 TOLERANCES = [("bfloat16", 0.95, 0.99), ("float16", 0.995, 0.999), ("float32", 0.9999, 0.99999)]
 WANTED = ("ColPaliForRetrieval", "ColModernVBertForRetrieval", "EmbeddingGemma2Model")
 
@@ -89,7 +89,7 @@ def test_a_step_with_images_never_waits_between_launch_and_collect(case: Case, t
         assert isinstance(runner, ModelRunner)
         share = ScheduledRows(request, np.arange(request.num_rows, dtype=np.int32))
         plans = [build_plan([share], image_cache=ImageCache(4096)) for _ in range(2)]
-        runner.launch(plans[0]).result()  # compiles
+        runner.launch(plans[0]).result()  # compiles the kernels
         torch.cuda.set_sync_debug_mode("error")
         try:
             step = runner.launch(plans[1])
