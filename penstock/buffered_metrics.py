@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from prometheus_client import Counter, Histogram
 
-_INTERNALS = ("_upper_bounds", "_buckets", "_sum")  # of a histogram; see `BucketWriter`
+_INTERNALS = ("_upper_bounds", "_buckets", "_sum")  # private attributes that `BucketWriter` uses
 
 
 class BufferedCounter:

@@ -30,9 +30,8 @@ from penstock.types import Comparison, GeneratedTokens, Ints, PooledOutput, Requ
 from tests.checkpoints import WORDS
 from tests.helpers import ints, make_spec
 
-SHARED = (
-    Path(__file__).resolve().parents[2] / "shared/scenarios/tokenizers"
-)  # real tokenizers, where they are available
+# Real tokenizers, if they are available.
+SHARED = Path(__file__).resolve().parents[2] / "shared/scenarios/tokenizers"
 TEXTS = [
     " ".join(WORDS),
     "Hello, world! The capital of France is Paris.",
@@ -152,9 +151,8 @@ def text_spec(folder: Path, **changes: Any) -> ModelSpec:
     return make_spec(**(values | changes))
 
 
-Script = Callable[
-    [list[int], int], Sequence[int]
-]  # (prompt, index among equal prompts) → the generated tokens
+# (prompt, index among equal prompts) → the generated tokens.
+Script = Callable[[list[int], int], Sequence[int]]
 
 
 class ScriptedEngine:

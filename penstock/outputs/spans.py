@@ -51,7 +51,7 @@ def span_candidates(scores: Floats, num_labels: int, threshold: float) -> list[C
 def word_candidates(scores: Floats, num_labels: int, threshold: float) -> list[Candidate]:
     """The runs of words whose start, end and inside scores exceed the threshold.
 
-    `scores` [words, labels · 3] are those three scores of each word.
+    `scores` [words, labels · 3] has these three scores for each word and label.
     """
     cube = scores.reshape(len(scores), num_labels, 3)
     found: list[Candidate] = []

@@ -43,7 +43,7 @@ def sparse_rows(
 ) -> list[SparseRow]:
     """The sparse rows of an output, for lexical models and for models that weight the vocabulary.
 
-    `params` are those of the output if it is not the request's first one.
+    `params` select the output if it is not the request's first one.
     """
     if (params or request.params).lexical:
         terms = lexical_terms(request.token_ids, request.lengths, values[:, 0], special_ids)

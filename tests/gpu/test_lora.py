@@ -134,7 +134,7 @@ def fused_case(
 
 
 def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Check that errors are within those of half precision."""
+    """Check that errors are within the rounding of half precision."""
     error = found.double() - expected.double()
     assert error.norm() < 5e-3 * expected.norm()
     assert error.abs().max() < 1e-2 * expected.abs().max()

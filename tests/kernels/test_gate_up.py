@@ -165,9 +165,8 @@ def test_it_accepts_only_steps_that_fill_the_device(
     assert [serves(tokens) for tokens in (768, 896, 1024, 2048, 4090)] == [False, True, True, True, True]
     x = torch.zeros(4096, 64, dtype=torch.bfloat16)
     assert not imagined.serves(x.half()) and not imagined.serves(torch.zeros(64, 4096).bfloat16().t())
-    monkeypatch.setattr(
-        gate_up, "is_precompiling", lambda: True
-    )  # accepts any size then, so that the kernel is compiled before it is needed
+    # Precompilation accepts any size, so that the kernel is compiled before it is needed.
+    monkeypatch.setattr(gate_up, "is_precompiling", lambda: True)
     assert imagined.serves(x[:1])
     language.set_kernel_devices()
     assert not imagined.serves(x)

@@ -1,4 +1,4 @@
-"""The kernels of adapters against torch, alone and in steps as CUDA graphs run them."""
+"""Adapter kernels compared with torch, alone and in steps as CUDA graphs run them."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _has_mask(index: Any) -> bool:
 
 @contextmanager
 def trapped(patch: pytest.MonkeyPatch) -> Iterator[Trap]:
-    """Trap all crossings in steps that run inside, on any thread, except those of `Staging`."""
+    """Trap all crossings in steps that run inside, on any thread. Only `Staging` may cross."""
     trap = Trap()
     step = ModelRunner._step
 

@@ -44,9 +44,7 @@ class Device:
         self.names = itertools.count()
         self.now_s = 0.0
         self.tokens: Counter[str] = Counter()  # finished tokens by client
-        self.waits: defaultdict[str, list[int]] = defaultdict(
-            list
-        )  # steps until a request is done, by client
+        self.waits: defaultdict[str, list[int]] = defaultdict(list)  # steps per finished request, by client
         self.left: dict[str, tuple[Traffic, int, int]] = {}  # client, remaining rows, step of arrival
         self.num_steps = 0
 

@@ -1,5 +1,4 @@
-"""The number of prompt tokens that run beside decodes: it keeps the target latency, and prompts do not
-starve."""
+"""The limit on prompt tokens in steps with decodes: the target latency is kept, and prompts do not starve."""
 
 from __future__ import annotations
 
