@@ -695,7 +695,7 @@ class SamplePlan:
     fed_slots: Ints  # [fed], slot whose last sampled token is fed
     leaves: tuple[int, ...] = ()  # slots to free before this step
     joins: tuple[Join, ...] = ()  # slots to assign after the leaves
-    masks: tuple[tuple[int, Ints], ...] = ()  # (slot, bit mask of the tokens that it may sample next)
+    masks: tuple[tuple[int, Ints], ...] = ()  # slot → bit mask of its allowed next tokens, 32 per word
     prompts: PromptPlan | None = None  # None: no prompt log probabilities
     verify: VerifyPlan | None = None  # None: the step has no proposals
     rewind: Rewind | None = None  # applied before this step, after the joins; None: no rejected proposals
