@@ -51,7 +51,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use, so that `import penstock` costs nothing."""
+    """Import a public name on first use, so that `import penstock` is cheap."""
     if name not in _MODULES:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)

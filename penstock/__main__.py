@@ -1,9 +1,9 @@
-"""`python -m penstock` is the `penstock` command."""
+"""Runs the `penstock` command for `python -m penstock`."""
 
 import sys
 
 if not sys.flags.safe_path:
-    del sys.path[0]  # the working folder, which may be a downloaded model: its modules must not run
+    del sys.path[0]  # the working folder may be a downloaded model, whose modules must not be imported
 
 from penstock.cli.main import main
 

@@ -1,7 +1,7 @@
-"""Which engine of a model gets a request. Pure: no sockets, no clock.
+"""Chooses the engine of a model that gets a request. Pure: no sockets, no clock.
 
-A request goes to the engine with the fewest queued tokens. One whose query or prefix an engine has computed
-before prefers that engine, unless so much more waits there that computing it again elsewhere is sooner done.
+A request goes to the engine with the fewest queued tokens. If an engine has already computed the request's
+query or prefix, that engine is preferred, unless recomputing elsewhere would finish sooner.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ UNAVAILABLE = math.inf  # the load of an engine that gets no requests
 
 
 class Affinity(NamedTuple):
-    """What an engine may have kept of earlier requests."""
+    """Cache keys of a request that an engine may have computed for earlier requests."""
 
-    keys: Sequence[bytes]  # of ever longer prefixes, or of the query alone
-    tokens_per_key: int  # that need not run again where a key is known
+    keys: Sequence[bytes]  # keys of prefixes, shortest first, or one key of the queries
+    tokens_per_key: int  # tokens saved per key on an engine that has them cached
 
     def saved_tokens(self, number: int) -> int:
         return (number + 1) * self.tokens_per_key
 
 
 class Balancer:
-    """Chooses engines, and remembers which of them last computed a prefix or a query."""
+    """Chooses engines, and remembers which one last computed each prefix or query."""
 
     def __init__(self, max_known_keys: int = MAX_KNOWN_KEYS) -> None:
-        self._known: OrderedDict[bytes, int] = OrderedDict()  # key → engine, the least recently used first
+        self._known: OrderedDict[bytes, int] = OrderedDict()  # key → engine, least recently used first
         self._max_known_keys = max_known_keys
         self._next = 0  # breaks ties, so that idle engines take turns
 
     def choose(
         self, loads: Sequence[float], affinity: Affinity | None = None, *, slack_tokens: int = 0
     ) -> int | None:
-        """The engine for a request; None if all are unavailable.
+        """Index of the engine for a request; None if all are unavailable.
 
-        `loads` are the queued tokens of each engine. An engine that has what the request needs may have more
-        queued than the least loaded one: by as many tokens as it saves, or by `slack_tokens` if that is more.
+        `loads` are the queued tokens of each engine. An engine with cached keys of the request is chosen even
+        if it has more tokens queued than the least loaded one. The difference may be up to the tokens that
+        the cache saves, or `slack_tokens` if that is more.
         """
         least = self._least_loaded(loads)
         if least is None or affinity is None:
@@ -51,7 +52,7 @@ class Balancer:
         return chosen
 
     def _least_loaded(self, loads: Sequence[float]) -> int | None:
-        """The first of them from where the last search ended."""
+        """The least loaded engine. Of several, the first one after the last choice."""
         size = len(loads)
         least, index = UNAVAILABLE, self._next
         found = None
@@ -66,7 +67,7 @@ class Balancer:
     def _prefer(
         self, loads: Sequence[float], least: float, affinity: Affinity, slack_tokens: int
     ) -> int | None:
-        """The engine that has the longest prefix, or where a new one belongs; None if it is too busy."""
+        """The engine with the longest cached prefix, or the home of a new one; None if it is too busy."""
         for number in range(len(affinity.keys) - 1, -1, -1):
             engine = self._known.get(affinity.keys[number])
             if engine is not None and loads[engine] != UNAVAILABLE:
@@ -85,15 +86,19 @@ class Balancer:
 
 
 def home(key: bytes, loads: Sequence[float]) -> int:
-    """The available engine that a key belongs to. All processes agree, and only the keys of an engine that
-    becomes unavailable move (rendezvous hashing)."""
+    """The available engine that a key maps to, by rendezvous hashing.
+
+    All processes agree on it. When an engine becomes unavailable, only its own keys move.
+    """
     available = [index for index, load in enumerate(loads) if load != UNAVAILABLE]
     return max(available, key=lambda index: hashlib.blake2b(key, salt=index.to_bytes(2)).digest())
 
 
 def divide(loads: Sequence[float], num_tokens: int, min_tokens: int) -> list[int]:
-    """How many tokens of a large request each engine takes, so that all finish at about the same time. An
-    engine that would get fewer than `min_tokens` gets none."""
+    """Divide the tokens of a large request so that all engines finish at about the same time.
+
+    An engine that would get fewer than `min_tokens` gets none.
+    """
     taking = sorted((index for index, load in enumerate(loads) if load != UNAVAILABLE), key=loads.__getitem__)
     shares = [0] * len(loads)
     while taking:

@@ -1,4 +1,4 @@
-"""Metrics that are counted in plain numbers and handed to Prometheus a few times a second.
+"""Metrics that are counted in plain numbers and flushed to Prometheus a few times a second.
 
 In a server with several processes, Prometheus keeps its values in files that all processes share. Writing to
 them for every request would cost more than the request.
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from prometheus_client import Counter, Histogram
 
-_INTERNALS = ("_upper_bounds", "_buckets", "_sum")  # of a histogram; see `BucketWriter`
+_INTERNALS = ("_upper_bounds", "_buckets", "_sum")  # private attributes that `BucketWriter` uses
 
 
 class BufferedCounter:
@@ -29,7 +29,7 @@ class BufferedCounter:
 
 
 class BufferedHistogram(Protocol):
-    """A histogram with its labels given."""
+    """A histogram whose labels are set."""
 
     def observe(self, value: float) -> None: ...
 
@@ -39,8 +39,8 @@ class BufferedHistogram(Protocol):
 class BucketWriter:
     """Counts observations by bucket and adds whole buckets to the histogram.
 
-    prometheus_client has no public way to add more than one observation at a time. All use of its internals
-    is in this class; `supports` tells whether the installed release has them.
+    prometheus_client has no public way to add more than one observation at a time. Only this class uses its
+    internals; `supports` returns whether the installed release has them.
     """
 
     @staticmethod
@@ -72,7 +72,7 @@ class BucketWriter:
 
 
 class ObservationList:
-    """Keeps observations and makes them one by one: slower, but through the public interface alone."""
+    """Keeps observations and reports them one by one: slower, but uses the public interface only."""
 
     def __init__(self, histogram: Histogram) -> None:
         self._histogram = histogram
@@ -92,7 +92,7 @@ def buffered_histogram(histogram: Histogram) -> BufferedHistogram:
 
 
 class BufferedMetrics:
-    """The buffered metrics of one process, by metric and labels. Each is made when it is first used."""
+    """The buffered metrics of one process, by metric and labels. Each is created on first use."""
 
     def __init__(self) -> None:
         self._counters: dict[tuple[Counter, tuple[str, ...]], BufferedCounter] = {}

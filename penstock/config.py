@@ -1,7 +1,7 @@
-"""Configuration: frozen values, and the pure functions that settle every "auto".
+"""Configuration: frozen settings, and the pure functions that resolve every "auto".
 
-`resolve` runs before anything is built, and nothing changes a configuration afterwards. Unknown keys are
-refused by name.
+`resolve` runs before anything is built, and nothing changes a configuration afterwards. Errors name unknown
+keys.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from penstock.speculative_config import SpeculativeConfig, read_speculative_conf
 
 MAX_TENSOR_PARALLEL_SIZE = 64  # ranks of one engine, all on one machine
 DTYPES = ("float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are the same
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # fp8 and fp8_e4m3 mean the same
 T = TypeVar("T")
 
 
 class PoolerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`--pooler-config`: overrides the model's files."""
+    """`--pooler-config`: settings that override the model's files."""
 
     pooling_type: str | None = None
     normalize: bool | None = None
     step_tag_id: int | None = None  # the token that ends a step; for pooling_type STEP
     score_labels: tuple[int, ...] | None = None  # a score is the first of these outputs minus the second
-    task: str | None = None  # of requests to /pooling that name none
+    task: str | None = None  # default task of /pooling requests
     use_activation: bool | None = None  # whether vectors are normalised and scores activated by default
     seq_pooling_type: str | None = None  # another name of pooling_type
-    enable_chunked_processing: bool = False  # of a server: --default-chunking mean
-    max_embed_len: int | None = None  # no effect: texts in chunks may have any length
+    enable_chunked_processing: bool = False  # on a server: the same as --default-chunking mean
+    max_embed_len: int | None = None  # no effect: chunked texts may have any length
 
     def __post_init__(self) -> None:
-        """Settle the names that vLLM has for other fields."""
+        """Apply the fields that are vLLM's names for other fields."""
         if self.seq_pooling_type is not None:
             if self.pooling_type is not None:
                 raise ValueError("pooling_type and seq_pooling_type are the same; give only one")
@@ -50,94 +50,92 @@ class PoolerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A LoRA adapter that is loaded with the model: `--lora-modules`."""
 
-    name: str  # that requests choose it by
-    path: str  # its folder
-    base_model_name: str | None = None  # of a server with several models: which one it belongs to
+    name: str  # the model name that requests use
+    path: str  # folder of the adapter
+    base_model_name: str | None = None  # the model that it adapts, on a server with several
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The settings of one engine. `resolve` settles "auto" and None."""
+    """The settings of one engine. `resolve` replaces "auto" and None."""
 
     model: str | None = None  # folder, hub id, or None for the embedded default
     revision: str | None = None
-    base_model: str | None = (
-        None  # of a repository with only an adapter; None: the one that the adapter names
-    )
-    download_dir: str | None = None  # of hub models; None: the standard cache
-    served_model_name: str | tuple[str, ...] | None = None  # the first is the model's, the others are aliases
+    # Base model if `model` is a repository with only an adapter; None: the one that the adapter names.
+    base_model: str | None = None
+    download_dir: str | None = None  # cache folder for hub models; None: the standard cache
+    served_model_name: str | tuple[str, ...] | None = None  # the model's name, then aliases
     device: str = "auto"  # auto | cpu | cuda | cuda:N | null
-    tensor_parallel_size: int = 1  # devices that compute the model together, each with a share of its layers
+    tensor_parallel_size: int = 1  # devices of one engine, each with a slice of every layer
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
     quantization: Literal["int8", "fp8"] | None = None  # int8 for CPUs, fp8 for CUDA
-    unquantized_layers: tuple[int, ...] = ()  # layers, by number, that quantisation skips
+    unquantized_layers: tuple[int, ...] = ()  # numbers of layers that quantisation skips
     max_model_len: int | None = None
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     max_queued_tokens: int | None = None
-    max_queue_seconds: float = 5.0  # until a request starts; 0: no limit
-    background_step_ms: float = 2.0  # of a step of a batch, while interactive requests come
+    max_queue_seconds: float = 5.0  # maximum wait until a request starts; 0: no limit
+    background_step_ms: float = 2.0  # target time of a background step while interactive requests arrive
     pipeline_depth: int | None = None  # steps in flight
     threads: int | None = None  # CPU threads of the engine
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    model_impl: Literal["auto", "penstock", "transformers"] = "auto"  # auto: the native one
+    model_impl: Literal["auto", "penstock", "transformers"] = "auto"  # auto: penstock
     hf_overrides: dict[str, Any] = msgspec.field(default_factory=dict)
     pooler_config: PoolerConfig = msgspec.field(default_factory=PoolerConfig)
-    default_prompt_name: str | None = None  # of texts whose request names no prompt; None: the model's own
-    default_prompt: str | None = None  # the same, as words
-    score_template: str | None = None  # with {query} and {document}, or the name of a known one
-    enable_chunked_prefill: bool | None = None  # None: if a row may exceed a step and the model allows it
+    default_prompt_name: str | None = None  # prompt of requests that name none; None: the model's default
+    default_prompt: str | None = None  # the same as text instead of a name
+    score_template: str | None = None  # text with {query} and {document}, or the name of a built-in template
+    enable_chunked_prefill: bool | None = None  # None: if a row may exceed a step and the model supports it
     long_prefill_token_threshold: int = 0  # maximum tokens of one row in a step; 0: no limit
     max_num_partial_prefills: int = 0  # partial prefills in one step; 0: no limit
     target_itl_ms: float = 0.0  # target inter-token latency while other prompts are prefilled; 0: none
-    enable_prefix_caching: bool | None = None  # None: if rows are expected to share prefixes
-    enable_generation: bool | None = None  # None: if the checkpoint is meant to generate
+    enable_prefix_caching: bool | None = None  # None: if the model's rows usually share prefixes
+    enable_generation: bool | None = None  # None: if the checkpoint is a generative model
     speculative_config: dict[str, Any] = msgspec.field(default_factory=dict)  # empty: no speculation
-    kv_cache_gb: float | None = (
-        None  # KV cache; None: 1 on a CPU, and on CUDA 8, or most of the free memory if the model generates
-    )
-    kv_cache_dtype: str = "auto"  # auto: that of the model; fp8: 8 bits, with a scale for each token and head
-    share_identical: bool = True  # identical rows in flight, and repeated queries, are computed once
-    document_cache_gb: float = 0.0  # cached vectors of documents that may be scored again
-    step_output_mb: float = 16.0  # maximum token vectors that one step returns; 0: no limit
+    # Size of the KV cache. None: 1 on a CPU; on CUDA 8, or most of the free memory if the model generates.
+    kv_cache_gb: float | None = None
+    kv_cache_dtype: str = "auto"  # auto: the model's dtype; fp8: 8 bits, with a scale per token and head
+    share_identical: bool = True  # compute identical rows in flight, and repeated queries, once
+    document_cache_gb: float = 0.0  # cache for vectors of documents that may be scored again
+    step_output_mb: float = 16.0  # maximum size of the token vectors that one step returns; 0: no limit
     enforce_eager: bool = False
-    graph_capture_seconds: float = 2.0  # for CUDA graphs of likely steps, before the engine is ready
+    graph_capture_seconds: float = 2.0  # time to capture CUDA graphs before the engine is ready
     graph_history: bool = True  # save the shapes of steps for the next start
-    enable_lora: bool = False  # requests may choose LoRA adapters, which are loaded at any time
-    lora_modules: tuple[LoraModule, ...] = ()  # adapters that are loaded with the model
+    enable_lora: bool = False  # requests may choose LoRA adapters, which can be loaded at any time
+    lora_modules: tuple[LoraModule, ...] = ()  # adapters to load with the model
     max_loras: int = 8  # adapters in one step
     max_lora_rank: int = 64
     max_cpu_loras: int | None = None  # adapters in host memory; None: four times `max_loras`
-    null_step_ms: float = 0.0  # how long a step of the null device takes
+    null_step_ms: float = 0.0  # duration of a step of the null device
     profile: str | None = None  # folder for profiler traces of steps
     profile_steps: int = 20  # steps in one trace
     seed: int = 0
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names that the caller gives the model; empty: its own."""
+        """Served names of the model, without duplicates; empty: the model's own name."""
         names = self.served_model_name
         return (names,) if isinstance(names, str) else tuple(dict.fromkeys(names or ()))
 
 
-MAX_COUNT = 2**31 - 1  # of anything that steps count; their plans hold 32-bit integers
-MAX_GIB = 1 << 20  # of a cache; more is a mistake in the unit
-MAX_THREADS = 1024  # of an engine; far more would leave none to the rest of the machine
+MAX_COUNT = 2**31 - 1  # maximum of all counts in a step, because plans hold 32-bit integers
+MAX_GIB = 1 << 20  # maximum size of a cache; a larger value is a mistake in the unit
+MAX_THREADS = 1024  # threads of an engine; the rest of the machine needs some too
 MAX_DATA_PARALLEL_SIZE = 256  # engines of one model on one machine
 MAX_ENGINES_PER_GPU = 8
-DEFAULT_MAX_IMAGES = 32  # of one input
-ALIAS_SETS = ("tei", "vllm")  # servers whose names of metrics /metrics can show too
+DEFAULT_MAX_IMAGES = 32  # images of one input
+ALIAS_SETS = ("tei", "vllm")  # servers whose metric names /metrics can show as well
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One model of a server. None: as the server's settings say for all models."""
+    """One model of a server. A field that is None takes the server's setting."""
 
     engine: EngineConfig
-    aliases: tuple[str, ...] = ()  # further names, besides those of `engine.served_model_name`
+    aliases: tuple[str, ...] = ()  # names in addition to `engine.served_model_name`
     auto_truncate: bool | None = None
     default_chunking: Literal["none", "mean"] | None = None
     chat_template: str | None = None
-    sleep_after_s: float | None = None  # idle for so long, its engine goes to sleep; 0: never
-    data_parallel_size: int | str = 1  # engines; auto: one per GPU, or per NUMA node of a CPU
+    sleep_after_s: float | None = None  # idle time after which the engine goes to sleep; 0: never
+    data_parallel_size: int | str = 1  # engines; auto: one per GPU, or per NUMA node on a CPU
     engines_per_gpu: int = 1  # engines that share a GPU, each with a copy of the model
 
     def __post_init__(self) -> None:
@@ -168,80 +166,80 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     host: str = "127.0.0.1"
     port: int = 8000
     api_server_count: int = 1
-    api_keys: tuple[str, ...] = ()  # a client sends any one of all keys; sha256:HEX is the digest of a key
-    api_key_file: str | None = None  # further keys; read again when it changes
-    admin_keys: tuple[str, ...] = ()  # keys that admin routes ask for
+    api_keys: tuple[str, ...] = ()  # keys, or their digests as sha256:HEX; a client sends one of them
+    api_key_file: str | None = None  # file of more keys; read again when it changes
+    admin_keys: tuple[str, ...] = ()  # keys for the admin routes
     admin_key_file: str | None = None
-    uds: str | None = None  # path of a Unix socket, in place of host and port
+    uds: str | None = None  # path of a Unix socket, instead of host and port
     uds_permissions: int = 0o600
-    admin_port: int | None = None  # operation and admin routes are there, and not on `port`
+    admin_port: int | None = None  # port for operation and admin routes, which then leave `port`
     admin_host: str | None = None  # None: `host`
-    ssl_certfile: str | None = None  # with it, the server speaks TLS
-    ssl_keyfile: str | None = None  # None: in `ssl_certfile`
+    ssl_certfile: str | None = None  # certificate; turns on TLS
+    ssl_keyfile: str | None = None  # private key; None: in `ssl_certfile`
     ssl_keyfile_password: str | None = None
     ssl_keyfile_password_file: str | None = None
-    ssl_ca_certs: str | None = None  # that certificates of clients are checked against
-    ssl_cert_reqs: Literal["none", "optional", "required"] = "none"  # certificates of clients
-    ssl_ciphers: str | None = None  # of TLS 1.2
+    ssl_ca_certs: str | None = None  # authorities that sign client certificates
+    ssl_cert_reqs: Literal["none", "optional", "required"] = "none"  # client certificates
+    ssl_ciphers: str | None = None  # ciphers for TLS 1.2
     max_body_bytes: int = 32 * 1024 * 1024
     max_rows: int = 2048  # inputs of one request
-    max_concurrent_requests: int = 4096  # per API process; above it: status 429
-    max_connections: int = 8192  # per API process; above it: status 503
-    max_connections_per_address: int = 4096  # per API process, loopback excepted; 0: no limit
-    max_header_bytes: int = 64 * 1024  # request line and headers; above it: status 431
+    max_concurrent_requests: int = 4096  # per API process; beyond it: status 429
+    max_connections: int = 8192  # per API process; beyond it: status 503
+    max_connections_per_address: int = 4096  # per API process, except loopback; 0: no limit
+    max_header_bytes: int = 64 * 1024  # request line and headers; beyond it: status 431
     max_headers: int = 100
-    max_url_bytes: int = 8192  # above it: status 414
+    max_url_bytes: int = 8192  # beyond it: status 414
     max_buffered_bytes: int = 1024 * 1024 * 1024  # bodies and large answers held by one API process
-    header_timeout_s: float = 20.0  # to send a request's headers
-    body_timeout_s: float = 30.0  # to send a body, besides its bytes at `min_body_rate`
+    header_timeout_s: float = 20.0  # time to send a request's headers
+    body_timeout_s: float = 30.0  # time to send a body, in addition to its bytes at `min_body_rate`
     min_body_rate: int = 8192  # bytes per second
-    write_timeout_s: float = 60.0  # a client that reads nothing for so long is disconnected
-    idle_timeout_s: float = 75.0  # of a connection without a request
-    allowed_hosts: tuple[str, ...] = ()  # names that `Host` may have; "*": any
-    strict_fields: bool = False  # an unknown field of a body is an error
-    any_model_name: bool = False  # requests may name any model
-    auto_truncate: bool | None = None  # of long texts, unless the request says; None: as the dialect does
-    default_chunking: Literal["none", "mean"] = "none"  # of texts to embed, unless the request says otherwise
-    allowed_origins: tuple[str, ...] = ()  # whose pages may call this server from a browser; "*": all
-    root_path: str = ""  # before every route, where a proxy leaves it there
+    write_timeout_s: float = 60.0  # time after which a client that reads nothing is disconnected
+    idle_timeout_s: float = 75.0  # for connections without a request
+    allowed_hosts: tuple[str, ...] = ()  # accepted values of `Host`; "*": any
+    strict_fields: bool = False  # refuse bodies with unknown fields
+    any_model_name: bool = False  # accept any model name in requests
+    auto_truncate: bool | None = None  # truncate long texts by default; None: the dialect's default
+    default_chunking: Literal["none", "mean"] = "none"  # chunking of embedding requests that set none
+    allowed_origins: tuple[str, ...] = ()  # origins whose pages may call this server; "*": all
+    root_path: str = ""  # path in front of every route, if a proxy does not strip it
     default_timeout_s: float | None = None
-    shared_memory_mb: int = 512  # for large responses from the engine to API processes; 0: sent by socket
-    batch_folder: str | None = None  # of uploaded files and batches; None: /v1/files and /v1/batches refuse
-    max_batch_file_mb: int = 512  # of one uploaded file
-    max_batch_lines: int = 50_000  # of one batch
-    batch_quota_gb: float = 50.0  # of all files; 0: no limit
-    batch_retention_days: float = 30.0  # until files and ended batches are deleted; 0: never
-    result_cache_mb: int = 0  # results kept in each API process; 0: none
-    result_cache_redis: str | None = None  # URL of a Redis that keeps results too
-    result_cache_ttl_s: float = 86_400.0  # how long a result is kept; 0: until there is no room
-    max_image_mb: float = 20.0  # of one image's file
-    max_image_pixels: int = 50_000_000  # of one image
-    limit_mm_per_prompt: dict[str, int] = msgspec.field(default_factory=dict)  # images of one input: "image"
+    shared_memory_mb: int = 512  # for large responses from the engine to API processes; 0: use the socket
+    batch_folder: str | None = None  # uploaded files and batches; None: /v1/files and /v1/batches are off
+    max_batch_file_mb: int = 512  # size of one uploaded file
+    max_batch_lines: int = 50_000  # lines of one batch
+    batch_quota_gb: float = 50.0  # total size of all files; 0: no limit
+    batch_retention_days: float = 30.0  # time until files and finished batches are deleted; 0: never
+    result_cache_mb: int = 0  # result cache of each API process; 0: none
+    result_cache_redis: str | None = None  # URL of a Redis that also caches results
+    result_cache_ttl_s: float = 86_400.0  # lifetime of a cached result; 0: until it is evicted
+    max_image_mb: float = 20.0  # size of one image's file
+    max_image_pixels: int = 50_000_000  # pixels of one image
+    limit_mm_per_prompt: dict[str, int] = msgspec.field(default_factory=dict)  # {"image": images per input}
     allowed_media_domains: tuple[str, ...] = ()  # hosts from which images are fetched; "*": all public ones
-    allowed_local_media_path: str | None = None  # folder below which requests may name files; None: none
+    allowed_local_media_path: str | None = None  # folder whose files requests may name; None: no files
     chat_template: str | None = None  # Jinja, or the name of one of the model's templates; None: its default
-    trust_request_chat_template: bool = False  # requests may bring a chat template of their own
-    enable_tokenizer_info_endpoint: bool = False  # /tokenizer_info shows the tokenizer's configuration
-    lora_root: str | None = None  # adapters are loaded at run time from folders below it only; None: from any
+    trust_request_chat_template: bool = False  # accept chat templates in requests
+    enable_tokenizer_info_endpoint: bool = False  # serve the tokenizer's configuration at /tokenizer_info
+    lora_root: str | None = None  # folder below which adapters must be to be loaded at run time; None: any
     drain_s: float = 30.0
-    wake_timeout_s: float = 30.0  # of a request for a model that sleeps; 0: it does not wait
-    standby_engine: bool | None = None  # None: beside an engine on a GPU
-    engine_affinity: bool = True  # equal queries and prefixes prefer the engine that has them
-    sleep_after_s: float = 0.0  # a model that is idle for so long goes to sleep; 0: never
+    wake_timeout_s: float = 30.0  # how long a request waits for a sleeping model to wake; 0: not at all
+    standby_engine: bool | None = None  # None: only if the engine is on a GPU
+    engine_affinity: bool = True  # route equal queries and prefixes to the engine that has them cached
+    sleep_after_s: float = 0.0  # idle time after which a model goes to sleep; 0: never
     max_awake_models: int = 0  # beyond it, the least recently used model goes to sleep; 0: no limit
-    engine_hang_timeout_s: float = 10.0  # time without a heartbeat of the engine's loop; 0: never replaced
-    engine_step_timeout_s: float = 600.0  # of one step; 0: no limit
+    engine_hang_timeout_s: float = 10.0  # an engine without a heartbeat for this long is replaced; 0: never
+    engine_step_timeout_s: float = 600.0  # time limit of one step; 0: none
     log_level: str = "info"
     log_format: Literal["auto", "text", "json"] = "auto"  # auto: text on a terminal, JSON elsewhere
     access_log: bool = False
-    log_inputs: bool = False  # the access log shows the beginning of bodies too
-    metric_aliases: tuple[str, ...] = ()  # servers whose metric names are shown too: tei, vllm
-    otlp_endpoint: str | None = None  # of the collector of traces; None: as OTEL_* variables say
+    log_inputs: bool = False  # log the beginning of each body in the access log
+    metric_aliases: tuple[str, ...] = ()  # servers whose metric names are also shown: tei, vllm
+    otlp_endpoint: str | None = None  # URL of the trace collector; None: from the OTEL_* variables
     otlp_service_name: str | None = None  # None: OTEL_SERVICE_NAME, or penstock
 
     @property
     def max_images(self) -> int:
-        """Images of one input."""
+        """Maximum number of images in one input."""
         return self.limit_mm_per_prompt.get("image", DEFAULT_MAX_IMAGES)
 
     @property
@@ -255,7 +253,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's settings, with every "auto" settled."""
+    """An engine's settings, with every "auto" resolved."""
 
     device: str
     dtype: str
@@ -269,10 +267,10 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     load_format: str
     seed: int
     tensor_parallel_size: int = 1
-    devices: tuple[str, ...] = ()  # of the tensor-parallel ranks; empty: `device` and those that follow it
-    max_queue_seconds: float = 0.0  # until a request starts; 0: no limit
-    background_step_ms: float = 2.0  # of a step of a batch, while interactive requests come
-    shares_steps: bool = True  # small requests have a share of each step while large ones run
+    devices: tuple[str, ...] = ()  # devices of the tensor-parallel ranks; empty: consecutive from `device`
+    max_queue_seconds: float = 0.0  # maximum wait until a request starts; 0: no limit
+    background_step_ms: float = 2.0  # target time of a background step while interactive requests arrive
+    shares_steps: bool = True  # small requests get a share of each step while large ones run
     unquantized_layers: tuple[int, ...] = ()
     model_impl: str = "penstock"
     chunked: bool = False
@@ -281,22 +279,22 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     max_partial_prefills: int = 0  # partial prefills in one step; 0: no limit
     target_itl_s: float = 0.0  # target inter-token latency while other prompts are prefilled; 0: none
     generates: bool = False
-    generate_prefixes: bool = False  # sequences that generate share cached prefixes
+    generate_prefixes: bool = False  # generating sequences share cached prefixes
     speculation: SpeculativeConfig | None = None  # None: no speculation
     draft: Resolved | None = None  # settings of the draft model; None: no draft model
-    kv_cache_bytes: int = 0  # 0: a share of the free memory of the device
+    kv_cache_bytes: int = 0  # 0: a share of the device's free memory
     kv_cache_is_fp8: bool = False
-    kv_share: float = 0.8  # of the memory that the weights leave free; the rest is for activations
+    kv_share: float = 0.8  # share of the memory that the weights leave free; the rest is for activations
     share_identical: bool = True
     document_cache_bytes: int = 0
     step_output_bytes: int = 0  # 0: no limit
-    graphs: bool = False  # small steps are replayed as CUDA graphs
-    graph_capture_seconds: float = 2.0  # before the engine is ready
+    graphs: bool = False  # replay small steps as CUDA graphs
+    graph_capture_seconds: float = 2.0  # time to capture CUDA graphs before the engine is ready
     graph_history: bool = True
-    max_loras: int = 0  # adapters in one step; 0: requests have none
+    max_loras: int = 0  # adapters in one step; 0: LoRA is off
     max_lora_rank: int = 0
     max_cpu_loras: int = 0  # adapters in host memory
-    null_step_s: float = 0.0  # how long a step of the null device takes
+    null_step_s: float = 0.0  # duration of a step of the null device
     profile: str = ""  # folder; empty: no profile
     profile_steps: int = 20
 
@@ -304,15 +302,15 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The facts about a model that `resolve` uses."""
 
-    max_model_len: int  # what the model is meant for
-    max_positions: int | None = None  # what its weights allow; None: no more than `max_model_len`
+    max_model_len: int  # the length that the model was trained for
+    max_positions: int | None = None  # the length that its weights allow; None: `max_model_len`
     hidden_size: int | None = None
     num_layers: int | None = None
-    why_not_chunked: str | None = None  # why a row cannot be spread over steps; None: it can
-    shares_prefixes: bool = False  # rows are expected to begin with the same tokens
+    why_not_chunked: str | None = None  # why chunked prefill is impossible; None: it is possible
+    shares_prefixes: bool = False  # rows usually begin with the same tokens
     generates: bool = False
     is_static: bool = False  # a table of token vectors, without layers
-    draft: ModelFacts | None = None  # of its draft model
+    draft: ModelFacts | None = None  # facts about its draft model
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -326,16 +324,16 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def available_cpus() -> int:
-    """The cores that this process may use; in a container, fewer than the machine has."""
+    """Number of cores that this process may use; in a container, fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return max(1, len(os.sched_getaffinity(0)))
     return os.cpu_count() or 1
 
 
 def check_settings(config: EngineConfig, model: ModelFacts) -> None:
-    """Raise `ConfigError` for settings that `resolve` refuses on every machine on which the engine may run.
+    """Raise `ConfigError` for settings that `resolve` would refuse on any machine.
 
-    Needs nothing of the machine, so it can run before an engine process has looked at its devices.
+    It does not look at this machine, so it can run before an engine process has examined its devices.
     """
     cpus = available_cpus()
     cpu = Machine(cpus=cpus, cuda=False)
@@ -354,15 +352,17 @@ def check_settings(config: EngineConfig, model: ModelFacts) -> None:
 
 
 def unused_settings(config: EngineConfig, model: ModelFacts) -> tuple[str, ...]:
-    """Fields that are set but change nothing for this model. Models of one server may share settings, so
-    these are no errors."""
+    """Names of fields that are set but have no effect on this model.
+
+    These are not errors, because the models of one server may share settings.
+    """
     if model.generates:
         return ()
     return tuple(name for name in ("target_itl_ms", "max_num_partial_prefills") if getattr(config, name))
 
 
 def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolved:
-    """Settle every "auto"; raise `ConfigError` for settings that cannot work together."""
+    """Resolve every "auto"; raise `ConfigError` for settings that contradict each other."""
     generate_prefixes = model.generates and config.enable_prefix_caching is not False
     if config.enable_prefix_caching is None:
         can_chunk = model.why_not_chunked is None and config.enable_chunked_prefill is not False
@@ -415,7 +415,7 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
         speculation=_speculation(config, model),
         kv_cache_bytes=_kv_cache(config.kv_cache_gb, on_cpu, model.generates),
         kv_cache_is_fp8=_is_fp8_cache(config.kv_cache_dtype, has_cache=model.generates or chunked),
-        # Comparing rows of a static model costs more than running them.
+        # With a static model, comparing rows costs more than computing them.
         share_identical=config.share_identical and not model.is_static,
         document_cache_bytes=_document_cache(config.document_cache_gb),
         step_output_bytes=_step_output(config.step_output_mb),
@@ -446,7 +446,7 @@ def _draft(
     model: ModelFacts,
     machine: Machine,
 ) -> Resolved:
-    """The settings of a draft model: those of the target model, except for its own keys."""
+    """The settings of a draft model: the target model's, except for those set in `speculation`."""
     if target.device == "null":
         raise ConfigError(
             "speculative_config: device null computes nothing, so it runs no draft model; use prompt lookup",
@@ -466,7 +466,7 @@ def _draft(
         max_model_len=min(target.max_model_len, given or positions),
         max_num_batched_tokens=target.max_num_batched_tokens,
         max_num_seqs=target.max_num_seqs,
-        # All steps of a proposal are in flight together, after one that reads known tokens.
+        # All draft steps of a proposal are in flight at once, after one step that prefills known tokens.
         pipeline_depth=speculation.num_speculative_tokens + 1,
         threads=target.threads,
         load_format=config.load_format,
@@ -485,19 +485,20 @@ def _draft(
 
 
 CPU_STEP_TOKENS = 1024  # a step's activations fit in the CPU cache; measured by benchmarks/cpu_profile.py
-STATIC_STEP_TOKENS = 1 << 17  # a token is one row of a table, so a step has to have many of them
-CUDA_STEP_TOKENS = 16_384  # for a model of unknown size
-_KNEE = 1 << 24  # tokens × hidden size, fitted to measurements
+STATIC_STEP_TOKENS = 1 << 17  # a token is one table lookup, so a step needs many of them
+CUDA_STEP_TOKENS = 16_384  # for models of unknown size
+_KNEE = 1 << 24  # tokens × hidden size at which a step saturates the GPU; fitted to measurements
 _MAX_STEP_FLOPS = 6e13  # a tenth of a second on a large GPU
-_EIGHT_BIT = ("fp8",)  # runs at twice the rate, so both limits double
+_EIGHT_BIT = ("fp8",)  # quantisations that run at twice the rate, so both limits double
 
 
 def cuda_step_tokens(hidden: int | None, layers: int | None, quantization: str | None = None) -> int:
     """The best number of tokens in a step: fewer leave the GPU idle, more only add latency.
 
     Narrow models need many tokens to fill the GPU, wide ones few. Deep and wide models are limited to a tenth
-    of a second per step. Measured on an H200 with up to 16,384 tokens: matrix products 384 to 1,024 wide get
-    faster up to there; those 4,096 wide are fastest at 4,096 tokens. Other sizes follow from the rule.
+    of a second per step. This was measured on an H200 with up to 16,384 tokens. Matrix products 384 to 1,024
+    wide get faster up to 16,384 tokens; products 4,096 wide are fastest at 4,096 tokens. Other sizes are
+    extrapolated.
     """
     if not hidden or not layers:
         return CUDA_STEP_TOKENS
@@ -607,7 +608,7 @@ MAX_LORAS, MAX_LORA_RANK, MAX_CPU_LORAS = 512, 1024, 65_536
 
 
 def _check_lora(config: EngineConfig, model: ModelFacts) -> None:
-    """Refuse settings of LoRA adapters that cannot work together."""
+    """Refuse LoRA settings that contradict each other or the model."""
     if not config.enable_lora:
         if config.lora_modules:
             raise ConfigError("lora_modules needs enable_lora; set --enable-lora", param="lora_modules")
@@ -647,7 +648,7 @@ def _speculation(config: EngineConfig, model: ModelFacts) -> SpeculativeConfig |
 
 
 def _chunked(config: EngineConfig, limit: int, budget: int, why_not: str | None) -> bool:
-    """Whether a row may be spread over steps. Enabling it for a model that cannot is an error."""
+    """Whether to use chunked prefill. Enabling it for a model that cannot do it is an error."""
     if config.long_prefill_token_threshold < 0:
         raise ConfigError(
             f"long_prefill_token_threshold is {config.long_prefill_token_threshold}; use 0 for no limit",
@@ -668,7 +669,8 @@ def _chunked(config: EngineConfig, limit: int, budget: int, why_not: str | None)
 
 
 def _graphs(config: EngineConfig, on_cpu: bool, dtype: str) -> bool:
-    """Attention in fp32 and by transformers loops over lengths on the host, which no graph can capture."""
+    """Whether to use CUDA graphs. Attention in fp32 and in transformers loops over lengths on the host, which
+    a graph cannot capture."""
     return not (on_cpu or config.enforce_eager or dtype == "float32" or config.model_impl == "transformers")
 
 
@@ -784,7 +786,7 @@ def _at_most(name: str, value: int, high: int = MAX_COUNT) -> None:
 
 
 def from_mapping(kind: type[T], values: dict[str, Any]) -> T:
-    """Build a configuration from plain values, refusing unknown keys and wrong types by name."""
+    """Build a configuration from plain values. Errors name unknown keys and wrong types."""
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:

@@ -1,8 +1,8 @@
-"""Content identity: the one place that decides when two rows are the same work.
+"""Content identity: the only module that decides when two rows are identical.
 
-Deduplication, the prefix cache and the vector cache all take their keys from here. The two tables below name
-every field of a `Request` that is content, besides token ids and images. New content is added to one of them
-and to `PrefixKeys`; `tests/config/test_content.py` fails while a field of `Request` is in neither table.
+Deduplication, the prefix cache and the vector cache take their keys from here. The two tables below name
+every `Request` field that is content, except token ids and images. Add a new content field to one of them
+and to `PrefixKeys`; `tests/config/test_content.py` fails if a field of `Request` is in neither table.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.types import Ints, Request, RequestImages, runs
 
-TOKEN_FIELDS = ("type_ids", "token_mask")  # one number per token, beside `token_ids`
+TOKEN_FIELDS = ("type_ids", "token_mask")  # one number per token, in addition to `token_ids`
 ROW_FIELDS = ("skip", "key_limits", "adapters")  # one number per row
 
 Scope = tuple[object, ...]
@@ -24,7 +24,7 @@ _optional_fields = attrgetter(*TOKEN_FIELDS, *ROW_FIELDS)
 
 
 def row_keys(request: Request) -> list[bytes]:
-    """One key per row. Equal keys of requests with an equal `scope` mean equal results."""
+    """One key per row. For requests with equal `scope`, equal keys mean equal results."""
     if request.num_rows == 1:
         return [_only_row_key(request)]
     ends = request.starts + request.lengths
@@ -49,7 +49,7 @@ def scope(request: Request) -> Scope:
 
 
 def select_rows(request: Request, rows: Ints, request_id: str) -> Request:
-    """These rows as a request of their own."""
+    """A request of only these rows."""
     lengths = request.lengths[rows]
     tokens = runs(request.starts[rows], lengths)
     parts = dict.fromkeys(TOKEN_FIELDS, tokens) | dict.fromkeys(ROW_FIELDS, rows)
@@ -67,7 +67,7 @@ def select_rows(request: Request, rows: Ints, request_id: str) -> Request:
 
 
 def query_key(request: Request) -> bytes:
-    """The key of all queries of a request with pairs. Equal keys mean that the same vectors are needed."""
+    """One key for all queries of a request with pairs. Equal keys mean equal query vectors."""
     queries = select_rows(request, np.arange(request.num_queries, dtype=np.int32), request.id)
     digest = hashlib.blake2b(repr((request.params.late, scope(request))).encode(), digest_size=16)
     for key in row_keys(queries):
@@ -76,17 +76,18 @@ def query_key(request: Request) -> bytes:
 
 
 def prefix_keys(request: Request, block_size: int, max_blocks: int) -> list[bytes]:
-    """Keys of ever longer prefixes of a request's first row, each by `block_size` tokens."""
+    """Keys of the prefixes of a request's first row, each `block_size` tokens longer than the last."""
     first_row = request.token_ids[: min(int(request.lengths[0]), block_size * max_blocks)]
     return PrefixKeys(request, 0, block_size).extend(first_row)
 
 
 class PrefixKeys:
-    """Keys of the full KV cache blocks of one row, which grows while it generates.
+    """Keys of the full KV cache blocks of one row, which may grow by generated tokens.
 
     A key covers all tokens up to the end of its block and everything else that changes their hidden states:
-    type ids, images, adapter and key limit. It also covers the cache salt and whether the row generates or is
-    pooled: some models attend differently in the two. `skip` and `token_mask` only select outputs.
+    type ids, images, adapter and key limit. It also covers the cache salt. Because some models attend
+    differently when they generate, it covers whether the row generates or is pooled. `skip` and `token_mask`
+    are left out, because they only select outputs.
     """
 
     __slots__ = ("_block_size", "_images", "_parent", "_type_ids", "keys")
@@ -108,7 +109,7 @@ class PrefixKeys:
         tokens = token_ids[first:].tobytes()
         for at in range(0, len(tokens) - width + 1, width):
             content = self._parent + tokens[at : at + width]
-            if self._type_ids:  # a generated token has none, which counts as 0
+            if self._type_ids:  # generated tokens have none and count as 0
                 begin = len(self.keys) * width
                 content += self._type_ids[begin : begin + width].ljust(width, b"\0")
             if self._images:
@@ -119,12 +120,12 @@ class PrefixKeys:
         return self.keys
 
     def _image_keys(self, begin: int, end: int) -> bytes:
-        """The images that have one of these tokens."""
+        """Keys of the images that overlap tokens `begin` to `end`."""
         return b"".join(key for start, stop, key in self._images if start < end and stop > begin)
 
 
 def _prefix_root(request: Request, row: int) -> bytes:
-    """What the keys of all blocks of a row start from: everything but its tokens."""
+    """The start of a row's chain of block keys: everything except its tokens."""
     generates = request.sampling is not None
     adapter = -1 if request.adapters is None else int(request.adapters[row])
     key_limit = 0 if request.key_limits is None else int(request.key_limits[row])
@@ -134,7 +135,7 @@ def _prefix_root(request: Request, row: int) -> bytes:
 
 
 def _only_row_key(request: Request) -> bytes:
-    """The key of a request's only row: all that the request has, in the order of `row_keys`."""
+    """The key of a request's only row: all its content, in the order of `row_keys`."""
     key = request.token_ids.tobytes()
     for numbers in _optional_fields(request):
         if numbers is not None:
@@ -143,7 +144,7 @@ def _only_row_key(request: Request) -> bytes:
 
 
 def _images_of_row(images: RequestImages, row: int) -> list[tuple[int, int, bytes]]:
-    """For each image of a row its first token, the one behind its last, and its content."""
+    """For each image of a row: its first token, one past its last token, and its key."""
     chosen, _ = images.of_rows(np.array([row], dtype=np.int32))
     starts = images.starts[chosen]
     ends = starts + images.num_tokens[chosen]
@@ -154,8 +155,8 @@ def _images_of_row(images: RequestImages, row: int) -> list[tuple[int, int, byte
 
 
 def _image_keys(request: Request) -> list[bytes]:
-    """For each row what its images add to its key. Their number comes last, so that no token id is mistaken
-    for a part of an image."""
+    """What the images of each row add to its key. The number of images comes last, so that token ids cannot
+    be mistaken for parts of an image."""
     keys, counts = [b""] * request.num_rows, [0] * request.num_rows
     if (images := request.images) is not None:
         spans = zip(images.rows.tolist(), images.starts.tolist(), images.num_tokens.tolist(), strict=True)

@@ -1,7 +1,7 @@
-"""All errors, as one tree.
+"""All errors, in one class tree.
 
-The caller can fix a `ClientError`; an `EngineError` is the server's fault. Each class has the HTTP status of
-its response, so a dialect only decides the shape of the body.
+The caller can fix a `ClientError`; an `EngineError` is the server's fault. Each class defines the HTTP status
+of its response, so a dialect only decides the shape of the body.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import reprlib
 from typing import Any, ClassVar
 
-MAX_SHOWN_CHARS = 80  # of a value in a message
+MAX_SHOWN_CHARS = 80  # characters of a value in a message
 MAX_MESSAGE_CHARS = 2000
 MAX_PARAM_CHARS = 200
 
 
 def shown(value: Any) -> str:
-    """A caller's value as a message shows it: its `repr`, cut where it is long or deeply nested."""
+    """A caller's value for a message: its `repr`, shortened where it is long or deeply nested."""
     return _SHORT.repr(value)
 
 
@@ -24,7 +24,7 @@ _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = MAX_SHOWN_CHARS
 
 
 def shortened(text: str, max_chars: int) -> str:
-    """The text, or its beginning and end: the end of a message says what is accepted."""
+    """The text, or its beginning and end if it is too long. The end of a message says what is accepted."""
     if len(text) <= max_chars:
         return text
     end = max_chars // 4
@@ -34,7 +34,7 @@ def shortened(text: str, max_chars: int) -> str:
 class PenstockError(Exception):
     """The base of all errors. `param` names the field that caused the error, if any.
 
-    Both are bounded here, so no reply and no log repeats megabytes that a client sent.
+    Message and `param` are shortened, so that replies and logs do not repeat megabytes that a client sent.
     """
 
     status: ClassVar[int] = 500
@@ -60,7 +60,7 @@ class MalformedBody(BadValue):
 
 
 class EmptyInput(BadValue):
-    """There is nothing to work on."""
+    """The input is empty."""
 
 
 class Unauthorized(ClientError):
@@ -85,7 +85,7 @@ class ModelNotFound(NotFound):
 
 
 class ModelNotAllowed(ModelNotFound):
-    """The client's key does not allow the model. It is not told whether the server has it."""
+    """The client's key does not allow the model. The response does not reveal whether the model exists."""
 
 
 class AdapterNotFound(ModelNotFound):
@@ -148,14 +148,14 @@ class HeadersTooLarge(ClientError):
 
 
 class NotPossible(ClientError):
-    """Well-formed, but not something this model can do."""
+    """The request is valid, but this model cannot do it."""
 
     status = 422
     code = "not_possible"
 
 
 class QueueFull(ClientError):
-    """Too many tokens wait already."""
+    """Too many tokens are already queued."""
 
     status = 429
     code = "queue_full"
@@ -176,21 +176,21 @@ class QueueTooSlow(QueueFull):
 
 
 class KeyLimitReached(QueueFull):
-    """The client's key has as many requests in flight, or has used as many tokens, as it may."""
+    """The client's key has reached its limit of requests in flight or of tokens."""
 
     code = "key_limit_reached"
     reason = "key_requests"  # or key_tokens
 
 
 class Cancelled(ClientError):
-    """The client disconnected, so nobody reads the response."""
+    """The client disconnected before the response was sent."""
 
     status = 499
     code = "cancelled"
 
 
 class NotServed(ClientError):
-    """A route that other servers of the dialect have, and this one does not."""
+    """A route that other servers of the dialect have, but this one does not."""
 
     status = 501
     code = "not_served"
@@ -227,14 +227,14 @@ class EngineUnavailable(EngineError):
 
 
 class ModelAsleep(EngineUnavailable):
-    """The model sleeps, and did not wake in time or could not be woken."""
+    """The model is asleep, and did not wake in time or could not be woken."""
 
     code = "model_asleep"
     retry_after_s = 5
 
 
 class ServerFull(EngineError):
-    """The server holds as many connections or bytes as it may; fewer are held in a moment."""
+    """The server has reached its limit of connections or buffered bytes. Retry in a moment."""
 
     status = 503
     code = "server_full"
@@ -242,7 +242,7 @@ class ServerFull(EngineError):
 
 
 class StartFailed(EngineError):
-    """A process of the server exited each time before it could serve."""
+    """A server process exited at each start before it could serve."""
 
     code = "start_failed"
 

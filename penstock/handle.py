@@ -1,7 +1,7 @@
-"""`EngineHandle`: how servers, offline engines, commands and benchmarks use an engine.
+"""`EngineHandle`: the interface to an engine for servers, offline engines, commands and benchmarks.
 
-`offline.local` implements it for an engine in this process, `wire.client` for one in another process; a group
-of replicas can implement it too. Nothing here imports the engine, sockets or torch.
+`offline.local` implements it for an engine in this process, `wire.client` for one in another process, and
+`wire.group` for several engines of one model. This module imports neither the engine nor sockets nor torch.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ class StreamListener(Protocol):
         """Whether every sequence has finished, or the request has failed."""
 
     def on_token(self, row: int, token_id: int) -> None:
-        """One further token of a sequence that continues. The most frequent call."""
+        """Receive one more token of an unfinished sequence. The most frequent call."""
 
     def on_tokens(self, parts: list[GeneratedTokens]) -> None:
-        """Tokens with anything besides their ids: log probabilities, a finish reason."""
+        """Receive tokens that come with more than ids, such as log probabilities or a finish reason."""
 
     def on_error(self, error: PenstockError) -> None:
-        """The request has failed; nothing else follows."""
+        """Receive the error of a failed request. It is the last call."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    num_requests: int  # submitted and not yet answered
+    num_requests: int  # submitted and not answered yet
 
 
 class EngineHandle(Protocol):
-    """All methods but `close` are called on an event loop's thread. Errors are `PenstockError`."""
+    """Call all methods except `close` on an event loop's thread. Errors are `PenstockError`."""
 
     async def run(self, request: Request) -> PooledOutput:
-        """The output of a pooling request. Cancelling the caller's task cancels the request."""
+        """Run a pooling request. Cancelling the caller's task cancels the request."""
 
     async def compare(self, comparison: Comparison) -> PooledOutput:
-        """Scores of given vectors. Cancelling the caller's task drops the result."""
+        """Score the given vectors. Cancelling the caller's task drops the result."""
 
     def stream(self, request: Request, listener: StreamListener) -> Unsubscribe:
-        """Generate; the listener is called as tokens arrive.
+        """Generate, and call the listener as tokens arrive.
 
         Always unsubscribe, even after the request has finished. Raises at once if the engine is unavailable.
         """
@@ -59,24 +59,24 @@ class EngineHandle(Protocol):
 
     @property
     def unavailable_reason(self) -> str:
-        """Why requests cannot be served, in words for the user; empty when ready."""
+        """Why requests cannot be served, as a message for the user; empty when ready."""
 
     @property
     def revision(self) -> str:
-        """The revision of the loaded model: equal ones give equal results. Empty where it is not known, and
+        """The revision of the loaded model. Equal revisions give equal results. If it is empty (unknown),
         results must not be cached."""
         return ""
 
     @property
     def engine_settings(self) -> dict[str, Any]:
-        """The resolved settings of the engine; empty where they are not known."""
+        """The resolved settings of the engine; empty if unknown."""
         return {}
 
     def start(self) -> None:
-        """Connect to the engine, where there is something to connect to. Called once, on the event loop."""
+        """Connect to the engine, if it is in another process. Called once, on the event loop."""
         return
 
     def stats(self) -> EngineStats: ...
 
     def close(self) -> None:
-        """Release the engine. A local engine finishes what was submitted; may block."""
+        """Release the engine. A local engine finishes all submitted requests first, so this may block."""

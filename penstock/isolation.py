@@ -1,4 +1,4 @@
-"""How Penstock starts other Python processes: nothing is imported from the working folder.
+"""Starts other Python processes so that they import nothing from the working folder.
 
 The working folder may be a downloaded model, and a file `json.py` in it would otherwise run. `PYTHONPATH` is
 the user's own setting and still applies.
@@ -19,11 +19,11 @@ def isolated_python(*arguments: str) -> list[str]:
 
 
 def isolated_environment() -> dict[str, str]:
-    """The environment of a Python process; the processes that it starts are isolated by it, too.
+    """The environment for an isolated Python process. Processes that it starts inherit the isolation.
 
     Empty entries of `PYTHONPATH`, as in `PYTHONPATH=$PYTHONPATH:/opt/lib`, mean the working folder and are
-    dropped. A checkout that is not installed may be importable only by way of the working folder: its folder
-    is added instead.
+    dropped. A checkout that is not installed may only be importable through the working folder, so its folder
+    is added.
     """
     paths = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     if _SOURCE.name not in ("site-packages", "dist-packages") and str(_SOURCE) not in paths:

@@ -1,8 +1,8 @@
-"""How every process of a server logs: lines of text on a terminal, JSON objects elsewhere.
+"""Logging of all server processes: lines of text on a terminal, JSON objects elsewhere.
 
-A record may carry `extra={"fields": {...}}`: JSON shows them beside the message, text after it. Those of
-`json_fields` are shown in JSON only, because the message has them. Messages of exceptions may quote an input,
-so an API process leaves them out.
+A record may carry `extra={"fields": {...}}`: JSON adds them as keys, text appends them to the message.
+`json_fields` are shown in JSON only, because the message already contains them. Messages of exceptions may
+quote an input, so an API process omits them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import orjson
 
 log = logging.getLogger("penstock")
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
-MAX_CHAIN = 10  # exceptions that led to one another
+MAX_CHAIN = 10  # exceptions shown of a chain of causes
 
 
 def configure(
@@ -32,10 +32,10 @@ def configure(
     model: str = "",
     shows_values: bool = True,
 ) -> None:
-    """Set up the logs of this process, unless something has set them up already.
+    """Set up the logging of this process, unless it is already set up.
 
-    `process` is its kind: supervisor, engine or api. Without `shows_values`, exceptions are logged without
-    their messages.
+    `process` is supervisor, engine or api. Without `shows_values`, exceptions are logged without their
+    messages.
     """
     handler = logging.StreamHandler(sys.stderr)
     kind = formatter_class(format, sys.stderr.isatty())
@@ -73,7 +73,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(TextFormatter):
-    """One JSON object in a line."""
+    """One JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
@@ -104,7 +104,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """A value in a line of text, which it cannot end."""
+    """A value for a line of text. Quoted if needed, so that it cannot end the line."""
     text = str(value)
     return text if text.isprintable() and " " not in text and '"' not in text else json.dumps(text)
 
@@ -116,24 +116,24 @@ def _rfc3339(seconds: float) -> str:
 def _encoded(entry: dict[str, Any]) -> str:
     try:
         return orjson.dumps(entry, default=str).decode()
-    except (TypeError, ValueError):  # half a character, which UTF-8 cannot write
+    except (TypeError, ValueError):  # a lone surrogate, which UTF-8 cannot encode
         return json.dumps(entry, default=str)
 
 
 def _is_safe(error: BaseException) -> bool:
-    """Whether the message of an exception is the system's, not made of what a client sent."""
+    """Whether the message of an exception comes from the system and cannot quote client data."""
     return isinstance(error, OSError)
 
 
 def _without_values(error: BaseException) -> str:
-    """Where an exception was raised, and its type."""
+    """Format the traceback and the type of an exception. The message is included only if it is safe."""
     frames = "".join(traceback.format_tb(error.__traceback__))
     message = f": {error}" if _is_safe(error) else ""
     return f"Traceback (most recent call last):\n{frames}{type(error).__name__}{message}"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception after those that led to it."""
+    """An exception's causes, the first cause first, and then the exception itself."""
     found: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in found and len(found) < MAX_CHAIN:

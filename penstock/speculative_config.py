@@ -8,11 +8,11 @@ import msgspec
 
 from penstock.errors import ConfigError
 
-MAX_SPECULATIVE_TOKENS = 31  # proposals of a sequence in a step, which then has one row more
-MAX_LOOKUP = 32  # tokens of an n-gram
+MAX_SPECULATIVE_TOKENS = 31  # per sequence and step; a sequence with n proposals has n + 1 rows
+MAX_LOOKUP = 32  # tokens in an n-gram
 _PARAM = "speculative_config"
 _SHARED_KEYS = ("method", "num_speculative_tokens", "adaptive")
-_KEYS = {  # by method
+_KEYS = {  # accepted keys of each method
     "ngram": (*_SHARED_KEYS, "prompt_lookup_max", "prompt_lookup_min"),
     "draft_model": (
         *_SHARED_KEYS,
@@ -32,8 +32,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     draft model is a smaller model with the same vocabulary."""
 
     method: str = "ngram"
-    num_speculative_tokens: int = 4  # proposals of a sequence in a step
-    adaptive: bool = True  # speculate only while it is faster; False: every proposal runs
+    num_speculative_tokens: int = 4  # proposed tokens per sequence and step
+    adaptive: bool = True  # speculate only while it is faster; False: always
     prompt_lookup_max: int | None = None  # tokens of the longest n-gram; None: 4, or the minimum if larger
     prompt_lookup_min: int | None = None  # tokens of the shortest n-gram; None: 2, or the maximum if smaller
     model: str | None = None  # folder or hub id of the draft model

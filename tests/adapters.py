@@ -11,8 +11,8 @@ from penstock.weights.adapters import ModuleWeights, PartWeights, TableWeights
 
 
 def random_adapters(sites: AdapterSites, ranks: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
-    """Give the model adapters of its own, with these ranks, on all of its layers and tables. Every second one
-    leaves out every third layer; the last has gains, as DoRA does."""
+    """Give the model its own adapters with these ranks, on all of its layers and tables. Every second adapter
+    leaves out every third layer; the last one has gains, as in DoRA."""
     draw = torch.Generator().manual_seed(3)
 
     def noise(*shape: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="need
 
 
 class Authority:
-    """Signs certificates. Files are in `folder`."""
+    """A certificate authority whose files are in `folder`."""
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
         self.folder = folder
@@ -25,7 +25,7 @@ class Authority:
         _openssl(*new, "-out", str(self.certificate))
 
     def sign(self, name: str, password: str | None = None) -> tuple[Path, Path]:
-        """A certificate for 127.0.0.1 and localhost, and its key."""
+        """Create a certificate for 127.0.0.1 and localhost, and its key."""
         certificate, key = self.folder / f"{name}.crt", self.folder / f"{name}.key"
         _openssl("ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", str(key))
         request, names = self.folder / f"{name}.csr", self.folder / "names.cnf"

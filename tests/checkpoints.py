@@ -31,7 +31,7 @@ def wordpiece_vocabulary() -> list[str]:
 
 
 def wordpiece_tokenizer(lowercase: bool = True) -> Tokenizer:
-    """BERT's pipeline on a small vocabulary: [CLS] text [SEP]."""
+    """BERT's tokenizer with a small vocabulary: [CLS] text [SEP]."""
     vocabulary = {token: number for number, token in enumerate(wordpiece_vocabulary())}
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
@@ -76,7 +76,7 @@ FP8_BLOCKS: dict[str, Any] = {
 
 
 def bert_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
-    """Every tensor of a BERT encoder under its usual name, with seeded values."""
+    """Seeded tensors of a BERT encoder under their usual names."""
     generator = torch.Generator().manual_seed(seed)
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     shapes: dict[str, tuple[int, ...]] = {
@@ -115,7 +115,7 @@ def write_bert(
     config: dict[str, Any] | None = None,
     modules: bool = True,
 ) -> Path:
-    """Write a whole sentence-transformers folder: mean pooling, normalised, at most 64 tokens."""
+    """Write a complete sentence-transformers folder: mean pooling, normalised, at most 64 tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     config = BERT_CONFIG | (config or {})
     write_json(folder / "config.json", config)
@@ -156,7 +156,7 @@ def write_splade(folder: Path) -> Path:
 
 
 def write_static(folder: Path) -> Path:
-    """Write a SentenceTransformer of a table and Normalize, which has no config.json."""
+    """Write a SentenceTransformer of a token table and Normalize. It has no config.json."""
     tokenizer = wordpiece_tokenizer()
     draw = torch.Generator().manual_seed(2)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The command line, built once in a process: building its hundreds of flags takes longer than its tests."""
+"""The command line, built once per process: building its hundreds of flags takes longer than the tests."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ from typer.testing import CliRunner, Result
 __all__ = ["CliRunner", "Result", "get_command"]
 
 get_command = cache(typer.main.get_command)
-typer.testing._get_command = get_command  # by which CliRunner builds it for every invocation
+typer.testing._get_command = get_command  # otherwise CliRunner builds it for every invocation

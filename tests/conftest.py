@@ -16,17 +16,17 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is first imported
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
-# Tests start some hundred processes. Without bytecode on disk each would compile the package again, and each
-# worker would rewrite the assertions of every test module in every run.
+# Tests start hundreds of processes. Without bytecode on disk, each process would compile the package again,
+# and each worker would rewrite the assertions of every test module in every run.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-if "XDG_CACHE_HOME" not in os.environ:  # converted files of one run, for all of its processes
+if "XDG_CACHE_HOME" not in os.environ:  # all processes of a run share its converted files
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="penstock-tests-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # Read when torch is first imported, here and in processes that tests start. Several test processes share the
-# cores: threads that spin while they wait for each other slow all of them down.
+# cores, and threads that spin while they wait would slow all of them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -38,7 +38,7 @@ LONGEST_FIRST = ("e2e", "docs", "kernels", "parity", "generation", "bench", "cli
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest: a long file that comes last would leave the other workers without work."""
+    """Run the longest folders first: a long file at the end would leave the other workers without work."""
 
     def place(item: pytest.Item) -> int:
         folder = item.path.relative_to(TESTS).parts[0] if TESTS in item.path.parents else ""
@@ -49,9 +49,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each file to one worker, and all of e2e to the same one: its tests share the servers they start.
+    """Give each file to one worker, and all of e2e to the same worker, because its tests share servers.
 
-    Groups of xdist do not do it: xdist 3.8 writes them into `Item._nodeid`, which pytest 9.2 does not read.
+    Groups of xdist do not work: xdist 3.8 writes them into `Item._nodeid`, which pytest 9.2 does not read.
     """
     from xdist.scheduler import LoadScopeScheduling
 

@@ -1,4 +1,4 @@
-"""Builders of requests and model descriptions, so that a test states only what matters to it."""
+"""Builders of requests and model descriptions, so that a test only states what matters to it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_request(
     client: str = "",
     weight: float = 1.0,
 ) -> Request:
-    """A request whose tokens count up from `first_token`, so that every token is different."""
+    """A request whose tokens count up from `first_token`, so that all tokens differ."""
     total = sum(lengths)
     return Request(
         request_id,

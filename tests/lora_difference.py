@@ -1,4 +1,5 @@
-"""Writes the low-rank difference of two checkpoints of one model as a PEFT adapter: real, without training.
+"""Writes the low-rank difference of two checkpoints of a model as a PEFT adapter: a real adapter without
+training.
 
 python -m tests.lora_difference BASE TUNED OUT [RANK]
 """
@@ -14,8 +15,10 @@ from safetensors.torch import load_file, save_file
 
 
 def write_difference(base: Path, tuned: Path, out: Path, rank: int = 32) -> float:
-    """Truncate the singular values of the difference of every linear layer's weight. Returns the smallest
-    share of a difference, in squares, that the adapter holds."""
+    """Write the truncated singular value decomposition of each linear layer's difference as an adapter.
+
+    Returns the smallest share of a layer's squared difference that the adapter keeps.
+    """
     before, after = (load_file(folder / "model.safetensors") for folder in (base, tuned))
     tensors, shares = {}, []
     for name, weight in before.items():

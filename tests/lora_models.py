@@ -19,7 +19,7 @@ TEXTS = ["water finds its level", "the capital of france", "a river runs"]
 
 @dataclass(frozen=True)
 class Adapted:
-    """A checkpoint, its adapters by name, and where each is merged into the weights."""
+    """A checkpoint, its adapters by name, and the folders in which each is merged into the weights."""
 
     base: Path
     adapters: dict[str, Path]
@@ -35,7 +35,7 @@ def adapted_embedder(folder: Path, *names: str) -> Adapted:
 
 
 def adapted_reranker(folder: Path, *names: str) -> Adapted:
-    """A cross-encoder whose adapters bring a classifier of their own."""
+    """A cross-encoder whose adapters have their own classifier."""
     write_cross_encoder(folder / "base")
     base = transformers.BertForSequenceClassification.from_pretrained(folder / "base")
     targets = ["query", "value", "dense"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Payload:
-    """Creates a file when it is unpickled by an unpickler that runs code."""
+    """An object that creates a file when an unpickler that runs code reads it."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -22,13 +22,13 @@ class Payload:
 
 
 def write_malicious(file: Path, mark: Path, *, legacy: bool = False) -> None:
-    """A file that would create `mark`, after tensors that look harmless."""
+    """Write a file that would create `mark`, after tensors that look harmless."""
     values = {"weight": torch.ones(2, 2), "bias": Payload(mark)}
     torch.save(values, file, _use_new_zipfile_serialization=not legacy)
 
 
 def pickle_weights(folder: Path, *, shards: int = 1, legacy: bool = False) -> dict[str, Tensor]:
-    """Replace a folder's model.safetensors by pytorch_model.bin, or by shards and their index."""
+    """Replace a folder's model.safetensors with pytorch_model.bin, or with shards and their index."""
     file = folder / "model.safetensors"
     tensors = dict(load_file(file))
     file.unlink()

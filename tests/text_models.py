@@ -30,9 +30,8 @@ from penstock.types import Comparison, GeneratedTokens, Ints, PooledOutput, Requ
 from tests.checkpoints import WORDS
 from tests.helpers import ints, make_spec
 
-SHARED = (
-    Path(__file__).resolve().parents[2] / "shared/scenarios/tokenizers"
-)  # real tokenizers, where they are available
+# Real tokenizers, if they are available.
+SHARED = Path(__file__).resolve().parents[2] / "shared/scenarios/tokenizers"
 TEXTS = [
     " ".join(WORDS),
     "Hello, world! The capital of France is Paris.",
@@ -48,7 +47,7 @@ LIMIT = 128
 
 
 def _byte_bpe() -> Tokenizer:
-    """GPT-2's kind: merges of bytes. Some tokens end inside a character."""
+    """A byte-level BPE tokenizer like GPT-2's. Some tokens end inside a character."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -62,7 +61,7 @@ def _byte_bpe() -> Tokenizer:
 
 
 def _sentence_bpe() -> Tokenizer:
-    """Mistral's kind: pieces with a mark for spaces, and bytes for unknown characters."""
+    """A tokenizer like Mistral's: pieces with a mark for spaces, and bytes for unknown characters."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     draft = Tokenizer(models.BPE(unk_token="<unk>"))
     draft.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
@@ -115,7 +114,7 @@ def _trained(kind: str) -> str:
 
 
 def tokenizer_folder(kind: str, folder: Path) -> Path:
-    """Write a tokenizer of this kind to a folder. A shared tokenizer stays in its own folder."""
+    """Write a tokenizer of this kind to `folder`; returns its folder. A shared one stays where it is."""
     if kind.startswith("shared "):
         return SHARED / kind.removeprefix("shared ")
     folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +125,7 @@ def tokenizer_folder(kind: str, folder: Path) -> Path:
 def write_text_model(
     folder: Path, kind: str = "byte bpe", template: str | None = TEMPLATE, **generation: Any
 ) -> Path:
-    """Write a model that generates text, except for its weights."""
+    """Write a generative model without weights."""
     tokenizer_folder(kind, folder)
     eos = "<|im_end|>" if kind == "byte bpe" else "</s>"
     settings: dict[str, Any] = {"eos_token": {"content": eos}, "bos_token": "<s>"}
@@ -145,21 +144,20 @@ def text_spec(folder: Path, **changes: Any) -> ModelSpec:
         "name": "writer",
         "max_model_len": LIMIT,
         "max_positions": LIMIT,
-        "vocab_size": vocabulary + 5,  # real tables are padded too
+        "vocab_size": vocabulary + 5,  # padded, like real embedding tables
         "tasks": (Task.GENERATE, Task.EMBED),
         "is_causal": True,
     }
     return make_spec(**(values | changes))
 
 
-Script = Callable[
-    [list[int], int], Sequence[int]
-]  # (prompt, index among equal prompts) → the tokens that follow
+# (prompt, index among equal prompts) → the generated tokens.
+Script = Callable[[list[int], int], Sequence[int]]
 
 
 class ScriptedEngine:
-    """Continues prompts by a script, `burst` tokens at a time. Obeys end tokens, token limits and the
-    requested log probabilities."""
+    """A fake engine that continues prompts from a script, `burst` tokens at a time. It obeys end tokens,
+    token limits and requested log probabilities."""
 
     ready = True
     unavailable_reason = ""
@@ -168,13 +166,13 @@ class ScriptedEngine:
         self.script = script
         self.burst = burst
         self.requests: list[Request] = []
-        self.open = 0  # running requests
+        self.open = 0  # number of running requests
         self.cancelled: list[str] = []
         self.steps = 0
-        self.omits_end_token = False  # reports the end token only as the stop reason
-        self.fail_after: int | None = None  # steps
+        self.omits_end_token = False  # report the end token only as the stop reason
+        self.fail_after: int | None = None  # steps until requests fail
         self.pause: asyncio.Event | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # of requests that are paused
+        self._loop: asyncio.AbstractEventLoop | None = None  # the event loop of paused requests
 
     def start(self) -> None:
         return None
@@ -183,7 +181,7 @@ class ScriptedEngine:
         return None
 
     def resume(self) -> None:
-        """Let paused requests go on, from any thread."""
+        """Resume paused requests, from any thread."""
         assert self.pause is not None and self._loop is not None
         self._loop.call_soon_threadsafe(self.pause.set)
 
@@ -238,7 +236,7 @@ class ScriptedEngine:
 
 
 def fake_logprob(token: int, place: int) -> float:
-    """The made-up log probability of a token that comes in this place among the likeliest."""
+    """A fake log probability for a token at this place among the most likely."""
     return -0.125 * (token % 7) - place
 
 
@@ -307,6 +305,6 @@ def _scored(prefix: str, tokens: list[int], top: int | None) -> dict[str, Any]:
 
 
 def continue_with(tokenizer: OurTokenizer, *texts: str) -> Script:
-    """A script that continues equal prompts with these texts in turn, and then ends."""
+    """A script that continues equal prompts with these texts in turn."""
     rows: list[Ints] = tokenizer.encode(texts, add_special_tokens=False)
     return lambda prompt, copy: rows[copy % len(rows)].tolist()

@@ -1,4 +1,5 @@
-"""How many cases a run of the tests has: all with PENSTOCK_ALL_CASES=1, else enough for every change."""
+"""The number of test cases in a run: all with PENSTOCK_ALL_CASES=1, otherwise a selection that suits every
+change."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ ALL_CASES = bool(os.environ.get("PENSTOCK_ALL_CASES"))
 
 
 def num_examples(in_full: int) -> int:
-    """The examples that Hypothesis draws for one test."""
+    """The number of examples that Hypothesis draws for one test."""
     return in_full if ALL_CASES else max(10, in_full // 3)
 
 
-# For tests that take long and hold what others hold by other means.
+# For slow tests of behaviour that faster tests also cover.
 thorough = pytest.mark.skipif(not ALL_CASES, reason="PENSTOCK_ALL_CASES=1 runs it")

@@ -1,4 +1,4 @@
-"""Waiting for a condition. The bound is only there to end a test that has gone wrong."""
+"""Waiting for a condition. The time limit only ends tests that have gone wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--adapter`: which LoRA adapter a command runs its model with."""
+"""`--adapter`: the LoRA adapter that a command uses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AdapterFlag(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
     def chosen(self, engine: EngineFields) -> str | None:
-        """The adapter's name. One that is given with its folder is added to what the engine loads."""
+        """The adapter's name. An adapter with a folder is added to those that the engine loads."""
         name, equals, folder = (self.adapter or "").partition("=")
         if not equals:
             return self.adapter

@@ -1,4 +1,4 @@
-"""The command line of this process, as other users of the machine see it."""
+"""Hides secrets in the command line of this process, which other users of the machine can see."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-_ARGUMENTS_BEGIN = 45  # field of /proc/self/stat, counted from behind the name
+_ARGUMENTS_BEGIN = 45  # field of /proc/self/stat, counted from the one after the name
 
 
 def hide_arguments(flags: Collection[str]) -> None:
-    """Overwrite the values of flags wherever the command line has them."""
+    """Overwrite all values of these flags in the command line."""
     for argument, following in zip(sys.argv, [*sys.argv[1:], None], strict=True):
         name, equals, value = argument.partition("=")
         if name.replace("_", "-") in flags:
@@ -22,7 +22,7 @@ def hide_arguments(flags: Collection[str]) -> None:
 def hide_argument(secret: str | None) -> None:
     """Overwrite a secret in the command line that `ps` shows. Linux only; elsewhere it stays visible.
 
-    The kernel shows the memory in which the process received its arguments, which the process may change.
+    The kernel shows the memory in which the process received its arguments, and the process may change it.
     """
     if not secret:
         return
@@ -31,7 +31,7 @@ def hide_argument(secret: str | None) -> None:
         begin, end = (int(field) for field in fields[_ARGUMENTS_BEGIN : _ARGUMENTS_BEGIN + 2])
         shown, hidden = Path("/proc/self/cmdline").read_bytes(), secret.encode()
         if begin == 0 or len(shown) != end - begin:
-            return  # something else manages this memory
+            return  # something else, such as setproctitle, manages this memory
         for argument in shown.split(b"\0"):
             if argument == hidden or argument.endswith(b"=" + hidden):
                 ctypes.memset(begin + len(argument) - len(hidden), ord("x"), len(hidden))

@@ -1,4 +1,7 @@
-"""`penstock bench`: load on a server, offline speed, kernels, quality. A part is imported when it runs."""
+"""`penstock bench`: benchmarks of servers, offline speed, kernels and quality.
+
+Each command imports its benchmark when it runs.
+"""
 
 from __future__ import annotations
 

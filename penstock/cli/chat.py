@@ -22,7 +22,7 @@ HELP = (
     "/reset clears the conversation, /system TEXT sets a system message, /exit quits, ctrl-C stops an answer"
 )
 
-# Control characters except tab and new line: a model must not move the cursor or ring the bell.
+# Control characters except tab and newline: the model's output must not move the cursor or ring the bell.
 _QUIET = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
@@ -42,14 +42,14 @@ def chat(engine: EngineFields, options: ChatOptions, sampling: SamplingOptions, 
 
     console = Console(highlight=False)
     with open_model(engine, chat_template=chat_template) as opened:
-        _ = opened.text.generation.chat.template  # refuses a model without a chat template
+        _ = opened.text.generation.chat.template  # raises if the model has no chat template
         console.print(f"[bold]{opened.spec.name}[/bold] — /help, /exit", style="dim")
         with nullcontext(-1) if name is None else opened.adapters.hold(name) as adapter_id:
             Conversation(opened, fields, console, options.system, adapter_id).run()
 
 
 class Conversation:
-    """The messages so far, and the loop that adds to them."""
+    """The messages so far, and the loop that reads questions and prints answers."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""Turns groups of option declarations into a command, and prints its help.
+"""Turns groups of flags into a command, and prints its help.
 
-A group declares flags once. A command names its groups and receives one object for each of them:
+A group declares its flags once. A command names its groups and receives one object for each of them:
 
     @with_options(RerankOptions, ENGINE)
     def rerank(options: RerankOptions, engine: EngineFields) -> None: ...
@@ -21,7 +21,7 @@ from penstock.cli.config_file import config_file, read_config
 from penstock.cli.json_flags import with_json_keys
 
 _WIDEST_NAME = 24  # columns; the help of a flag with a longer name begins on the next line
-_LAST_PANELS = (  # after a command's own, in this order
+_LAST_PANELS = (  # printed after a command's own panels, in this order
     "Model",
     "Server",
     "Scheduling",
@@ -34,17 +34,17 @@ _LAST_PANELS = (  # after a command's own, in this order
 
 
 class OptionGroup(Protocol):
-    """Flags that belong together, and the value that a command receives for them."""
+    """A group of flags, which a command receives as one value."""
 
     def parameters(self, taken: frozenset[str]) -> list[inspect.Parameter]:
         """Typer parameters of these flags. `taken` holds the names that other options of the command use."""
 
     def build(self, values: dict[str, Any]) -> Any:
-        """The command's argument. `values` holds the parsed values of all flags of the command."""
+        """Build the command's argument. `values` holds the parsed values of all flags of the command."""
 
 
 class StructGroup:
-    """A frozen struct of which each field is a flag, annotated with `typer.Option` or `typer.Argument`."""
+    """A frozen struct whose fields are flags, annotated with `typer.Option` or `typer.Argument`."""
 
     def __init__(self, struct: type[msgspec.Struct]) -> None:
         self._struct = struct
@@ -153,7 +153,7 @@ def _panel_rank(title: str) -> int:
 
 
 def plain_flags(args: Sequence[str], params: Sequence[Any]) -> list[str]:
-    """The arguments, with flags as the parser knows them."""
+    """Rewrite arguments for the parser: flags with hyphens, switches without a value."""
     known = {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
     out: list[str] = []
     rest = list(args)
@@ -169,7 +169,7 @@ def plain_flags(args: Sequence[str], params: Sequence[Any]) -> list[str]:
         if param is None or not getattr(param, "is_flag", False):
             out.append(arg)
             if param is not None and param.param_type_name == "option" and not equals and rest:
-                out.append(rest.pop(0))  # its value, whatever it looks like
+                out.append(rest.pop(0))  # the flag's value, even if it looks like a flag
             continue
         if not equals and rest and rest[0].lower() in _SWITCH:
             equals, value = "=", rest.pop(0)
@@ -181,10 +181,10 @@ _SWITCH = {"true": True, "false": False}
 
 
 def _switched(param: Any, name: str, value: str) -> list[str]:
-    """A switch with the value true or false, as the parser takes it."""
+    """Rewrite a switch with the value true or false for the parser."""
     wanted = _SWITCH.get(value.lower())
     if wanted is None:
-        return [f"{name}={value}"]  # the parser refuses it
+        return [f"{name}={value}"]  # the parser will refuse it
     if name in param.secondary_opts:
         wanted = not wanted
     if wanted:
@@ -206,8 +206,11 @@ class MultiValueCommand(Command):
 
 
 class ServeCommand(Command):
-    """Lets --served-model-name, --lora-modules and --allowed-media-domains take several values once the model
-    is named, so that none is taken for it. Reads --config before the other flags."""
+    """The command of `penstock serve`. Reads --config before the other flags.
+
+    --served-model-name, --lora-modules and --allowed-media-domains take several values, but only after the
+    model is named: before that, a further value may be the model.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         args = with_json_keys(plain_flags(args, self.params), _JSON_FLAGS)
@@ -219,11 +222,11 @@ class ServeCommand(Command):
         first = next((number for number, arg in enumerate(args) if arg in several), None)
         if first is not None and (names_model or has_argument(args[:first], self.params)):
             args = join_hosts(repeat_flags(args, several - {"--allowed-media-domains"}))
-        else:  # a further value may be the model, but JSON cannot
+        else:  # a further value may be the model, unless it is JSON
             args = repeat_flags(args, {"--lora-modules"}, only=_is_json)
         rest = super().parse_args(ctx, args)
         if file is not None and not names_model and ctx.params["models"]:
-            ctx.params["engineconfig_model"] = None  # the argument comes before the file
+            ctx.params["engineconfig_model"] = None  # the argument takes precedence over the file
         return rest
 
 
@@ -241,7 +244,7 @@ def _is_json(value: str) -> bool:
 
 
 def has_argument(args: Sequence[str], params: Sequence[Any]) -> bool:
-    """Whether there is one that is neither a flag nor the value of a flag."""
+    """Whether `args` has a positional argument: one that is neither a flag nor the value of a flag."""
     options = {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
     rest = iter(args)
     for arg in rest:
@@ -255,7 +258,7 @@ def has_argument(args: Sequence[str], params: Sequence[Any]) -> bool:
 def repeat_flags(
     args: list[str], repeatable: set[str], only: Callable[[str], bool] = lambda value: True
 ) -> list[str]:
-    """Repeat a repeatable flag before each of its further values, of those that `only` accepts."""
+    """Repeat a repeatable flag before each further value that `only` accepts."""
     out: list[str] = []
     flag, values = "", 0
     for arg in args:
@@ -270,9 +273,9 @@ def repeat_flags(
 
 
 def join_hosts(args: list[str]) -> list[str]:
-    """Join the hosts behind --allowed-media-domains by commas. A value with a slash is a model."""
+    """Join the hosts after --allowed-media-domains with commas. A value with a slash is a model."""
     out: list[str] = []
-    is_host = False  # whether the last value is one
+    is_host = False  # whether the last value is a host
     for index, arg in enumerate(args):
         if is_host and not arg.startswith("-") and "/" not in arg:
             out[-1] += "," + arg

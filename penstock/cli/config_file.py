@@ -1,4 +1,4 @@
-"""`--config FILE`: flags of `penstock serve` in a YAML file. Flags of the command line come first."""
+"""`--config FILE`: flags of `penstock serve` in a YAML file. The command line takes precedence."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.errors import ConfigError
 
 FLAG = "--config"
 MODELS = "models"  # the key that lists models
-RAY = "ray"  # the key of settings for `--ray`
-Convert = Callable[[Any], tuple[str, Any]]  # value in the file → field and its value
+RAY = "ray"  # the key with settings for `--ray`
+Convert = Callable[[Any], tuple[str, Any]]  # value in the file → (field, field's value)
 
 
 def config_file(args: Sequence[str]) -> str | None:
-    """The file that a command line names; None if it names none."""
+    """The file that the command line names; None if there is none."""
     found = None
     for arg, following in zip(args, [*args[1:], None], strict=True):
         if arg == "--":
@@ -50,13 +50,16 @@ def read_config(file: str, params: Sequence[Any]) -> dict[str, Any]:
 
 
 def listed_models(file: str, settings: Mapping[str, Convert]) -> list[dict[str, Any]]:
-    """The models that a file lists, each with the fields that it sets. `settings` has the flags that a model
-    may set, by name without hyphens in front, and turns a value of the file into a field."""
+    """The models that a file lists, each as a mapping of configuration fields.
+
+    `settings` maps each flag that a model may set, without its leading hyphens, to the function that converts
+    a value of the file.
+    """
     return models_in(read_mapping(file), settings)
 
 
 def models_in(content: Mapping[Any, Any], settings: Mapping[str, Convert]) -> list[dict[str, Any]]:
-    """The same of what a file contains."""
+    """The models that the content of a file lists; see `listed_models`."""
     listed = content.get(MODELS)
     if listed is None:
         return []
@@ -91,7 +94,7 @@ def _listed_model(entry: Any, settings: Mapping[str, Convert]) -> dict[str, Any]
 
 
 def read_mapping(file: str) -> Mapping[Any, Any]:
-    """What a YAML file maps names to."""
+    """The mapping in a YAML file; empty if the file is empty."""
     import yaml
 
     try:
@@ -119,5 +122,5 @@ def _value(param: Any, name: str, value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """A value as the command line would have it."""
+    """A value as it would be written on the command line."""
     return value if isinstance(value, str) else json.dumps(value)

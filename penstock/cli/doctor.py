@@ -1,6 +1,6 @@
-"""`penstock doctor`: checks what this machine has and what it lacks, a row for each fact.
+"""`penstock doctor`: checks what this machine has and what it lacks, and prints one row per check.
 
-A check never raises: it reports what it cannot find out as a warning.
+A check never raises: if it fails, the row is a warning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import typer
 
 from penstock import __version__
 
-_INSTRUCTIONS = {  # name: flags of /proc/cpuinfo, x86 then ARM
+_INSTRUCTIONS = {  # name → flags in /proc/cpuinfo, x86 first, then ARM
     "avx2": ("avx2",),
     "avx512": ("avx512f",),
     "vnni": ("avx512_vnni", "avx_vnni", "asimddp"),
@@ -62,7 +62,7 @@ class Row:
     status: Status
     value: str
     hint: str = ""
-    is_essential: bool = False  # without it nothing can be served
+    is_essential: bool = False  # the server cannot run without it
 
     @property
     def is_fatal(self) -> bool:
@@ -140,7 +140,7 @@ def _python() -> Iterator[Row]:
 
 
 def _packages() -> Iterator[Row]:
-    """Requirements from penstock's own metadata; torch has a row of its own."""
+    """Check the requirements in penstock's metadata. torch has a row of its own."""
     unmet = [requirement for requirement in _unmet_requirements(None) if requirement.package != "torch"]
     if unmet:
         yield Row("packages", Status.MISSING, _problems(unmet), _pip_install(unmet), is_essential=True)
@@ -164,7 +164,7 @@ def _pip_install(unmet: list[UnmetRequirement]) -> str:
 
 
 def _unmet_requirements(extra: str | None) -> list[UnmetRequirement]:
-    """The requirements of penstock, or of one of its extras, that are not met."""
+    """The unmet requirements of penstock or of one of its extras."""
     from importlib import metadata
 
     from packaging.requirements import Requirement

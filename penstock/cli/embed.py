@@ -1,4 +1,4 @@
-"""`penstock embed`: a file of texts to a file of vectors. The work is in `penstock.jobs`."""
+"""`penstock embed`: embeds a file of texts into a file of vectors. `penstock.jobs` does the work."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def _job(options: EmbedOptions, vectors: VectorFlags, adapter: AdapterFlag, engi
 
 
 def _output(to: str | None, adopt: bool, options: EmbedOptions) -> str:
-    """The output, or for a store the folder that keeps the progress."""
+    """The output, or with --to the folder that keeps the progress."""
     if to is None:
         if adopt:
             raise BadValue("--adopt is for vector stores; give --to", param="--adopt")

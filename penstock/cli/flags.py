@@ -1,7 +1,7 @@
-"""The flags of `EngineConfig` and `ServerConfig`, each declared once for all commands that take it.
+"""The flags of `EngineConfig` and `ServerConfig`, each declared once for all commands.
 
-A flag's type and default come from the configuration's field. The table adds what a user reads: its name
-where it differs from the field's, its group, its help and the values it accepts.
+A flag's type and default come from the configuration's field. The table adds what users see: the name if it
+differs from the field's, the group, the help and the accepted values.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ EngineFields = dict[str, Any]  # fields of EngineConfig that the user has set
 ServerFields = dict[str, Any]  # fields of ServerConfig that the user has set
 ModelFields = dict[str, Any]  # fields of ModelConfig that the user has set
 
-# Fields that have no flag, and why.
+# Fields without a flag, and the reason.
 INTERNAL = {
     "pipeline_depth": "more steps in flight do not help on any device; tests and benchmarks set it in Python",
 }
@@ -80,7 +80,7 @@ def _names(value: str) -> tuple[str, ...]:
 
 
 def _origins(value: str) -> tuple[str, ...]:
-    """The value of --allowed-origins: names between commas, or a JSON list."""
+    """The value of --allowed-origins: comma-separated names, or a JSON list."""
     names = _names(value)
     if value.startswith("["):
         try:
@@ -112,7 +112,7 @@ def metric_aliases(given: str) -> tuple[str, ...]:
 
 
 def otlp_endpoint(given: str) -> str:
-    """The value of --otlp-endpoint, if traces can be sent there."""
+    """The value of --otlp-endpoint. Refuses an endpoint to which traces cannot be sent."""
     from penstock.api.tracing import check_endpoint
 
     return check_endpoint(given)
@@ -127,7 +127,7 @@ def _root_path(given: str) -> str:
 
 
 def _keys(flag: str) -> Callable[[Sequence[str]], tuple[str, ...]]:
-    """The values of a flag of keys: keys between commas, each of which a header can carry."""
+    """Return the converter of a flag of keys: comma-separated keys that can be sent in a header."""
 
     def convert(given: Sequence[str]) -> tuple[str, ...]:
         from penstock.api.key_file import given_keys
@@ -135,7 +135,7 @@ def _keys(flag: str) -> Callable[[Sequence[str]], tuple[str, ...]]:
         keys = tuple(key.strip() for each in given for key in each.split(",") if key.strip())
         if not keys:
             raise ConfigError(f"{flag} is empty; give a key of visible ASCII characters", param=flag)
-        given_keys(keys, flag)  # raises without showing a key
+        given_keys(keys, flag)  # its errors do not show keys
         return keys
 
     return convert
@@ -145,7 +145,7 @@ api_keys = _keys("--api-key")
 
 
 def _absolute(given: str) -> str:
-    """The absolute path of a file that is read again later. Links are not resolved yet."""
+    """The absolute path of a file that is read again later. Links are not resolved, since they may change."""
     return str(Path(given).absolute()) if given else given
 
 
@@ -161,7 +161,7 @@ _CERT_REQS = ("none", "optional", "required")
 
 
 def _cert_reqs(given: str) -> str:
-    """The value of --ssl-cert-reqs: a name, or the number that Python's ssl module has for it."""
+    """The value of --ssl-cert-reqs: a name, or its number in Python's ssl module."""
     return _CERT_REQS[int(given)] if given.isdigit() else given
 
 
@@ -176,7 +176,7 @@ def hang_timeout(given: float) -> float:
 
 
 def redis_url(given: str) -> str:
-    """The value of --result-cache-redis. No message shows it: it may hold a password."""
+    """The value of --result-cache-redis. Errors do not show it, because it may contain a password."""
     from urllib.parse import urlsplit
 
     try:
@@ -199,7 +199,7 @@ def redis_url(given: str) -> str:
 
 def cache_ttl(given: float) -> float:
     """The value of --result-cache-ttl."""
-    if not given <= MAX_TTL_S:  # true of NaN as well
+    if not given <= MAX_TTL_S:  # also true for NaN
         raise ConfigError(
             f"--result-cache-ttl is {given:g}; use up to {MAX_TTL_S} seconds, or 0 for no limit",
             param="result_cache_ttl_s",
@@ -253,12 +253,12 @@ class Flag:
     field: str
     panel: str
     help: str
-    names: tuple[str, ...] = ()  # the first identifies the flag; () means --the-field
+    names: tuple[str, ...] = ()  # the first identifies the flag; empty: derived from the field
     metavar: str | None = None
-    choices: tuple[str, ...] = ()  # where the field's type does not list them
+    choices: tuple[str, ...] = ()  # if the field's type does not list them
     min: float | None = None
-    default: Any = _UNSET  # where the flag's unit or meaning differs from the field's
-    default_text: str | None = None  # how help describes a default that is decided later
+    default: Any = _UNSET  # if the flag's unit or meaning differs from the field's
+    default_text: str | None = None  # describes a default that is decided later, for the help
     envvar: str | None = None
     convert: Callable[[Any], Any] | None = None  # from the flag's value to the field's
     why_unused_offline: str = ""
@@ -272,7 +272,7 @@ class Flag:
         return self.names or ("--" + self.field.replace("_", "-"),)
 
     def names_beside(self, taken: frozenset[str]) -> tuple[str, ...]:
-        """This flag's name, and its other names unless another option of the command has them."""
+        """This flag's name, and its other names that no other option of the command uses."""
         return tuple(name for name in self.all_names if name == self.name or name not in taken)
 
 
@@ -1166,7 +1166,7 @@ SERVER_FLAGS: tuple[Flag, ...] = (
 )
 
 
-# Flags of a model on a server. Server flags that a model may override are above.
+# Flags of a model on a server. The server flags that a model may override are in the tables above.
 MODEL_FLAGS: tuple[Flag, ...] = (
     Flag(
         field="data_parallel_size",
@@ -1195,7 +1195,7 @@ _FLAG_OF_FIELD = {flag.field: flag.name for flag in (*SERVER_FLAGS, *MODEL_FLAGS
 
 
 def message_with_flag(error: ClientError) -> str:
-    """The error's message. If it begins with the name of a configuration field, the flag stands there."""
+    """The error's message. If it begins with a configuration field, the flag's name replaces the field's."""
     field = error.param or ""
     if isinstance(error, ConfigError) and re.match(rf"{re.escape(field)}[ :]", error.message):
         return _FLAG_OF_FIELD.get(field, field) + error.message[len(field) :]
@@ -1241,7 +1241,7 @@ class ConfigFlags:
         return fields
 
     def from_file(self, flag: Flag, value: Any) -> tuple[str, Any]:
-        """The field and its value for what a YAML file has for a flag."""
+        """Convert a flag's value in a YAML file to (field, field's value)."""
         kind, choices = _kind(self._hints[flag.field]), self._choices(flag)
         if choices is not None and value not in (accepted := [choice.value for choice in choices]):
             raise ConfigError(
@@ -1256,7 +1256,7 @@ class ConfigFlags:
         return flag.field, self.to_field(flag, value)
 
     def default(self, flag: Flag) -> Any:
-        """What the flag's value is where the user does not give it."""
+        """The flag's value if the user does not set it."""
         if flag.default is not _UNSET:
             return flag.default
         kind = _kind(self._hints[flag.field])
@@ -1267,7 +1267,7 @@ class ConfigFlags:
         return choices(default) if choices is not None and default is not None else default
 
     def to_field(self, flag: Flag, value: Any) -> Any:
-        """The configuration's value for a flag's value."""
+        """Convert a flag's value to the field's value."""
         if isinstance(value, enum.Enum):
             value = value.value
         if isinstance(value, float) and not math.isfinite(value):  # other processes get settings as JSON
@@ -1287,7 +1287,7 @@ class ConfigFlags:
     def _make_parameter(self, flag: Flag, names: list[str]) -> inspect.Parameter:
         kind = self._flag_type(flag)
         if kind is bool or kind == bool | None:
-            # Off by default needs only the flag that turns it on.
+            # A switch that is off by default has no --no- form.
             names = [f"{names[0]}/--no-{names[0][2:]}"] if self.default(flag) is not False else names
         option = typer.Option(
             *names,
@@ -1306,7 +1306,7 @@ class ConfigFlags:
         )
 
     def _parameter_name(self, flag: Flag) -> str:
-        """Unlike the names of a command's own parameters, which may include the field's name."""
+        """The parameter's name. The prefix separates it from a command's own parameters."""
         return f"{self.config.__name__.lower()}_{flag.field}"
 
     def _flag_type(self, flag: Flag) -> Any:
@@ -1352,7 +1352,7 @@ _enums: dict[tuple[str, ...], Any] = {}
 
 
 def _enum(name: str, values: tuple[str, ...]) -> Any:
-    """One enumeration for the same values, so that parsed values compare equal to defaults."""
+    """One enumeration per set of values, so that parsed values compare equal to defaults."""
     if values not in _enums:
         _enums[values] = enum.Enum(name, [(value.upper(), value) for value in values], type=str)
     return _enums[values]
@@ -1363,14 +1363,14 @@ def _is_nothing(default: Any) -> bool:
 
 
 def _literals(hint: Any) -> tuple[str, ...]:
-    """The values of a `Literal`, also where None is accepted beside them."""
+    """The values of a `Literal` or of a union that contains one."""
     if get_origin(hint) is Literal:
         return get_args(hint)
     return next((found for part in get_args(hint) if (found := _literals(part))), ())
 
 
 def _kind(hint: Any) -> Any:
-    """What the command line parses for a field of this type: a plain type, a list of such, or JSON."""
+    """What the command line parses for a field of this type: a plain type, a list of plain types, or JSON."""
     if get_origin(hint) is tuple:
         inner = get_args(hint)[0]
         return list[str] if issubclass(inner, msgspec.Struct) else list[inner]  # type: ignore[valid-type]
@@ -1382,7 +1382,7 @@ def _kind(hint: Any) -> Any:
         ) is not None:
             return _kind(several)
         inner, *others = (part for part in get_args(hint) if part is not types.NoneType)
-        return str if others else _kind(inner) | None  # a flag that takes a number or a word converts it
+        return str if others else _kind(inner) | None  # a flag that takes a number or a word has a converter
     return hint
 
 

@@ -1,8 +1,8 @@
-"""Flags of vLLM's and TEI's servers that have no field of their own here.
+"""Flags of vLLM's and TEI's servers that have no configuration field of their own.
 
-A script that starts one of them keeps working. A flag sets what it means here, or changes nothing and says
-so in a warning, or is refused where its effect cannot be given. They are not shown in the help of a command:
-docs/guides/from-tei.md has the table, which is made from this one.
+They let scripts that start one of these servers keep working. A flag sets the corresponding setting, has no
+effect and logs a warning, or is refused if its effect is not supported. They are hidden in the help of the
+commands; docs/guides/from-tei.md has a table that is generated from this one.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Settings = dict[tuple[Target, str], Any]  # (configuration, field) → value
 
 @dataclass(slots=True)
 class Given:
-    """What the foreign flags of a command line ask for."""
+    """The effects of the foreign flags of a command line."""
 
     settings: Settings = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    tasks: dict[str, str] = field(default_factory=dict)  # flag and value → the task that it needs
+    tasks: dict[str, str] = field(default_factory=dict)  # flag and value → task that the model must have
     hub_token: str | None = None
 
     def merged(self, target: Target, fields: dict[str, Any]) -> dict[str, Any]:
-        """The fields of a configuration, with those that foreign flags set."""
+        """Merge the fields that foreign flags set into the fields of a configuration."""
         out = dict(fields)
         for (own, name), value in self.settings.items():
             if own != target:
@@ -51,13 +51,13 @@ class Given:
 class ForeignFlag:
     """One flag of another server.
 
-    Without `sets`, a value of `accepts` (None: any) changes nothing, and others are refused. `value` is how
-    help would call its value; a flag without one is a switch.
+    Without `sets`, values in `accepts` (None: all values) have no effect, and other values are refused.
+    `value` is the metavar; a flag without one is a switch.
     """
 
     names: tuple[str, ...]
     server: str
-    why: str  # why it changes nothing, why other values are refused, or what it does
+    why: str  # what it sets, why it has no effect, or why other values are refused
     value: str | None = None
     accepts: tuple[str, ...] | None = None
     sets: Callable[[Given, str], None] | None = None
@@ -105,7 +105,8 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G"
 
 
 def _bytes(flag: str) -> Callable[[str], int]:
-    """Bytes, such as 2000000, 2m or 2M, as vLLM reads them: small letters count by 1000."""
+    """Return a converter of byte counts such as 2000000, 2m or 2M. As in vLLM, lower-case units are powers of
+    1000."""
 
     def convert(value: str) -> int:
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", value)
@@ -177,7 +178,7 @@ _NO_CODE = "no code of a checkpoint is run"
 _CACHE = "the cache has its own size; see --kv-cache-gb"
 
 FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
-    # --- that set something ---
+    # --- flags that set something ---
     ForeignFlag(
         names=("--payload-limit",),
         server=TEI,
@@ -234,7 +235,7 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
         why="the same as --log-format json",
         sets=_switch("server", "log_format", "json"),
     ),
-    # --- that change nothing ---
+    # --- flags without effect ---
     no_effect("--uds-path", server=TEI, value="PATH", why="the engine's socket has a folder of its own"),
     no_effect("--tokenization-workers", server=TEI, value="N", why="threads follow from the cores"),
     no_effect("--disable-spans", server=TEI, why="spans are not logged; --otlp-endpoint sends them"),
@@ -285,7 +286,7 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     no_effect("--disable-frontend-multiprocessing", server=VLLM, why="see --api-server-count"),
     no_effect("--enable-server-load-tracking", server=VLLM, why="/load always counts requests"),
     no_effect("--enable-request-id-headers", server=VLLM, why="x-request-id is always honoured"),
-    # --- of which only some values work ---
+    # --- flags with only some supported values ---
     only("--pipeline-parallel-size", "-pp", accepts=("1",), server=VLLM, why=_ONE_MACHINE, value="N"),
     only("--nnodes", accepts=("1",), server=VLLM, why=_ONE_MACHINE, value="N"),
     only("--node-rank", accepts=("0",), server=VLLM, why=_ONE_MACHINE, value="N"),
@@ -314,7 +315,7 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     ),
     only("--allowed-methods", accepts=('["*"]', "*"), server=VLLM, why="pages may use every method"),
     only("--allowed-headers", accepts=('["*"]', "*"), server=VLLM, why="pages may send every header"),
-    # --- that cannot be given ---
+    # --- flags that are refused ---
     refused("--dense-path", server=TEI, value="PATH", why="modules.json names the Dense modules of a model"),
     refused(
         "--tokenizer", server=VLLM, value="NAME", why="the tokenizer is the model's; put it into its folder"
@@ -341,7 +342,7 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
 
 
 class ForeignFlags:
-    """The group of these flags. A command receives what was given of them."""
+    """The group of these flags. A command receives their effects."""
 
     def parameters(self, taken: frozenset[str]) -> list[inspect.Parameter]:
         return [self._parameter(flag) for flag in FOREIGN_FLAGS]
@@ -371,7 +372,7 @@ FOREIGN = ForeignFlags()
 
 
 def effect(flag: ForeignFlag) -> str:
-    """What a flag does here, for the table of the docs."""
+    """What a flag does in Penstock, for the table in the docs."""
     if flag.sets is not None:
         return flag.why[0].upper() + flag.why[1:]
     if flag.accepts is None:

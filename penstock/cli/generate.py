@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from penstock.tasks.text_stream import TextDelta
 
 _SAMPLING, _ROWS = "Sampling", "Rows"
-_AHEAD = 256  # prompts in progress together
+_AHEAD = 256  # prompts in progress at the same time
 _AS_MODEL_SAYS = "the model's generation_config.json"
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen. Any other parameter of /v1/completions goes into `params`."""
+    """How tokens are sampled. Other parameters of /v1/completions go into `params`."""
 
     max_tokens: Annotated[
         int | None,
@@ -163,7 +163,7 @@ def generate(
     with ExitStack() as stack:
         rows = iter(prompts) if prompts else _from_file(stack, options)
         running = stack.enter_context(open_model(engine, chat_template=template))
-        _ = running.text.generation  # refuses a model that does not generate
+        _ = running.text.generation  # raises if the model does not generate
         output = options.output
         out = sys.stdout if output is None else stack.enter_context(output.open("w", encoding="utf-8"))
         adapter_id = -1 if name is None else stack.enter_context(running.adapters.hold(name))
@@ -173,7 +173,7 @@ def generate(
 
 
 def sampling_fields(options: SamplingOptions, n: int | None = None) -> GenerationFields:
-    """The flags and the JSON object as one set of parameters."""
+    """Merge the flags and the JSON object of --params."""
     from penstock.inputs.generation import GenerationFields
 
     flags = {**msgspec.structs.asdict(options), "stop": options.stop or None, "n": n}
@@ -196,7 +196,7 @@ def _from_file(stack: ExitStack, options: GenerateOptions) -> Iterator[str]:
 
 
 class _Task:
-    """Prompts through one model."""
+    """Generates from prompts with one model."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class _Task:
         self._adapter = adapter
 
     async def stream(self, prompt: str, out: TextIO) -> None:
-        """One answer, written as it is generated."""
+        """Write one answer as it is generated."""
         async with aclosing(self._deltas(prompt)) as stream:
             async for deltas in stream:
                 out.write("".join(delta.text for delta in deltas))
@@ -222,7 +222,7 @@ class _Task:
         out.write("\n")
 
     async def run(self, prompts: Iterable[str], out: TextIO, jsonl: bool) -> None:
-        """Answers to many prompts at once, written in the order of the prompts."""
+        """Answer many prompts at once, and write the answers in the order of the prompts."""
         import asyncio
 
         import orjson
@@ -275,7 +275,7 @@ class _Task:
 
 
 class _progress:
-    """A count of finished prompts on a terminal; elsewhere nothing."""
+    """Shows the number of finished prompts on a terminal; does nothing elsewhere."""
 
     def __enter__(self) -> Any:
         self._bar: Any = None

@@ -1,4 +1,4 @@
-"""`penstock info`: what a model is and what would be loaded, read from its files only."""
+"""`penstock info`: shows what a model is and what would be loaded, from its files alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.config import EngineConfig, from_mapping
 if TYPE_CHECKING:
     from penstock.checkpoint.spec import ModelSpec
 
-_SIZES = {  # our name: the names in config.json files
+_SIZES = {  # our name → the names in config.json files
     "layers": ("num_hidden_layers", "n_layers", "num_layers", "n_layer"),
     "hidden": ("hidden_size", "dim", "d_model", "n_embd"),
     "heads": ("num_attention_heads", "n_heads", "num_heads", "n_head"),
@@ -117,8 +117,8 @@ def _load(config: EngineConfig, spec: ModelSpec, parameters: int | None) -> dict
 
 
 def weight_facts(files: list[Path]) -> dict[str, Any]:
-    """Parameters and bytes, counted from the headers of the files. Those of a pickle are known once it has
-    been converted."""
+    """Parameters and bytes, from the headers of the files. The parameters of a pickle are unknown until it is
+    converted."""
     from penstock.checkpoint.convert import converted_file
     from penstock.checkpoint.files import PICKLES
     from penstock.checkpoint.tensors import stored_tensors

@@ -1,4 +1,4 @@
-"""Flags with a key of a JSON object after a dot, as in vLLM's command line: --pooler-config.task embed."""
+"""Flags that set one key of a JSON object, as in vLLM's command line: --pooler-config.task embed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _put(target: dict[str, Any], keys: list[str], value: Any) -> None:
 
 
 def _value(text: str) -> Any:
-    """A JSON value, or else the text itself."""
+    """A JSON value, or the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:

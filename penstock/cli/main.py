@@ -41,7 +41,7 @@ class Commands(TyperGroup):
         except PenstockError as error:
             raise _exit_with_error(error.message, FAILURE) from None
         except BrokenPipeError:
-            raise  # the reader of our output is gone; typer exits quietly
+            raise  # the reader of our output has exited; typer exits quietly
         except OSError as error:
             raise _exit_with_error(f"{type(error).__name__}: {error}", FAILURE) from None
         except KeyboardInterrupt:

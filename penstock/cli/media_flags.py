@@ -1,4 +1,4 @@
-"""The values of flags about images."""
+"""Conversion of the flags about images and other media."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def image_pixels(given: int) -> int:
 
 
 def mm_limits(given: str) -> dict[str, int]:
-    """The value of --limit-mm-per-prompt: kind=N between commas, or a JSON object."""
+    """The value of --limit-mm-per-prompt: comma-separated kind=N, or a JSON object."""
     flag = "--limit-mm-per-prompt"
     if given.lstrip().startswith("{"):
         pairs = [(kind, _count(value)) for kind, value in _json_object(given).items()]
@@ -47,7 +47,7 @@ def _count(value: Any) -> int | None:
 
 
 def media_domains(given: str) -> tuple[str, ...]:
-    """The value of --allowed-media-domains: hosts between commas, or a JSON list."""
+    """The value of --allowed-media-domains: comma-separated hosts, or a JSON list."""
     names = _names(given)
     if given.startswith("["):
         try:
@@ -81,4 +81,4 @@ def _json_object(text: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.MsgspecError:
-        return {text: None}  # which no limit is
+        return {text: None}  # refused by the caller

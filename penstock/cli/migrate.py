@@ -1,4 +1,4 @@
-"""`penstock migrate`: move a collection of a vector store to another model. The work is in `stores`."""
+"""`penstock migrate`: moves a collection of a vector store to another model. `stores` does the work."""
 
 from __future__ import annotations
 

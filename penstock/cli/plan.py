@@ -1,5 +1,5 @@
-"""`penstock plan`: what a corpus and its queries cost. The flags and the reading are here, the model is in
-`planning`."""
+"""`penstock plan`: estimates what a corpus and its queries cost. This module reads the flags and files;
+`planning` has the cost model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WEIGHT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _MAX_SAMPLE_ROWS = 1_000_000
 _SAMPLE_CHUNK = 2048
 _MEASURED_ROWS = 8192
-_USABLE_MEMORY = 0.95  # of a GPU
+_USABLE_MEMORY = 0.95  # usable share of a GPU's memory
 
 
 class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,7 +211,7 @@ def _check(options: PlanOptions, engine: dict[str, Any]) -> None:
 
 
 def _corpus(options: PlanOptions, spec: ModelSpec, config: EngineConfig) -> tuple[list[str] | None, Corpus]:
-    """The texts of a sample, and what is known of the corpus."""
+    """The texts of the sample, if there is one, and a description of the corpus."""
     from penstock.planning.plan import BYTES_PER_TOKEN, Corpus
     from penstock.planning.quantities import read_count, read_quantity
 
@@ -337,7 +337,7 @@ def _rate(
 
 
 def _span(corpus: Corpus) -> list[float]:
-    """Row lengths that a rate has to cover: without the shortest and longest hundredth."""
+    """Row lengths that the rate has to cover: 1st percentile, mean and 99th percentile."""
     return sorted({corpus.quantile(0.01), corpus.mean_tokens, corpus.quantile(0.99)})
 
 

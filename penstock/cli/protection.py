@@ -1,4 +1,4 @@
-"""What `penstock serve` checks about keys, certificates and sockets before it starts anything."""
+"""Checks of keys, certificates and sockets that `penstock serve` makes before it starts anything."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ log = logging.getLogger("penstock.serve")
 
 
 def forget_secret_variables() -> None:
-    """Take secrets out of the environment, once they are read: no child process needs them."""
+    """Remove secrets from the environment after they have been read. No child process needs them."""
     for name in SECRET_VARIABLES:
         value = os.environ.pop(name, None)
         if value == "":
             log.warning("%s is empty, which sets nothing", name)
         elif value is not None and name in KEY_VARIABLES:
             keys = [key.strip() for key in value.split(",")]
-            if any(len(key.split()) > 1 for key in keys):  # the parser takes words for keys
+            if any(len(key.split()) > 1 for key in keys):  # the parser would read each word as a key
                 raise ConfigError(f"{name} has a key with a space; separate keys by commas", param=name)
 
 
@@ -78,7 +78,7 @@ def _check_tls(config: ServerConfig) -> None:
         )
     from penstock.api.tls import server_context
 
-    server_context(config)  # raises with the file that is at fault
+    server_context(config)  # raises an error that names the bad file
     key = config.ssl_keyfile or config.ssl_certfile
     if Path(key).stat().st_mode & 0o004:
         log.warning("every user of this machine can read the private key %r; run chmod 600 on it", key)

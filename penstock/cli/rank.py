@@ -1,4 +1,4 @@
-"""`penstock rerank` and `penstock score`: documents sorted for a query, and scores for a file of pairs."""
+"""`penstock rerank` and `penstock score`: ranks documents for a query, and scores a file of pairs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.errors import BadValue
 from penstock.jobs.formats import InputFormat
 
 _ROWS, _PAIRS = "Rows", "Pairs"
-_CHUNK = 2048  # rows that are read together
+_CHUNK = 2048  # rows to read at once
 
 
 class RankOptions(msgspec.Struct, frozen=True, kw_only=True):

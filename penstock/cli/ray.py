@@ -1,4 +1,4 @@
-"""`penstock serve --ray`: the flags about Ray, and running the application until a signal."""
+"""`penstock serve --ray`: the flags for Ray, and running the application until a signal arrives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("penstock.serve")
 
 
 class RayOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Flags of `penstock serve` about Ray. The section `ray` of --config has further settings."""
+    """Flags of `penstock serve` for Ray. The section `ray` of --config has more settings."""
 
     ray: Annotated[
         bool,
@@ -78,7 +78,7 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
     def settings(self, section: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The section `ray` of the file, with the flags of the command line in place of what it says."""
+        """The section `ray` of the file, overridden by the flags of the command line."""
         given = dict(section or {})
         if self.ray_replicas is not None:
             given["min_replicas"], given["max_replicas"] = replica_range(self.ray_replicas)
@@ -89,7 +89,7 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True):
         return given
 
     def check_unused(self) -> None:
-        """Refuse flags that mean nothing without --ray."""
+        """Refuse flags that have no effect without --ray."""
         for name in ("ray_address", "ray_replicas", "ray_gpu_share", "ray_cpus"):
             if getattr(self, name) is not None:
                 flag = "--" + name.replace("_", "-")
@@ -108,7 +108,7 @@ def replica_range(given: str) -> tuple[int, int]:
 
 
 def flag_names() -> dict[str, str]:
-    """What errors call the fields of the server."""
+    """Flag names of the server's fields, for error messages."""
     from penstock.cli.flags import SERVER
 
     return {flag.field: flag.name for flag in SERVER.flags}
@@ -123,7 +123,7 @@ def check_installed() -> None:
 
 
 def run_with_ray(config: AppConfig, address: str | None) -> int:
-    """Serve until SIGTERM or ctrl-C, and return when the requests in flight are answered."""
+    """Serve until SIGTERM or ctrl-C, then let requests in flight finish and return the exit status."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
     from ray import serve
@@ -142,7 +142,7 @@ def run_with_ray(config: AppConfig, address: str | None) -> int:
         log.info("stopping; requests in flight have %g s to finish", server.drain_s)
         serve.delete(APP_NAME)
     finally:
-        ray.shutdown()  # ends a cluster that this process has started
+        ray.shutdown()  # stops the cluster if this process has started it
     return 0
 
 
@@ -167,7 +167,7 @@ def _start(config: AppConfig) -> None:
 
 
 def why_deployments_fail() -> str:
-    """What Serve says about deployments that are not well; of a traceback, its last line."""
+    """Serve's messages about unhealthy deployments; only the last line of a traceback."""
     from ray import serve
 
     reasons = []
@@ -183,7 +183,7 @@ def why_deployments_fail() -> str:
 
 
 def _check_port(wanted: int) -> None:
-    """Refuse another port than the one that Serve has in a cluster where it runs already."""
+    """Raise an error if Serve already runs in this cluster on another port."""
     from ray.serve.context import _get_global_client
 
     options = getattr(_get_global_client(), "http_config", None)
@@ -196,7 +196,7 @@ def _check_port(wanted: int) -> None:
 
 
 def _connect(address: str | None) -> None:
-    """Use a cluster, or start one on this machine."""
+    """Connect to a cluster, or start one on this machine."""
     import ray
 
     try:

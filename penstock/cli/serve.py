@@ -34,7 +34,7 @@ from penstock.errors import ConfigError
 from penstock.logs import configure
 from penstock.serving.child import spawned_engine
 
-MAX_API_PROCESSES = 8  # more than a single engine can keep busy
+MAX_API_PROCESSES = 8  # limit for `auto`; a single engine cannot keep more processes busy
 MAX_GIVEN_API_PROCESSES = 256
 log = logging.getLogger("penstock.serve")
 
@@ -114,7 +114,7 @@ def serve(
         raise typer.Exit(serve_with_ray(ray, config, server, models or [], shared))
     ray.check_unused()
     device = engine.get("device", EngineConfig().device)
-    with spawned_engine(device) as begun:  # before the imports below: it starts meanwhile
+    with spawned_engine(device) as begun:  # before the imports below, so that it starts in parallel
         from penstock.serving.adapters import check_base_names
         from penstock.serving.model_settings import describe_loaded, describe_model
         from penstock.serving.supervisor import Supervisor
@@ -126,7 +126,7 @@ def serve(
         check_protection(server_config)
         listed = [] if config is None else listed_models(config, settings_of_models())
         for each in listed:
-            each.pop(RAY, None)  # the same file serves with --ray
+            each.pop(RAY, None)  # for --ray only; the same file works with and without it
         described = []
         for settings in model_settings(models or [], shared, listed):
             described.append(describe_model(settings, server_config))
@@ -145,7 +145,7 @@ def serve_with_ray(
     models: Sequence[str],
     shared: Mapping[str, Any],
 ) -> int:
-    """Serve the same models and flags as an application of Ray Serve."""
+    """Serve the same models with the same flags as a Ray Serve application."""
     check_installed()
     from penstock.scale.serving.config import app_config
 
@@ -166,7 +166,7 @@ OF_A_MODEL = ("auto_truncate", "default_chunking", "chat_template", "sleep_after
 
 
 def settings_of_models() -> dict[str, Convert]:
-    """What a model in the file of --config may set: the engine's flags, a few of the server's, aliases."""
+    """What a model in the --config file may set: the engine's flags, some of the server's, and aliases."""
     flags = [(group, flag) for group in (SERVED_ENGINE, SERVED_MODEL) for flag in group.flags]
     flags += [(SERVER, flag) for flag in SERVER.flags if flag.field in OF_A_MODEL]
     settings: dict[str, Convert] = {
@@ -176,14 +176,15 @@ def settings_of_models() -> dict[str, Convert]:
         if name.startswith("--")
     }
     settings["aliases"] = lambda value: ("aliases", value if isinstance(value, list) else [value])
-    settings[RAY] = lambda value: (RAY, value)  # of its replicas, with --ray
+    settings[RAY] = lambda value: (RAY, value)  # settings of the model's replicas, with --ray
     return settings
 
 
 def model_settings(
     arguments: Sequence[str], shared: Mapping[str, Any], listed: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The settings of each model: those of the arguments, else of the file, else one with the flags alone."""
+    """The settings of each model. The arguments name the models, or otherwise the file. If neither does,
+    there is one model with the settings of the flags."""
     named = shared.get("model"), shared.get("served_model_name")
     base = {name: value for name, value in shared.items() if name not in ("model", "served_model_name")}
     if len(arguments) == 1 and named[0] not in (None, arguments[0]):
@@ -214,7 +215,7 @@ def named_model(argument: str) -> dict[str, Any]:
 
 
 def read_environment(engine: EngineFields, server: ServerFields, models: Sequence[str] = ()) -> None:
-    """Take what other servers read from the environment: TEI's MODEL_ID, and vLLM's VLLM_API_KEY."""
+    """Read the environment variables of other servers: TEI's MODEL_ID and vLLM's VLLM_API_KEY."""
     model = os.environ.get("MODEL_ID")
     if model and not models and engine.get("model") is None:
         engine["model"] = model
@@ -224,14 +225,14 @@ def read_environment(engine: EngineFields, server: ServerFields, models: Sequenc
 
 
 def check_tasks(wanted: Mapping[str, str], model: str, tasks: Sequence[str]) -> None:
-    """Refuse a model without the task that --task or --convert asks for."""
+    """Refuse a model without the task that --task or --convert names."""
     for flag, task in wanted.items():
         if task not in tasks:
             raise ConfigError(f"{flag}: model {model} has no task {task}; its tasks are: {', '.join(tasks)}")
 
 
 def generation(asked: bool | None, runner: str) -> bool | None:
-    """Whether to generate. `--runner` is the name that other servers have for `--enable-generation`."""
+    """Whether to generate. `--runner` is vLLM's flag for `--enable-generation`."""
     if runner == "auto":
         return asked
     wanted = runner == "generate"
@@ -244,8 +245,8 @@ def generation(asked: bool | None, runner: str) -> bool | None:
 def api_processes(wanted: str, device: str, cores: int | None = None, has_gpu: bool | None = None) -> int:
     """Number of API processes for `--api-server-count`.
 
-    `auto` leaves half of the cores to the engine, the system and clients on the same machine. Beside an
-    engine that computes on the CPU it starts a single process.
+    `auto` leaves half of the cores to the engine, the system and clients on the same machine. If the engine
+    computes on the CPU, it starts a single process.
     """
     if wanted != "auto":
         is_number = wanted.isascii() and wanted.isdigit() and len(wanted) < 10

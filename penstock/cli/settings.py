@@ -1,4 +1,4 @@
-"""The settings of a Ray Serve application: a file or a mapping like that of `penstock serve --config`."""
+"""The settings of a Ray Serve application: a file or mapping in the format of `penstock serve --config`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OF_THE_CLUSTER = ("host", "port")
 
 
 def app_settings(config: Mapping[str, Any] | str | Path) -> AppConfig:
-    """The application that a YAML file or a mapping describes."""
+    """The application described by a YAML file or a mapping."""
     content = config if isinstance(config, Mapping) else read_mapping(str(config))
     shared: dict[str, Any] = {}
     server: dict[str, Any] = {}
@@ -49,7 +49,7 @@ def app_settings(config: Mapping[str, Any] | str | Path) -> AppConfig:
 
 
 def _flags() -> dict[str, tuple[bool, Convert]]:
-    """Every flag by name without hyphens in front: whether it is a model's, and how to read its value."""
+    """Every flag by name, without leading hyphens: (whether it belongs to a model, how to read its value)."""
     return {
         name.lstrip("-"): (group is not SERVER, partial(group.from_file, flag))
         for group in (SERVED_ENGINE, SERVED_MODEL, SERVER)

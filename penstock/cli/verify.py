@@ -1,4 +1,4 @@
-"""`penstock verify`: compares a model with its reference library on texts of your own."""
+"""`penstock verify`: compares a model with its reference library on the user's texts."""
 
 from __future__ import annotations
 

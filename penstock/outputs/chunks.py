@@ -1,4 +1,4 @@
-"""The vectors of chunks and of their texts, computed from the engine's output."""
+"""Vectors of chunks and of their texts, computed from the engine's output."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def combine(values: Array, chunks: Chunks, params: PoolingParams, normalizes: bo
 
 
 def span_means(values: Floats, spans: Ints) -> Floats:
-    """The mean of each [begin, end) of the rows of `values`. Spans are ascending, disjoint and not empty."""
+    """The mean of `values` over each span [begin, end). Spans are ascending, disjoint and not empty."""
     edges = spans.ravel()
     if edges[-1] == len(values):
         edges = edges[:-1]
-    sums = np.add.reduceat(values, edges, axis=0)[::2]  # every second sum is that of a gap
+    sums = np.add.reduceat(values, edges, axis=0)[::2]  # every second sum belongs to a gap
     return np.asarray(sums / (spans[:, 1] - spans[:, 0])[:, None], dtype=np.float32)
 
 
 def weighted_means(vectors: Floats, weights: Ints, counts: Ints) -> Floats:
-    """The weighted mean of each text's vectors, [texts, dim]; text t has the next `counts[t]` vectors."""
+    """The weighted mean of each text's vectors, [texts, dim]. Text t has `counts[t]` consecutive vectors."""
     starts = cumulative(counts)[:-1]
     share = np.maximum(weights, 1).astype(np.float32)  # a text of only special tokens has weight 0
     sums = np.add.reduceat(vectors * share[:, None], starts, axis=0)

@@ -1,4 +1,4 @@
-"""Incremental detokenisation: the text returned never ends in half a character and is never revised."""
+"""Incremental detokenisation. Returned text never ends in half a character and is never revised."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Protocol
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-_NUM_PROMPT_TOKENS = 6  # of the prompt, as context for the text of the first new token
-_MAX_HELD = 16  # tokens held back for the rest of a character; no character needs that many
+_NUM_PROMPT_TOKENS = 6  # last prompt tokens, kept as context for the first new token
+_MAX_HELD = 16  # tokens held back for the rest of a character; no character has that many
 _MAX_SILENT = 64  # tokens without text that are kept as context
 
 
 class TokenDecoder(Protocol):
-    """The methods of a tokenizer that a detokenizer needs."""
+    """The tokenizer methods that a detokenizer needs."""
 
     @property
     def byte_level(self) -> bool: ...
@@ -24,10 +24,10 @@ class TokenDecoder(Protocol):
 
 class Detokenizer(Protocol):
     def push(self, token_id: int) -> str:
-        """Add a token. Returns the text that is now final, often empty."""
+        """Add a token and return the text that is now final, which is often empty."""
 
     def finish(self) -> str:
-        """The text that was held back, complete or not."""
+        """Return the text that was held back, even if it ends in half a character."""
 
 
 def detokenizer(
@@ -67,7 +67,7 @@ class _WindowDetokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._ids = [int(token_id) for token_id in prompt[-_NUM_PROMPT_TOKENS:]]
         self._num_returned = len(self._ids)  # leading tokens of the window whose text was returned
-        self._returned = self._decode()  # text of the window that was returned
+        self._returned = self._decode()  # the text of these tokens
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)

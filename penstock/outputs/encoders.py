@@ -1,7 +1,7 @@
 """Encodes vectors as numbers, base64 or bytes, without a Python float per value.
 
-The rows of a large answer become `LargeRow`s. They are encoded piece by piece while they are sent, so that
-other clients wait for one piece at most.
+The rows of a large answer become `LargeRow`s. They are encoded piece by piece as they are sent, so that other
+clients wait for at most one piece.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import orjson
 
 from penstock.types import Array, OutputDtype
 
-try:  # several times faster than the standard library
+try:  # pybase64 is several times faster than the standard library
     from pybase64 import b64encode
 except ImportError:
     from base64 import b64encode
@@ -23,13 +23,16 @@ except ImportError:
 EncodingFormat = Literal["float", "base64", "bytes", "bytes_only"]
 Endianness = Literal["native", "little", "big"]
 
-MIN_LARGE_BYTES = 1 << 18  # an answer with this many bytes of values is encoded while it is sent
-_PIECE_BYTES = 3 << 17  # values in one piece of base64: half a MiB of text, a multiple of 3 to avoid padding
-_PIECE_NUMBERS = 1 << 13  # values in one piece of JSON numbers, which are much slower to encode
+MIN_LARGE_BYTES = 1 << 18  # answers with at least this many bytes of values are encoded as they are sent
+_PIECE_BYTES = 3 << 17  # bytes per piece of base64: half a MiB of text, a multiple of 3 to avoid padding
+_PIECE_NUMBERS = 1 << 13  # values per piece of JSON numbers, which are much slower to encode
 
 
 class LargeRow:
-    """A row of a large answer, encoded when it is sent. Not a dataclass: the JSON encoder would write it."""
+    """A row of a large answer that is encoded when it is sent.
+
+    It is not a dataclass, because the JSON encoder would encode a dataclass itself.
+    """
 
     __slots__ = ("dtype", "encoding", "endianness", "values")
 
@@ -79,7 +82,7 @@ class LargeRow:
 def encode_rows(
     rows: Sequence[Array], encoding: EncodingFormat, dtype: OutputDtype, endianness: Endianness = "native"
 ) -> list[Any]:
-    """The rows as arrays of numbers or as base64; the rows of a large answer as `LargeRow`s."""
+    """Encode rows as arrays of numbers or as base64; the rows of a large answer as `LargeRow`s."""
     if sum(row.nbytes for row in rows) >= MIN_LARGE_BYTES:
         return [LargeRow(row, encoding, dtype, endianness) for row in rows]
     if encoding == "base64":
@@ -92,7 +95,7 @@ def as_bytes(values: Array, endianness: Endianness = "native") -> bytes:
 
 
 def _numbers(values: Array, dtype: OutputDtype) -> Array:
-    """Half precision is widened; integers stay integers."""
+    """Widen half precision to fp32; keep integers."""
     if dtype is OutputDtype.BFLOAT16:
         values = (values.astype(np.uint32) << 16).view(np.float32)
     elif dtype is OutputDtype.FLOAT16:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from penstock.types import Array, Ints
 
 Aggregation = Literal["none", "simple", "first", "average", "max"]
-OUTSIDE = ("O",)  # the tag of tokens that belong to no entity
+OUTSIDE = ("O",)  # tag of tokens outside all entities
 AGGREGATIONS = ("none", "simple", "first", "average", "max")
 
 Floats = NDArray[np.float32]
@@ -33,7 +33,7 @@ class Entity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """The tokens, words or entities of all texts, concatenated: arrays of [n]."""
+    """The tokens, words or entities of all texts, concatenated; all arrays are [n]."""
 
     text: Ints
     begins: Ints
@@ -57,10 +57,10 @@ def find_entities(
     aggregation: Aggregation = "simple",
     ignored: Sequence[str] = OUTSIDE,
 ) -> list[list[Entity]]:
-    """The entities of each text, without those of `ignored` labels.
+    """Find the entities of each text, except for entities with `ignored` labels.
 
-    `none` gives every token its label. `simple` merges neighbours with the same tag. `first`, `average` and
-    `max` choose one label for each word before they merge.
+    `none` reports every token with its own label. `simple` merges neighbours with the same tag. `first`,
+    `average` and `max` choose one label for each word before they merge.
     """
     kept = np.flatnonzero(words >= 0)
     text = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[kept]
@@ -101,7 +101,8 @@ def _by_word(run: _Run, words: Ints, aggregation: str) -> _Run:
 def _tags(labels: Sequence[str]) -> tuple[list[str], Ints, Flags, Flags]:
     """The tag names, the tag index of each label, and whether each label begins and ends an entity.
 
-    With labels such as S-PER beside B-PER, E- ends an entity, and S- is one of a single token.
+    If the labels include both S-PER and B-PER, for example, they are BIOES labels: E- ends an entity, and S-
+    is an entity of a single token.
     """
     known = set(labels)
     is_bioes = any(label.startswith("S-") and f"B-{label[2:]}" in known for label in labels)

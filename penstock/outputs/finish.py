@@ -1,4 +1,4 @@
-"""The NumPy counterpart of `pooling.heads`, for vectors that are computed on the CPU."""
+"""NumPy counterpart of `pooling.heads`, for vectors that are computed on the CPU."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ TokenName = Callable[[int], str]
 
 
 class CompletionLogprobs:
-    """The four lists of a completion. `text_offset` continues over the parts of a stream."""
+    """Builds the four lists of a completion. `text_offset` continues across the parts of a stream."""
 
     def __init__(self, name: TokenName) -> None:
         self._name = name
@@ -34,8 +34,8 @@ class CompletionLogprobs:
     def _top(self, ids: list[int], values: NDArray[np.float32]) -> dict[str, float]:
         """Log probabilities by token text.
 
-        If several tokens have the same text, such as halves of characters, the likeliest one counts. Clients
-        compare it with the chosen token's value to see whether that token was the likeliest.
+        If several tokens have the same text, such as halves of characters, the most likely one counts.
+        Clients compare it with the chosen token's value to see whether that token was the most likely.
         """
         top: dict[str, float] = {}
         for token_id, value in zip(ids, values, strict=True):
@@ -61,7 +61,7 @@ def concat_logprobs(lists: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def chat_content(
     ids: Ints, values: NDArray[np.float32], name: TokenName, raw: Callable[[int], bytes], top: int
 ) -> list[dict[str, Any]]:
-    """One object per token with its `top` likeliest tokens. `raw` returns a token's bytes."""
+    """One object per token with its `top` most likely tokens. `raw` returns a token's bytes."""
     out = []
     for row, row_values in zip(ids.tolist(), values, strict=True):
         entries = [
@@ -88,6 +88,6 @@ def prompt_entries(
 
 
 def _value(value: Any) -> float:
-    """The shortest decimal of the float32 value, not that of its nearest double."""
+    """The shortest decimal that stands for the float32 value, rather than for its exact double."""
     number = float(value)
     return float(str(np.float32(number))) if number > LOWEST else LOWEST

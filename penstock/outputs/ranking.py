@@ -11,7 +11,7 @@ from penstock.errors import BadValue, shown
 
 
 def top_indices(scores: NDArray[Any], top_n: int | None = None) -> list[int]:
-    """The indices of the highest scores, highest first. Equal scores keep their order."""
+    """Indices of the highest scores, highest first. Equal scores keep their order."""
     order: list[int] = np.argsort(-scores, kind="stable").tolist()
     return order[:top_n]
 

@@ -1,6 +1,7 @@
 """Entities from the scores of a GLiNER model: the best spans above a threshold that do not overlap.
 
-Spans are chosen as GLiNER chooses them: from the best score on, each unless it overlaps one chosen before.
+As in GLiNER, spans are taken greedily in descending order of score; a span that overlaps a chosen one is
+skipped.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ from penstock.outputs.entities import Entity
 from penstock.types import Ints
 
 Floats = NDArray[np.float32]
-MAX_CANDIDATES = 1 << 20  # of one text
+MAX_CANDIDATES = 1 << 20  # candidate spans of one text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanOptions:
-    """Which spans are entities. The names are those of the HTTP fields."""
+    """Which spans are entities. The names are the same as in the HTTP API."""
 
     threshold: float = 0.5
-    flat: bool = True  # entities do not overlap; otherwise one may lie inside another
+    flat: bool = True  # entities do not overlap; False: one may be inside another
     multi_label: bool = False  # a span may have several labels
 
 
 class Candidate(NamedTuple):
-    start: int  # words
-    end: int  # the last word
+    start: int  # first word
+    end: int  # last word
     label: int
     score: float
 
 
 def span_candidates(scores: Floats, num_labels: int, threshold: float) -> list[Candidate]:
-    """The spans above the threshold; scores [words, width · labels] belong to the spans that begin there."""
+    """The spans above the threshold. `scores` [words, widths · labels] are for spans that begin at a word."""
     cube = scores.reshape(len(scores), scores.shape[1] // num_labels, num_labels)
     start, width, label = np.nonzero(cube > threshold)
     inside = start + width < len(scores)
@@ -48,7 +49,10 @@ def span_candidates(scores: Floats, num_labels: int, threshold: float) -> list[C
 
 
 def word_candidates(scores: Floats, num_labels: int, threshold: float) -> list[Candidate]:
-    """The runs of words that begin, end and stay inside an entity; scores [words, labels · 3]."""
+    """The runs of words whose start, end and inside scores exceed the threshold.
+
+    `scores` [words, labels · 3] has these three scores for each word and label.
+    """
     cube = scores.reshape(len(scores), num_labels, 3)
     found: list[Candidate] = []
     for label in range(num_labels):
@@ -69,8 +73,8 @@ def word_candidates(scores: Floats, num_labels: int, threshold: float) -> list[C
 
 
 def choose(candidates: Sequence[Candidate], options: SpanOptions) -> list[Candidate]:
-    """The best candidates that may stand beside each other, by start."""
-    verdicts: dict[tuple[int, int], bool] = {}  # of each span: whether it was chosen
+    """Choose the best candidates that may coexist, ordered by start."""
+    verdicts: dict[tuple[int, int], bool] = {}  # span → whether it was chosen
     spans = np.empty((len({(each.start, each.end) for each in candidates}), 2), dtype=np.int32)
     num_spans = 0  # chosen so far
     chosen: list[Candidate] = []
@@ -91,7 +95,7 @@ def choose(candidates: Sequence[Candidate], options: SpanOptions) -> list[Candid
 
 
 def to_entities(text: str, chosen: Sequence[Candidate], chars: Ints, labels: Sequence[str]) -> list[Entity]:
-    """`chars` [words, 2] are the characters of the text's words."""
+    """The chosen spans as entities. `chars` [words, 2] are the character spans of the text's words."""
     char_spans = chars.tolist()
     return [
         Entity(labels[each.label], each.score, begin, end, text[begin:end])
@@ -101,7 +105,7 @@ def to_entities(text: str, chosen: Sequence[Candidate], chars: Ints, labels: Seq
 
 
 def _overlaps(span: tuple[int, int], others: Ints, flat: bool) -> bool:
-    """Whether a span shares words with others; where nesting is allowed, whether it crosses one."""
+    """Whether a span shares words with one of the others. Unless `flat`, nested spans do not count."""
     begins, ends = others.T
     meets = (span[0] <= ends) & (begins <= span[1])
     if not flat:

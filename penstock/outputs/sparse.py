@@ -16,7 +16,7 @@ _MAX_WEIGHT = float(np.finfo(np.float32).max)
 
 class SparseRow(NamedTuple):
     ids: Ints  # [terms]
-    weights: NDArray[np.float32]  # [terms], in falling order
+    weights: NDArray[np.float32]  # [terms], descending
 
     def as_dict(self) -> dict[int, float]:
         return dict(zip(self.ids.tolist(), self.weights.tolist(), strict=True))
@@ -41,9 +41,9 @@ def sparse_rows(
     min_weight: float,
     params: PoolingParams | None = None,
 ) -> list[SparseRow]:
-    """The sparse rows of an output, for models that weight tokens in either way.
+    """The sparse rows of an output, for lexical models and for models that weight the vocabulary.
 
-    `params` identify the request's output if it is not the first one.
+    `params` select the output if it is not the request's first one.
     """
     if (params or request.params).lexical:
         terms = lexical_terms(request.token_ids, request.lengths, values[:, 0], special_ids)
@@ -60,13 +60,12 @@ def sparse_rows(
     ]
 
 
-Terms = tuple[
-    Ints, Ints, NDArray[np.float32]
-]  # row, token id and weight of each term, by row, heaviest first
+# Row, token id and weight of each term, by row, heaviest first.
+Terms = tuple[Ints, Ints, NDArray[np.float32]]
 
 
 def _vocabulary_terms(values: Array) -> Terms:
-    """The terms of an output [rows, terms, 2], which is already in order."""
+    """The terms of an output [rows, terms, 2], which are already in order."""
     count, terms, _ = values.shape
     rows = np.repeat(np.arange(count, dtype=np.int32), terms)
     flat = values.reshape(-1, 2).astype(np.float32, copy=False)
@@ -74,7 +73,7 @@ def _vocabulary_terms(values: Array) -> Terms:
 
 
 def lexical_terms(token_ids: Ints, lengths: Ints, weights: Array, special_ids: Ints) -> Terms:
-    """The terms of each row's tokens without special tokens. A repeated token keeps its largest weight."""
+    """The terms of each row, without special tokens. A repeated token keeps its largest weight."""
     rows = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     kept = ~np.isin(token_ids, special_ids)
     rows, ids, kept_weights = rows[kept], token_ids[kept], weights[kept].astype(np.float32, copy=False)

@@ -1,6 +1,6 @@
 """Stop strings in streamed text.
 
-A stop string is found even if it spans several pieces. Text that may begin one is held back.
+A stop string is found even if it spans several pieces. Text that may be the beginning of one is held back.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Finds the stop string that is complete first, however the text is split into pieces."""
+    """Finds the stop string that completes first, however the text is split into pieces."""
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stops)
@@ -19,7 +19,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str, *, search: bool = True) -> tuple[str, str | None]:
-        """Return (the text that may be shown, the stop string found). Without `search` nothing matches."""
+        """Return (text that may be shown, stop string found). Without `search`, stop strings are ignored."""
         if not self._stops:
             return text, None
         text, self._held = self._held + text, ""
@@ -37,12 +37,12 @@ class StopStrings:
         return text[:end], None
 
     def finish(self) -> str:
-        """The text that was held back for a stop string that did not complete."""
+        """Return the text that was held back for an incomplete stop string."""
         held, self._held = self._held, ""
         return held
 
     def _num_held(self, text: str) -> int:
-        """The number of characters at the end of the text that may begin a stop string."""
+        """Number of characters at the end of the text that may be the beginning of a stop string."""
         for size in range(min(self._max_length - 1, len(text)), 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self._stops):
                 return size

@@ -1,4 +1,4 @@
-"""The values of a request's tokens, row by row, without masked tokens."""
+"""Per-token values of a request, row by row, without masked tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small decoder whose rows are spread over steps."""
+"""A small decoder that runs with chunked prefill."""
 
 from __future__ import annotations
 

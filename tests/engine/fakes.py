@@ -1,4 +1,4 @@
-"""Stand-ins for the runner and the clock, so that a test decides when a step ends and how."""
+"""Fake runners and a fake clock, so that a test decides when and how a step ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.types import Array, Outcome, PooledResult, PoolPlan, Request, Step
 
 
 def row_values(plan: StepPlan, slot: int) -> list[float]:
-    """What the fake model computes of a row: first token, sum of tokens, length."""
+    """The fake model's output for a row: first token, sum of tokens, length."""
     tokens = plan.token_ids[plan.cu_lengths[slot] : plan.cu_lengths[slot + 1]]
     return [float(tokens[0]), float(tokens.sum()), float(len(tokens))]
 
@@ -34,7 +34,7 @@ def compute(plan: StepPlan, device_s: float = 0.5) -> PooledResult:
 
 
 class ManualRunner:
-    """Steps end when the test says so."""
+    """A runner whose steps end when the test calls `finish`."""
 
     def __init__(self) -> None:
         self.flights: list[tuple[StepPlan, Future[StepResult]]] = []
@@ -59,7 +59,7 @@ class ManualRunner:
 
 
 class PoisonedRunner:
-    """Steps end at once; one that holds a marked token raises, or gives NaN for that row."""
+    """A runner whose steps end at once. A step with a poisoned token raises, or returns NaN for that row."""
 
     def __init__(self, poison: set[int], how: str) -> None:
         self.poison = poison
@@ -110,7 +110,7 @@ def make_core(
     queued_tokens: int = 10**9,
     depth: int = 1,
     clock: Callable[[], float] | None = None,
-    share_identical: bool = False,  # most tests make requests that look alike
+    share_identical: bool = False,  # most tests send requests with equal rows
 ) -> EngineCore:
     return EngineCore(
         runner,
@@ -122,7 +122,7 @@ def make_core(
 
 
 def run_to_the_end(core: EngineCore, turns: int = 1000) -> list[Outcome]:
-    """Turn until nothing is left, for runners whose steps end at once."""
+    """Step the core until it is idle, for runners whose steps end at once."""
     outcomes: list[Outcome] = []
     for _ in range(turns):
         if not core.busy:

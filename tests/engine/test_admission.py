@@ -1,4 +1,4 @@
-"""How long requests may wait to start: measured rates, refusals and expiry, on a clock of the test."""
+"""Limits on the time that requests wait to start: measured rates, refusals and expiry, on a fake clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_QUEUE_S = 2.0
 
 
 class Device:
-    """A core whose steps take `STEP_S` each on the test's clock."""
+    """A core whose steps take `STEP_S` each on the fake clock."""
 
     def __init__(self, *, tokens: int = 100, share_identical: bool = False, measured: bool = True) -> None:
         self.runner, self.clock = ManualRunner(), Clock()
@@ -129,7 +129,7 @@ def test_without_a_known_rate_only_the_bound_on_tokens_refuses() -> None:
 
 
 def test_a_request_that_has_not_started_in_time_fails_with_429() -> None:
-    device = Device(measured=False)  # its rate is unknown, so everything is admitted
+    device = Device(measured=False)  # the rate is unknown, so everything is admitted
     for number in range(50):
         device.core.add(make_request(str(number), [100]))
     outcomes = device.run_steps(60)

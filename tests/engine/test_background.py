@@ -1,4 +1,5 @@
-"""Background rows run in what other requests leave, and nobody waits for more than one of their steps."""
+"""Background rows run in device time that other requests leave free. No request waits for more than one
+background step."""
 
 from __future__ import annotations
 
@@ -148,11 +149,11 @@ def test_cancelled_and_poisoned_background_rows_leave_nothing_behind() -> None:
     assert core.scheduler.background.num_tokens == core.scheduler.queue.num_tokens == 0
 
 
-# --- steps that others interrupt ----------------------------------------------------------------------------
+# --- interruptible steps ------------------------------------------------------------------------------------
 
 
 class ManualBackground:
-    """Background steps end when the test says so; what the loop orders is noted."""
+    """A background runner whose steps end when the test calls `finish`. It records the loop's orders."""
 
     def __init__(self) -> None:
         self.flights: list[tuple[StepPlan, Future[StepResult]]] = []
@@ -236,7 +237,7 @@ def test_a_step_that_scores_pairs_is_not_interrupted() -> None:
     assert len(runner.launched) == 1 and not steps.flights
 
 
-# --- the policy ---------------------------------------------------------------------------------------------
+# --- policy -------------------------------------------------------------------------------------------------
 
 
 def test_the_size_of_short_steps_follows_the_time_that_they_take() -> None:
@@ -267,21 +268,21 @@ def test_long_rows_wait_after_one_has_delayed_a_request() -> None:
     lane.saw_interactive(100.06)
     assert not lane.may_run_long(100.1)
     assert lane.next_chance_s() == pytest.approx(101.06)
-    for _ in range(400):  # requests that nothing delays
+    for _ in range(400):  # requests without any delay
         lane.answered_interactive(0.0, 100.21)
     lane.saw_interactive(100.2)
     assert lane.may_run_long(100.21)
 
 
 class Simulation:
-    """The engine's loop on a clock of its own: a step takes a fixed time and some for each token."""
+    """The engine's loop on a simulated clock: a step takes a fixed time, plus a time per token."""
 
     STEP_S, TOKEN_S = 0.002, 0.00008
 
     def __init__(self) -> None:
         self.now_s = 100.0
         self.latencies_s: list[float] = []
-        self.num_lines = 0  # of the batch, that were answered
+        self.num_lines = 0  # answered lines of the batch
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._pending: dict[str, tuple[Request, Callable[[], None]]] = {}
@@ -325,7 +326,7 @@ class Simulation:
                 then()
 
     def feed(self) -> None:
-        """A further line of a batch: most are longer than a short step."""
+        """Send the next line of a batch. Most lines are longer than a short step."""
         draw = random.Random(next(self._numbers))
         self.send(min(512, max(8, int(draw.lognormvariate(4.0, 0.8)))), self.feed, is_background=True)
 

@@ -1,4 +1,4 @@
-"""Chunked rows: the same answers as whole rows, and no blocks leak."""
+"""Chunked rows give the same answers as whole rows, and leak no KV cache blocks."""
 
 from __future__ import annotations
 

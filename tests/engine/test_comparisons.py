@@ -93,7 +93,7 @@ class TestQueue:
     @pytest.mark.parametrize("limits", [ComparisonLimits(1000, math.inf), ComparisonLimits(1 << 40, 2000)])
     def test_too_much_in_the_queue_is_refused_and_room_is_given_back(self, limits: ComparisonLimits) -> None:
         queue = Comparisons(limits)
-        queue.add(comparison("first", vectors=500))  # an empty queue takes any
+        queue.add(comparison("first", vectors=500))  # an empty queue accepts any size
         with pytest.raises(QueueFull, match="comparisons are waiting"):
             queue.add(comparison("second"))
         assert queue.cancel("first")
@@ -225,11 +225,11 @@ class TestParts:
         assert 4 * width * (tile_queries + tile_documents) <= CPU_LIMITS.max_bytes
 
     def test_thirty_thousand_narrow_vectors_on_both_sides_need_little_memory(self) -> None:
-        """They took 3.8 GB."""
+        """An earlier version used 3.8 GB."""
         draw = np.random.default_rng(0)
         query, document = (draw.standard_normal((30_000, 1)).astype(np.float32) for _ in range(2))
         compared = make_comparison("a", [query], [document])
-        scores_of(make_comparison("small", [query[:9]], [document[:9]]))  # loads what torch needs
+        scores_of(make_comparison("small", [query[:9]], [document[:9]]))  # makes torch load its libraries
         with lowest_peak() as added_bytes:
             found = scores_of(compared)
         assert added_bytes() < 150 << 20
@@ -257,11 +257,11 @@ class TestParts:
 
 
 class lowest_peak:
-    """How far the process's peak memory rises above what it holds at the beginning."""
+    """Measures how far the process's peak memory rises above its memory at the beginning."""
 
     def __enter__(self) -> Any:
         try:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         except OSError:
             pytest.skip("the system does not reset the peak memory of a process")
         before = _status_kb("VmRSS")
@@ -307,7 +307,7 @@ def test_steps_run_between_the_parts_of_a_comparison_and_a_cancelled_one_ends(
 
     asyncio.run(scene())
     assert engine.embed("another step").shape == (1, 384)
-    ended = parts[0]  # a part that ran when it was cancelled has ended before this step
+    ended = parts[0]  # the part that was running at the cancellation ended before this step
     assert engine.embed("a further step").shape == (1, 384)
     assert parts[0] == ended
 

@@ -113,7 +113,7 @@ def test_nothing_is_shared_after_the_answer_nor_across_salts_priorities_and_task
     runner = ManualRunner()
     core = make_core(runner, share_identical=True)
     core.add(request("a", [1, 2], priority=5))
-    core.add(request("b", [1, 2], priority=0))  # more urgent, so it must not wait for `a`
+    core.add(request("b", [1, 2], priority=0))  # more urgent than `a`, so it must not wait for it
     core.add(request("c", [1, 2], priority=5, salt="x"))
     core.add(request("d", [1, 2], priority=5, task=Task.CLASSIFY))
     core.step()
@@ -223,7 +223,7 @@ def test_requests_of_one_row_are_answered_together_but_not_those_with_followers(
     assert values(list(joined.parts())) == {each.id: expected_values(each) for each in alone}
     assert values(others) == {each.id: expected_values(each) for each in (led, two, follower)}
     assert not core.pending and not core.busy
-    core.add(again := request("g", [1, 2]))  # nothing is left of the request that had this row
+    core.add(again := request("g", [1, 2]))  # the earlier request with this row is gone
     core.step()
     runner.finish()
     assert values(core.step()) == {"g": expected_values(again)}

@@ -1,4 +1,4 @@
-"""Pooling and generation share the device time, and neither saves it up."""
+"""Pooling and generation share the device time. Neither accumulates credit while it has no work."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 
 from penstock.engine.fair_share import FairShare
 
-POOL_S, TOKEN_S = 0.09, 0.005  # of a pooling step of 4,096 tokens, and of a decode step
+POOL_S, TOKEN_S = 0.09, 0.005  # duration of a pooling step of 4,096 tokens, and of a decode step
 
 
 def run(turns: FairShare, kinds: str, steps: int, depth: int = 1) -> dict[bool, float]:
-    """Device seconds of each kind of step; the kinds in `kinds` ("p", "g") always have work."""
+    """Device seconds spent on each kind of step. The kinds in `kinds` ("p", "g") always have work."""
     spent, flights = {False: 0.0, True: 0.0}, []
 
     def end() -> None:

@@ -1,4 +1,4 @@
-"""Requests with a grammar wait until it is compiled, and no other request waits for them."""
+"""Requests wait until their grammar is compiled, and no other request waits for them."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Anything:
 
 
 class Slow:
-    """A compiler that waits for the test to release it, and counts."""
+    """A compiler that waits until the test releases it, and records what it compiles."""
 
     def __init__(self) -> None:
         self.gates: dict[str, threading.Event] = {}
         self.compiled: list[str] = []
-        self.limits: list[float] = []  # of the grammars that time out
+        self.limits: list[float] = []  # time limits of the grammars that time out
 
     def hold(self, text: str) -> threading.Event:
         return self.gates.setdefault(text, threading.Event())
@@ -176,7 +176,7 @@ def test_a_request_cancelled_while_its_grammar_compiles_leaves_nothing(slow: Slo
     for _ in range(20):
         assert core.step() == []
         time.sleep(0.001)
-    core.add(following("a", "slow"))  # its id is free again, and the compiled grammar is cached
+    core.add(following("a", "slow"))  # the id is free again, and the compiled grammar is cached
     run(core, answers)
     assert slow.compiled == ["slow"] and answers.tokens["a", 0] == continued(ROW, 3)
     check_nothing_is_left(core)
@@ -218,7 +218,7 @@ def test_waiting_for_a_compiler_does_not_count_as_compiling(slow: Slow) -> None:
     now_s[0] = 25.0
     gates[0].set()
     wait_until(lambda: slow.compiled == large)
-    now_s[0] = 50.0  # the second has waited for 25 s and compiled for 25 s
+    now_s[0] = 50.0  # the second one has waited for 25 s and compiled for 25 s
     answers = Answers()
     answers.take(list(core.step()))
     assert not answers.failed and core.next_deadline_s() == 55.0
@@ -330,7 +330,7 @@ def test_an_invalid_request_is_refused_before_its_grammar_compiles(slow: Slow) -
 
 
 def test_a_grammar_that_crashes_the_library_fails_alone(tmp_path: Path) -> None:
-    """An engine of another version may send what the API's bounds refuse."""
+    """The API refuses such a grammar, but an API process of another version may send it."""
     pytest.importorskip("llguidance")
     folder = tokenizer_folder("byte bpe", tmp_path)
     core, answers = core_with(Slow()), Answers()

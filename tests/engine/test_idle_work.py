@@ -1,4 +1,4 @@
-"""What a runner does for later steps, such as captures, happens only while nobody waits."""
+"""Idle work of a runner, such as graph captures, runs only while no request waits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.helpers import make_request
 
 
 class Pieces:
-    """Some pieces of idle work, and what the engine was doing when each ran."""
+    """Some pieces of idle work; records when each ran, and checks that the engine was idle."""
 
     def __init__(self, core: EngineCore, num_pieces: int, min_idle_s: float = 0.02) -> None:
         self.core, self.left, self._min_idle_s = core, num_pieces, min_idle_s
@@ -85,7 +85,7 @@ def test_an_engine_whose_work_is_done_waits_for_requests_alone() -> None:
 
 
 def test_a_launch_is_marked_while_idle_work_runs() -> None:
-    """A capture that hangs is noticed as a step that hangs is."""
+    """A hanging capture is noticed in the same way as a hanging step."""
     core, _, clock, _ = make()
     marks: list[float] = []
     core.mark_launch = marks.append

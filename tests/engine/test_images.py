@@ -1,4 +1,4 @@
-"""Rows with images through the loop: features come from a store on the device that steps share."""
+"""Rows with images in the engine's loop. Steps share a store of image features on the device."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ Fails = Callable[[int, PoolPlan], bool]
 
 
 def feature(patches: Array, index: int) -> float:
-    """The fake tower's value of an image's token: it depends on every pixel and on the token."""
+    """The fake tower's feature for a token of an image. It depends on every pixel and on the token."""
     return float((int(patches.astype(np.int64).sum()) * 31 + index * 7) % 10_007)
 
 
 class FakeDevice:
-    """A device with a store of features. A failed step leaves garbage in the slots that it should write."""
+    """A fake device with a feature store. A failed step leaves garbage in the slots that it should write."""
 
     def __init__(self, slots: int, fails: Fails, *, ends_at_once: bool) -> None:
         self.store = np.full(slots, GARBAGE)
-        self.sums: dict[tuple[str, int], float] = {}  # of rows that run over several steps
+        self.sums: dict[tuple[str, int], float] = {}  # running sums of chunked rows
         self.fails, self.ends_at_once = fails, ends_at_once
         self.plans: list[PoolPlan] = []
         self.in_flight: deque[tuple[Future[StepResult], StepResult | Exception]] = deque()
@@ -103,7 +103,7 @@ def expected(request: Request) -> list[float]:
 
 @st.composite
 def image_requests(draw: st.DrawFn) -> list[Request]:
-    """Rows of 1 to 20 tokens, some with images of as many tokens as patches. Images come again."""
+    """Rows of 4 to 20 tokens, some with an image of one token per patch. Images repeat."""
     requests = []
     for number in range(draw(st.integers(1, 6))):
         lengths = draw(st.lists(st.integers(4, 20), min_size=1, max_size=4))
@@ -151,7 +151,7 @@ def answers(core: EngineCore, device: FakeDevice, requests: list[Request]) -> di
 def test_every_row_gets_the_features_of_its_own_images_whatever_fails(
     requests: list[Request], chunked: bool, depth: int, failing: set[int]
 ) -> None:
-    """Steps of one request alone succeed, so that nothing is lost by them."""
+    """Only steps with several requests fail, so that each request succeeds when it runs again alone."""
 
     def fails(number: int, plan: PoolPlan) -> bool:
         return number in failing and len(plan.slices) > 1
@@ -167,7 +167,8 @@ def test_every_row_gets_the_features_of_its_own_images_whatever_fails(
 @given(image_requests(), st.integers(1, 2))
 @settings(max_examples=num_examples(30), deadline=None)
 def test_chunks_wait_for_room_in_a_small_store(requests: list[Request], depth: int) -> None:
-    """A chunk takes the features of a whole image, so several rows may need more than a step has tokens."""
+    """A chunk needs store slots for whole images, so several chunks may need more slots than they have
+    tokens."""
     device = FakeDevice(5, lambda *_: False, ends_at_once=False)
     core = make_core(device, depth=depth, chunked=True)
     assert answers(core, device, requests) == {request.id: expected(request) for request in requests}

@@ -386,7 +386,7 @@ def test_an_answer_tells_how_long_it_queued_and_ran() -> None:
 
 
 def test_an_answer_does_not_change_when_the_runner_reuses_its_buffer() -> None:
-    """A runner reuses its arrays when later steps are launched, so answers must be copies."""
+    """A runner reuses its arrays for later steps, so answers must be copies."""
 
     class ReusingRunner(ManualRunner):
         buffer = np.zeros((64, 3), dtype=np.float32)

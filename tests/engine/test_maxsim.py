@@ -1,4 +1,4 @@
-"""`engine.maxsim`: vectors of the caller get the scores that NumPy computes, beside the engine's steps."""
+"""`engine.maxsim` gives the scores that NumPy computes, also while the engine runs other steps."""
 
 from __future__ import annotations
 

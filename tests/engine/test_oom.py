@@ -1,4 +1,4 @@
-"""A device that runs out of memory or is lost: which requests fail, and with which message."""
+"""A device runs out of memory or is lost: which requests fail, and with which message."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.thinning import num_examples
 
 
 class SmallRunner:
-    """A device with memory for some tokens: in one step or, if `together`, in all steps in flight."""
+    """A fake device with memory for some tokens: in one step or, if `together`, in all steps in flight."""
 
     def __init__(self, memory: int, *, raises: bool = True, together: bool = False) -> None:
         self.memory, self.raises, self.together = memory, raises, together
@@ -153,7 +153,7 @@ def test_only_a_row_with_a_block_table_is_halved() -> None:
 
 
 def limit_memory(engine: Engine, tokens: int) -> list[int]:
-    """Make launches of more tokens fail; returns the list that the sizes of refused steps go to."""
+    """Make launches with more tokens fail. Returns the list to which the sizes of refused steps are added."""
     runner = engine.local.engine.core.runner
     launch, refused = runner.launch, []
 

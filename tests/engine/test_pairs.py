@@ -1,4 +1,4 @@
-"""Scores of pairs by their vectors equal those of NumPy, in one step or many."""
+"""Pair scores from vectors equal NumPy's, in one step or in many."""
 
 from __future__ import annotations
 

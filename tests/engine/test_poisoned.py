@@ -48,7 +48,7 @@ Fails = Callable[[int, StepPlan], Exception | None]
 
 
 def reading(tokens: list[int]) -> float:
-    """The fake model's value of a row up to a token: it depends on every token and its position."""
+    """The fake model's output for these tokens. It depends on every token and its position."""
     total = 7
     for token in tokens:
         total = (total * 31 + int(token) + 1) % 1_000_003
@@ -60,8 +60,8 @@ def scored(query: float, document: float) -> float:
 
 
 class AsyncRunner:
-    """A device that stores token ids instead of keys, and whose steps end when the test says so. A failed
-    step writes garbage to its blocks, which later steps read."""
+    """A fake device that stores token ids instead of keys, and whose steps end when the test calls `finish`.
+    A failed step writes garbage to its blocks, which later steps read."""
 
     def __init__(self, blocks: int, fails: Fails) -> None:
         self.memory = np.full(blocks * BLOCK, _GARBAGE, dtype=np.int32)
@@ -121,7 +121,7 @@ class AsyncRunner:
         return PooledResult(tuple(outputs), device_s=0.001)
 
     def _prefixes(self, plan: StepPlan, ids: Ints) -> list[list[int]]:
-        """The tokens of each row up to the end of this step: those in its blocks, and the step's own."""
+        """The tokens of each row up to the end of this step: from its blocks, and from the step itself."""
         if plan.kv is None:
             return [part.tolist() for part in np.split(ids, plan.cu_lengths[1:-1])]
         kv = plan.kv
@@ -175,7 +175,7 @@ def expected(asked: Request) -> list[float]:
 
 
 def run(core: EngineCore, runner: AsyncRunner, turns: int = 5_000) -> dict[str, PooledOutput | Failure]:
-    """Run to the end; the oldest step ends whenever no more can be launched."""
+    """Run until all requests are answered. The oldest step ends whenever no more can be launched."""
     found: dict[str, PooledOutput | Failure] = {}
     for _ in range(turns):
         if not core.busy:
@@ -276,8 +276,8 @@ def test_no_request_fails_when_memory_runs_out_with_steps_in_flight(depth: int) 
 
 
 def test_isolated_rows_take_the_blocks_of_open_rows_in_the_queue() -> None:
-    """Blocks for two long rows: one is poisoned; the other starts over though a third has taken its
-    blocks."""
+    """There are blocks for two long rows. One is poisoned; the other restarts although a third row has taken
+    its blocks."""
     poison = 666
 
     def fails(number: int, plan: StepPlan) -> Exception | None:
@@ -293,7 +293,7 @@ def test_isolated_rows_take_the_blocks_of_open_rows_in_the_queue() -> None:
 
 
 class BothRunner(AsyncRunner):
-    """Generates too, at once: the next token is the last one plus one."""
+    """Also runs generation steps, which end at once and always sample token 1."""
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
         if isinstance(plan, PoolPlan):
@@ -306,7 +306,8 @@ class BothRunner(AsyncRunner):
 
 
 def test_isolated_rows_wait_for_the_blocks_of_generating_sequences() -> None:
-    """Two rows free their blocks with their last chunk, sequences take them, and then that step fails."""
+    """Two rows free their blocks with their last chunk, sequences take the blocks, and then the step of that
+    chunk fails."""
     rows, failed = [list(range(100, 145)), list(range(200, 244))], []
 
     def fails(number: int, plan: StepPlan) -> Exception | None:
@@ -330,7 +331,7 @@ def test_isolated_rows_wait_for_the_blocks_of_generating_sequences() -> None:
     found: dict[str, PooledOutput | Failure] = {}
     for turn in range(600):
         if turn:  # both have started
-            core.add(generation_request(f"g{turn}", [[7] * 9], 12))  # there are always sequences to admit
+            core.add(generation_request(f"g{turn}", [[7] * 9], 12))  # some sequences always wait
         for outcome in core.step():
             if isinstance(outcome, PooledOutput | Failure):
                 found[outcome.id] = outcome

@@ -1,4 +1,4 @@
-"""The state machine of an engine that sleeps and wakes: what is held, what wakes it, and what fails."""
+"""The state machine of an engine that sleeps and wakes: what it holds, what wakes it, and what fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.waiting import PATIENCE_S, wait_until
 
 
 class FakeSleeper:
-    """Moves nothing, when the test lets it."""
+    """A sleeper that moves no memory and waits until the test allows it to go on."""
 
     default_level = 2
     num_bytes = 700
@@ -35,7 +35,7 @@ class FakeSleeper:
         self.calls: list[str] = []
         self.may_move = threading.Event()
         self.may_move.set()
-        self.errors: list[Exception] = []  # of the next moves
+        self.errors: list[Exception] = []  # raised by the next moves, one each
 
     def sleep(self, level: int) -> int:
         self._move(f"sleep {level}")
@@ -53,7 +53,7 @@ class FakeSleeper:
 
 
 class Sleepy:
-    """A core with a controller, and what both have given."""
+    """A core with a sleep controller; records what both report."""
 
     def __init__(self, *, wake_timeout_s: float = 30.0, queued_tokens: int = 10**9) -> None:
         self.clock, self.runner, self.sleeper = Clock(), ManualRunner(), FakeSleeper()
@@ -249,7 +249,7 @@ def test_held_work_has_the_limits_of_the_queue() -> None:
 
 
 def large_comparison(name: str) -> Comparison:
-    """One of 157 million bytes, as far as its arrays say."""
+    """A comparison of nominally 157 million bytes; the array is broadcast, so it takes no memory."""
     documents = np.broadcast_to(np.float32(1), (1 << 17, 300))
     return Comparison(name, documents[:1], ints([1]), documents, ints([1 << 17]), ints([0]))
 

@@ -1,4 +1,4 @@
-"""Sequences that name different adapters: the checkpoint beneath them, and what each side generates."""
+"""Sequences with different adapters: their base checkpoint, and what PEFT and Penstock generate."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def request_of(number: int, count: int) -> Request:
 
 
 def generate(engine: Opened, count: int) -> list[list[int]]:
-    """All prompts at once, as requests of their own."""
+    """Generate from all prompts at once, with one request for each."""
 
     async def read(number: int) -> list[int]:
         parts = [part async for part in read_stream(engine.engine, request_of(number, count))]

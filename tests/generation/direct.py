@@ -1,4 +1,4 @@
-"""Generation requests sent straight to an engine's handle, with parameters that no public field sets."""
+"""Generation requests sent directly to an engine's handle, with parameters that no public field sets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ids = itertools.count()
 
 @dataclass
 class GeneratedSequence:
-    """Everything that the engine returned for one prompt."""
+    """Everything that the engine returns for one prompt."""
 
     token_ids: list[int]
     finish: str | None
@@ -33,7 +33,7 @@ def request_of(row: Sequence[int], params: SamplerParams) -> Request:
 def generate(
     engine: Engine, rows: Sequence[Sequence[int]], params: SamplerParams | Sequence[SamplerParams]
 ) -> list[GeneratedSequence]:
-    """One request for each row, all at once."""
+    """Run one request for each row, all at once."""
     each = [params] * len(rows) if isinstance(params, SamplerParams) else params
 
     async def read(request: Request) -> GeneratedSequence:

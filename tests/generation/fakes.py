@@ -1,4 +1,4 @@
-"""A device that stores token ids instead of keys: a wrong block shows as a wrong token."""
+"""A fake device that stores token ids instead of keys, so that a wrong block shows as a wrong token."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def continued(prompt: list[int], count: int) -> list[int]:
 
 
 class MemoryRunner:
-    """Runs a plan as a model would, reading only what the plan points at."""
+    """Runs a plan like a model. Reads only the cache slots that the plan names."""
 
     def __init__(
         self, blocks: int, slots: int, fails: Callable[[StepPlan], bool] = lambda plan: False
@@ -99,7 +99,7 @@ class MemoryRunner:
 
 
 class Oracle:
-    """Proposes what will follow, with a wrong token now and then, and now and then nothing."""
+    """Proposes the tokens that will follow. Sometimes one is wrong, and sometimes it proposes nothing."""
 
     num_tokens = 5
     is_free = True
@@ -124,8 +124,8 @@ class Oracle:
 
 
 SEPARATE_PREFILL = False  # whether prefill and decode steps alternate
-TARGET_ITL_S = 0.0  # a bound on the prompt tokens beside decodes; steps take a millisecond
-SPECULATES = False  # whether every sequence runs the proposals of an `Oracle`
+TARGET_ITL_S = 0.0  # target inter-token latency, which limits prompt tokens; a step takes a millisecond
+SPECULATES = False  # whether an `Oracle` proposes tokens for every sequence
 
 
 def make_core(
@@ -165,7 +165,7 @@ def generation_request(name: str, prompts: list[list[int]], count: int, **params
 
 
 def split_decoded(outcomes: list[object]) -> list[object]:
-    """Outcomes, with `DecodedTokens` split into one part per sequence."""
+    """Split `DecodedTokens` among the outcomes into one part per sequence."""
     return [
         part
         for outcome in outcomes
@@ -174,7 +174,7 @@ def split_decoded(outcomes: list[object]) -> list[object]:
 
 
 class Answers:
-    """The outcomes, by request and row."""
+    """Collects the outcomes by request and row."""
 
     def __init__(self) -> None:
         self.tokens: dict[tuple[str, int], list[int]] = {}

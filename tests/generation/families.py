@@ -1,4 +1,4 @@
-"""Seeded checkpoints of every family that generates, and what transformers generates with them."""
+"""Seeded checkpoints of every generative family, and what transformers generates with them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.parity.decoders import (
 )
 from tests.thinning import ALL_CASES
 
-TOKENS = 70 if ALL_CASES else 36  # more than the windows and than two blocks of the KV cache
+TOKENS = 70 if ALL_CASES else 36  # more than the attention windows and than two KV cache blocks
 LENGTHS = (1, 2, 5, 16, 17, 33, 64, 90)
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
 
@@ -60,7 +60,7 @@ FAMILIES: dict[str, Family] = {
         "MistralForCausalLM", {"sliding_window": 16}, {"architectures": ["GritLM"]}, full=True, old=True
     ),
 }
-# Those that benchmarks/parity_generation.py alone compares: their parts are those of others.
+# Only benchmarks/parity_generation.py compares these families: other families cover their parts.
 TABLE_ONLY = ("gemma3-tower", "olmo2", "olmo3", "smollm3")
 TESTED = tuple(name for name in FAMILIES if name not in TABLE_ONLY)
 
@@ -71,8 +71,8 @@ def prompts(seed: int = 3, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]
 
 
 def write(name: str, folder: Path) -> Path:
-    """Small word vectors make the model repeat itself less: where they are the head too, a token predicts
-    itself less often."""
+    """Write a checkpoint with small word embeddings, so that the model repeats itself less: with tied
+    embeddings, a token then predicts itself less often."""
     FAMILIES[name].write(folder)
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -95,14 +95,16 @@ def reference(name: str, folder: Path) -> Any:
 
 @torch.inference_mode()
 def logits_after(name: str, folder: Path, row: list[int], new: list[int]) -> torch.Tensor:
-    """The logits of transformers at the position of each new token, [new, vocabulary]."""
+    """The logits of transformers for each new token, [new, vocabulary]."""
     logits: torch.Tensor = reference(name, folder)(torch.tensor([row + new])).logits[0, len(row) - 1 : -1]
     return logits
 
 
 def check_greedy(name: str, folder: Path, rows: list[list[int]], made: list[list[int]]) -> None:
-    """Check that each token is the likeliest of transformers after all before it. By induction this is the
-    output of its `generate`, for one forward a row."""
+    """Check that transformers finds each token the most likely after those before it.
+
+    By induction this is the output of its `generate`, but it takes only one forward pass per row.
+    """
     for row, new in zip(rows, made, strict=True):
         logits = logits_after(name, folder, row, new)
         chosen = logits.gather(1, torch.tensor(new)[:, None])[:, 0]
@@ -114,7 +116,7 @@ def engine(folder: Path, **options: Any) -> Engine:
 
 
 def check_nothing_is_held(used: Engine | AsyncEngine) -> None:
-    """All blocks and slots are free; for use after every call."""
+    """Check that all blocks and slots are free. Tests use it after every call."""
     core = used.local.engine.core
     assert core.generation is not None and not core.generation.busy
     core.check_integrity()

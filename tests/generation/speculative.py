@@ -1,4 +1,4 @@
-"""Settings of speculation, and prompts that it predicts well."""
+"""Settings for speculation, and prompts whose continuations it predicts well."""
 
 from __future__ import annotations
 

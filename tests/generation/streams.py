@@ -13,7 +13,7 @@ from penstock.types import GeneratedTokens, Request
 
 
 class QueuedTokens:
-    """Queues what one request generates, decoded tokens as parts of one token each."""
+    """Queues the parts that one request generates. Each decoded token is a part of its own."""
 
     def __init__(self, request: Request) -> None:
         self.queue: asyncio.Queue[GeneratedTokens | PenstockError] = asyncio.Queue()
@@ -38,7 +38,7 @@ class QueuedTokens:
 
 
 async def read_stream(engine: EngineHandle, request: Request) -> AsyncGenerator[GeneratedTokens, None]:
-    """The parts of a request until all sequences have finished. Closing the generator cancels the rest."""
+    """Yield the parts of a request until all sequences finish. Closing the generator cancels the rest."""
     listener = QueuedTokens(request)
     unsubscribe = engine.stream(request, listener)
     try:

@@ -1,4 +1,4 @@
-"""Sequences with different adapters and without one generate side by side what PEFT generates for each."""
+"""Sequences with different adapters, or none, generate together what PEFT generates for each alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.parity.lora import opened_with, write_adapter
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize(("max_loras", "step_tokens"), [(1, 256), (4, 256), (4, 16)])
 def test_greedy_tokens_are_those_of_peft(name: str, max_loras: int, step_tokens: int, tmp_path: Path) -> None:
-    """With room for all adapters and for one at a time; with prompts in one step and in chunks."""
+    """Slots for all adapters, or for one at a time; prompts in one step, or in chunks."""
     base = write_base(tmp_path / "base", name)
     folders = [tmp_path / "0", tmp_path / "1"]
     adapted = [
@@ -29,6 +29,6 @@ def test_greedy_tokens_are_those_of_peft(name: str, max_loras: int, step_tokens:
     options["max_num_batched_tokens"] = step_tokens
     with opened_with(tmp_path / "base", folders, **options) as engine:
         assert generate(engine, count) == expected
-        # Prefixes of one adapter are never used for another: the same prompts again, from the cache.
+        # The same prompts again, from the cache: prefixes of one adapter are never used for another.
         assert generate(engine, count) == expected
     assert expected[0] != expected[3] != expected[5]

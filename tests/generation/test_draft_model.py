@@ -1,4 +1,4 @@
-"""Speculation with a draft model: the same tokens as without it, whatever the draft is."""
+"""Speculation with a draft model: the same tokens as without it, whatever the draft model is."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_rows_with_adapters_generate_the_same_with_a_draft_model(llama: Path, tm
 
 @pytest.mark.parametrize("vocab_size", [VOCABULARY - 100, VOCABULARY + 100])
 def test_a_draft_may_have_fewer_or_more_tokens(llama: Path, tmp_path: Path, vocab_size: int) -> None:
-    """The first row has tokens of both vocabularies. The second has one that the smaller draft lacks."""
+    """The first row has only tokens of both vocabularies. The second has one that the smaller draft lacks."""
     draft = FAMILIES["qwen3"].write(tmp_path / "draft", vocab_size=vocab_size)
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     rows = [[*range(5, 35)], [*range(5, 35), VOCABULARY - 1, 6]]
@@ -179,7 +179,7 @@ def test_a_draft_may_have_fewer_or_more_tokens(llama: Path, tmp_path: Path, voca
 
 
 def test_tokens_that_the_model_lacks_are_not_run(llama: Path, tmp_path: Path) -> None:
-    """A draft that proposes nothing but such tokens: the logits of all others are close to 0."""
+    """The draft only proposes tokens that the model lacks: the logits of all others are close to 0."""
     draft = FAMILIES["gpt2"].write(tmp_path / "draft", vocab_size=VOCABULARY + 100)
     file = draft / "model.safetensors"
     tensors = load_file(file)
@@ -204,7 +204,7 @@ def test_the_caches_of_model_and_draft_share_the_memory(llama: Path, qwen3: Path
         both = blocks_of(used)
     granted = int(0.002 * 2**30)
     assert 4 < both < num_plain < 64 * 4, "the memory decides, not the number of sequences"
-    # Bytes per block of the two add up, so the numbers of blocks do as resistors in parallel do.
+    # The bytes per block of both models add up, so the inverse numbers of blocks add up.
     assert both == pytest.approx(1 / (1 / num_plain + 1 / num_alone), abs=1)
     shapes = [(3, 2, 16), (3, 2, 12)]  # layers, heads, numbers of a key
     block_bytes = sum(BLOCK_SIZE * layers * heads * dim * 2 * 4 for layers, heads, dim in shapes)
@@ -304,11 +304,11 @@ def test_a_draft_with_another_vocabulary_is_refused(llama: Path, tmp_path: Path)
         engine(llama, speculative_config={"model": str(other)})
 
 
-# Bookkeeping, on a device that stores token ids instead of keys.
+# Bookkeeping, on a fake device that stores token ids instead of keys.
 
 
 class DraftMemory(MemoryRunner):
-    """Runs drafts; samples of the padding slot are discarded."""
+    """Runs draft steps. What the padding slot samples is discarded."""
 
     def __init__(self, blocks: int, slots: int, fails: Callable[[StepPlan], bool]) -> None:
         super().__init__(blocks, slots + 1, fails)

@@ -20,7 +20,7 @@ _GARBAGE = -5
 
 
 class LateRunner(MemoryRunner):
-    """Steps end when the test says so; a failed one writes garbage to its blocks."""
+    """A fake device whose steps end when a test calls `finish`. Failed steps leave garbage in the cache."""
 
     def __init__(self, runner: MemoryRunner, failing: set[int], full: set[int]) -> None:
         super().__init__(len(runner.memory), len(runner.last))
@@ -28,13 +28,13 @@ class LateRunner(MemoryRunner):
         self.failing, self.full = failing, full
         self.waiting: deque[tuple[Future[StepResult], StepResult | Exception]] = deque()
         self.most_in_flight = 0
-        self.poisoned: set[int] = set()  # tokens
+        self.poisoned: set[int] = set()  # tokens that make a step fail
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
         number, future = self.steps, Future[StepResult]()
         result: StepResult | Exception = super().launch(plan).result()
         assert isinstance(plan, GeneratePlan)
-        # Where a token is fed on the device, the plan has what an earlier sequence left in the slot.
+        # Ignore tokens that are fed on the device: the plan has stale values for them.
         read = np.delete(plan.token_ids, plan.sample.fed_tokens)
         bad = number in self.failing or self.poisoned & set(read.tolist())
         if bad or number in self.full:
@@ -99,7 +99,7 @@ def test_sequences_continue_from_their_known_tokens_when_a_step_fails(depth: int
     depth=st.integers(1, 4),
     blocks=st.integers(12, 30),
 )
-@example(  # the last sequence takes the slot of the poisoned one
+@example(  # the last sequence reuses the slot of the poisoned one
     calls=[(17, 1, 0), (1, 1, 0), (9, 5, 0), (13, 5, 1)],
     failing=set(),
     full=set(),

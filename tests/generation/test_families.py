@@ -35,7 +35,7 @@ from tests.thinning import ALL_CASES
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "ahead": {"pipeline_depth": 2},  # steps are planned before the tokens of the last one are read
+    "ahead": {"pipeline_depth": 2},  # a step is planned before the tokens of the last one are read
     "chunked": {"max_num_batched_tokens": 24, "long_prefill_token_threshold": 13, "pipeline_depth": 2},
     "preempted": {"kv_cache_gb": 1e-9, "pipeline_depth": 2, "enable_prefix_caching": False},
     "preempted-cached": {"kv_cache_gb": 1e-9, "max_num_batched_tokens": 40},
@@ -93,7 +93,7 @@ def test_engine_options_change_no_token(name: str, way: str, folders: dict[str, 
     with engine(folders[name], **WAYS[way]) as used:
         generation = used.local.engine.core.generation
         assert generation is not None
-        for _ in range(2):  # the second time prefixes are cached, if the option says so
+        for _ in range(2):  # the second time with cached prefixes, if the option enables them
             got = used.generate(prompts(), GREEDY)
             assert [row.token_ids for row in got] == generated(name, folders[name])
             check_nothing_is_held(used)
@@ -126,7 +126,7 @@ def test_log_probabilities_and_ranks_are_those_of_transformers(folders: dict[str
 
 
 def test_one_engine_embeds_and_generates_at_once(folders: dict[str, Path]) -> None:
-    """GritLM attends in both directions to embed, and causally to generate."""
+    """GritLM attends in both directions when it embeds, and causally when it generates."""
     for name in ("gritlm", "qwen3"):
         with engine(folders[name], pipeline_depth=2) as used, ThreadPoolExecutor(4) as pool:
             alone = used.embed(prompts())
@@ -144,7 +144,7 @@ def test_log_probabilities_of_prompts_are_those_of_transformers(way: str, folder
     name, rows = "llama", prompts()
     asked = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, prompt_logprobs=2, logprobs=1)
     with engine(folders[name], **WAYS[way]) as used, ThreadPoolExecutor(1) as pool:
-        used.generate(rows, GREEDY)  # prefixes are cached, and must not be used
+        used.generate(rows, GREEDY)  # caches prefixes, which must not be used below
         scored = pool.submit(used.generate, rows, asked)
         used.generate(rows, GREEDY)
         for number, (row, got) in enumerate(zip(rows, scored.result(), strict=True)):
@@ -165,7 +165,7 @@ def test_log_probabilities_of_prompts_are_those_of_transformers(way: str, folder
 
 
 class Alternating:
-    """Six tokens, even and odd in turn."""
+    """A constraint of six tokens, alternately even and odd."""
 
     def __init__(self) -> None:
         self.taken: list[int] = []

@@ -1,4 +1,4 @@
-"""Generation and chunked prefill with a KV cache in fp8: close to full precision, half the memory."""
+"""Generation and chunked prefill with an fp8 KV cache: close to full precision, with half the memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.errors import ConfigError
 from tests.checkpoints import write_bert
 from tests.generation.families import TOKENS, check_nothing_is_held, engine, logits_after, prompts, write
 
-FAMILIES = ("qwen3", "gemma2")  # plain, and with capped scores and windows
+FAMILIES = ("qwen3", "gemma2")  # plain attention, and soft-capped scores with sliding windows
 DRAWN = SamplingParams(max_tokens=TOKENS, temperature=1.5, seed=5, ignore_eos=True, logprobs=0)
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"pipeline_depth": 2},
@@ -41,7 +41,7 @@ def test_log_probabilities_stay_near_those_of_transformers(model: tuple[str, Pat
             errors.append(np.abs(np.asarray(got.logprobs.values) - own).ravel())
         check_nothing_is_held(used)
     found = np.concatenate(errors)
-    assert 1e-6 < found.mean() < 0.02 and found.max() < 0.2  # rounded, and not by much
+    assert 1e-6 < found.mean() < 0.02 and found.max() < 0.2  # rounded, but only a little
 
 
 def test_the_cache_takes_about_half_the_memory(model: tuple[str, Path]) -> None:
@@ -50,7 +50,7 @@ def test_the_cache_takes_about_half_the_memory(model: tuple[str, Path]) -> None:
             cache = used.local.engine.core.runner.cache
             return int(cache.store.nbytes)
 
-    # Small heads: a scale of 4 bytes for each 16 or 32 values.
+    # Heads are small: there is a scale of 4 bytes for each 16 or 32 values.
     assert held(kv_cache_dtype="fp8") < 0.4 * held()  # the model is in fp32
 
 

@@ -34,7 +34,7 @@ SAID = "not finite"
 
 
 def poison(folder: Path, token: int, value: float = float("nan")) -> Path:
-    """Make this token's hidden states NaN, and those of all tokens after it; the head stays finite."""
+    """Make the hidden states of this token and of all tokens after it NaN. The head stays finite."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     tensors["model.embed_tokens.weight"][token] = value
@@ -77,7 +77,7 @@ def test_other_sequences_of_the_batch_get_the_tokens_they_get_without_it(
         check_nothing_is_held(used)
         assert [
             row.token_ids for row in generate(used, rows, params)
-        ] == alone  # in the blocks that the failed one had
+        ] == alone  # also in the blocks of the failed request
         check_nothing_is_held(used)
 
 
@@ -94,7 +94,7 @@ def test_prompt_log_probabilities_that_are_not_finite_are_an_error(folder: Path)
 
 
 def test_a_stream_ends_with_the_error(folder: Path) -> None:
-    """The error comes after good tokens: the model itself samples the token that makes its states NaN."""
+    """The error comes after good tokens: the model samples the token that makes its hidden states NaN."""
     forced = SamplingParams(
         max_tokens=TOKENS, temperature=0, ignore_eos=True, logit_bias={str(POISON): 100.0}
     )
@@ -157,7 +157,7 @@ def test_any_request_may_fail_in_any_step(depth: int) -> None:
 
 
 def _spoil(core: Any, prompt: list[int], after: int) -> None:
-    """Make the sequence of this prompt fail after some tokens."""
+    """Make the sequence with this prompt fail after some tokens."""
     launch, generation, given = core.runner.launch, core.generation, [0]
 
     def spoiling(plan: GeneratePlan) -> Any:

@@ -1,4 +1,4 @@
-"""A real model gives each sequence the tokens that it would get alone, however prompts are cut."""
+"""A real model gives each sequence the tokens that it would get alone, however prompts are chunked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def request_of(name: str, prompt: list[int], **options: object) -> Request:
 
 @cache
 def alone(number: int) -> tuple[list[int], list[float]]:
-    """Tokens and prompt log probabilities of one prompt alone, prefilled in one chunk."""
+    """Tokens and prompt log probabilities of one prompt that runs alone, prefilled in one chunk."""
     generation = GenerationScheduler(
         BlockPool(BLOCKS, BLOCK_SIZE), GenerationLimits(SLOTS, 64, 64, LENGTH, 999)
     )
@@ -73,7 +73,7 @@ def test_any_schedule_gives_the_tokens_of_running_each_sequence_alone(data: st.D
     )
     generation = GenerationScheduler(BlockPool(choose(st.integers(6, BLOCKS)), BLOCK_SIZE), limits)
     runner, waiting = make_runner(graphs=False), choose(st.permutations(range(len(PROMPTS))))
-    asks = choose(st.sampled_from(waiting))  # for log probabilities of its prompt
+    asks = choose(st.sampled_from(waiting))  # the request with prompt log probabilities
     cancelled = choose(st.sampled_from([-1, *waiting]))
     found: dict[int, tuple[list[int], list[float]]] = {number: ([], []) for number in waiting}
     in_flight: deque[tuple[object, object]] = deque()

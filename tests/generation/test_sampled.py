@@ -1,4 +1,4 @@
-"""Sampling parameters hold in the engine: in a batch, with steps in flight, and after preemption."""
+"""Sampling parameters are obeyed by the engine: in a batch, with steps in flight, and after preemption."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The generation scheduler on a device that stores tokens: any order of events gives each sequence its
-own."""
+"""The generation scheduler on a fake device that stores tokens: whatever the order of events, each sequence
+gets its own tokens."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ WAYS = [f"{way}{more}" for more in ("", "-speculative") for way in ("together", 
     scope="module",
 )
 def turns(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test with mixed steps, with a bound on the prompts in them, and with separate steps for prefill
-    and decode; each without and with speculation."""
+    """Run every test with mixed steps, with mixed steps whose prompt tokens are limited, and with separate
+    steps for prefill and decode; each without and with speculation."""
     way, _, speculative = request.param.partition("-")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fakes, "SEPARATE_PREFILL", way == "apart")
@@ -203,7 +203,7 @@ def test_decodes_go_first_and_prompts_fill_the_rest_of_a_step() -> None:
     core.add(generation_request("b", [list(range(30))], 2))
     answers.take(list(core.step()))
     plan = core._in_flight[0].plan
-    if fakes.SPECULATES and not fakes.SEPARATE_PREFILL:  # proposals take half of the rest at most
+    if fakes.SPECULATES and not fakes.SEPARATE_PREFILL:  # proposals take at most half of the rest
         assert plan.num_tokens <= 10 and plan.lengths[-1] >= (1 if fakes.TARGET_ITL_S else 4)
     else:
         piece = 2 if fakes.TARGET_ITL_S else 8
@@ -332,7 +332,7 @@ def test_sequences_with_different_adapters_share_no_prefix_block() -> None:
         request = generation_request(name, [list(range(20))], 3)
         request.adapters = None if adapters is None else ints(adapters)
         before = pool.hit_tokens
-        core.generation.add(request)  # the engine itself refuses adapters that are not loaded
+        core.generation.add(request)  # added here, because the engine refuses adapters that are not loaded
         run(core, answers)
         hits.append(pool.hit_tokens - before)
     assert hits == [0, 0, 0, 16]

@@ -1,5 +1,5 @@
-"""Real weights: PENSTOCK_SMOLLM2 names the folder of SmolLM2-135M-Instruct; without it the test is
-skipped."""
+"""Generation with real weights. PENSTOCK_SMOLLM2 names the folder of SmolLM2-135M-Instruct; without it the
+tests are skipped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUESTIONS = ["What is the capital of France?", "Name three colours.", "Count fro
 
 
 def chat(question: str) -> str:
-    """The model's chat template, written out."""
+    """The prompt that the model's chat template gives."""
     turns = (("system", SYSTEM), ("user", question))
     return (
         "".join(f"<|im_start|>{who}\n{text}<|im_end|>\n" for who, text in turns) + "<|im_start|>assistant\n"

@@ -1,4 +1,4 @@
-"""Speculation on real weights of small models: the same tokens as without it, whatever a request asks for."""
+"""Speculation with small models: the same tokens as without it, for all kinds of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Token streams over the wire and in this process: tokens in order, and blocks freed when a reader leaves."""
+"""Token streams over the wire and in this process: tokens are in order, and blocks are freed when a reader
+leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of all tests that need a CUDA device."""
+"""Settings for all tests that need a CUDA device."""
 
 from __future__ import annotations
 

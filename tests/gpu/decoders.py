@@ -60,7 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def tensors(config: dict[str, Any]) -> dict[str, Tensor]:
-    """Every tensor of a decoder under its usual name, seeded."""
+    """Seeded tensors of a decoder under their usual names."""
     hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     gemma = config["architectures"][0].startswith("Gemma")

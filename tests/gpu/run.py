@@ -3,9 +3,10 @@
 python -m tests.gpu.run [--jobs N] [--files FILE...] [pytest options]
 
 `make gpu-test` calls this. The status is 0 if all tests passed, 3 if there is no CUDA device, 1 otherwise. It
-needs torch, Triton and pytest, but no pytest plugin. With `--jobs`, every file has a process of its own and N
-of them share the device, so that an illegal access ends one file alone; tests of memory run after
-the others, one file at a time.
+needs torch, Triton and pytest, but no pytest plugin.
+
+With `--jobs`, every file runs in a process of its own, and N of them share the device. An illegal memory
+access then ends only one file. Tests of memory run after the others, one file at a time.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ import torch
 
 TESTS = Path(__file__).parents[1]
 NO_DEVICE = 3
-TIMEOUT_S = 600  # of one test, where pytest-timeout is installed
-ALONE = ("gpu/test_memory.py", "gpu/test_sleep.py", "gpu/test_graphs.py")  # they watch or limit memory
-SHARERS = "PENSTOCK_TEST_SHARERS"  # processes on the device
-KEPT_FREE = 0.5  # of the memory, for weights and activations of processes that share the device
+TIMEOUT_S = 600  # per test, if pytest-timeout is installed
+ALONE = ("gpu/test_memory.py", "gpu/test_sleep.py", "gpu/test_graphs.py")  # they measure or limit memory
+SHARERS = "PENSTOCK_TEST_SHARERS"  # environment variable: number of processes on the device
+KEPT_FREE = 0.5  # share of a shared device's memory that is left for weights and activations
 OUTCOMES = ("passed", "failed", "skipped")
 
 
 class Summary:
-    """A pytest plugin that counts outcomes and tells failures at once. An error in a fixture is a failure."""
+    """A pytest plugin that counts outcomes and prints failures at once. Errors in fixtures are failures."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -43,7 +44,7 @@ class Summary:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
             self.counts[report.outcome] += 1
-        if report.failed:  # now, in case a later test ends the process
+        if report.failed:  # printed now, because a later test may end the process
             print(f"\nfailed: {report.nodeid}\n{report.longreprtext}", flush=True)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -52,13 +53,13 @@ class Summary:
 
 
 def gpu_test_files() -> list[Path]:
-    """Files with tests marked `gpu`; with a device, all tests of `tests/kernels` are."""
+    """Files with tests marked `gpu`. With a device, all tests in `tests/kernels` are marked."""
     files = sorted(TESTS.rglob("test_*.py"))
     return [file for file in files if file.parent.name == "kernels" or "mark.gpu" in file.read_text()]
 
 
 def run(files: Sequence[Path], options: Sequence[str], device: str) -> int:
-    """Run the tests marked `gpu` in these files and print the summary line. 0: some passed and none
+    """Run the tests marked `gpu` in these files and print the summary line. Returns 0 if some passed and none
     failed."""
     summary = Summary()
     settings = ["-o", "addopts=", "-q", "--strict-markers", "-m", "gpu", "-p", "no:cacheprovider"]
@@ -72,7 +73,7 @@ def run(files: Sequence[Path], options: Sequence[str], device: str) -> int:
 
 
 def run_apart(files: Sequence[Path], options: Sequence[str], device: str, jobs: int) -> int:
-    """The same with a process for each file, `jobs` of them at a time."""
+    """Do the same as `run` with a process for each file, `jobs` of them at a time."""
     counts: Counter[str] = Counter()
     began = time.monotonic()
     alone = [file for file in files if file.as_posix().endswith(ALONE)]
@@ -86,9 +87,9 @@ def run_apart(files: Sequence[Path], options: Sequence[str], device: str, jobs: 
 
 
 def _run_file(file: Path, options: Sequence[str], sharers: int) -> Counter[str]:
-    """Counts of the outcomes of one file. A process that ends early counts as one more failure."""
+    """Run one file and count its outcomes. A process that ends early counts as one more failure."""
     command = [sys.executable, "-m", "tests.gpu.run", "--files", str(file), "--", "-vv", *options]
-    threads = max(1, (os.cpu_count() or 1) // sharers)  # of references on the CPU
+    threads = max(1, (os.cpu_count() or 1) // sharers)  # for references on the CPU
     environment = {
         "OMP_NUM_THREADS": str(threads),
         **os.environ,
@@ -120,7 +121,7 @@ def _run_file(file: Path, options: Sequence[str], sharers: int) -> Counter[str]:
 
 
 def share_memory() -> None:
-    """Show engines of this process its share of the free memory: they give most of it to the KV cache."""
+    """Report only this process's share of the free memory: engines give most of it to the KV cache."""
     sharers = int(os.environ.get(SHARERS, "1"))
     if sharers == 1:
         return

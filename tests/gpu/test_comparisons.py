@@ -1,4 +1,4 @@
-"""Comparisons of given vectors on a GPU: parts and divided pairs give the scores of the CPU."""
+"""Comparisons of given vectors on a GPU: parts and divided pairs give the same scores as on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA path: the same answers as the CPU's, and no wait for the device between launch and collect.
+"""The CUDA path: the same answers as on the CPU, and no wait for the device between launch and collect.
 
 pytest -m gpu tests/gpu
 """
@@ -36,7 +36,7 @@ def texts(count: int) -> list[str]:
     return [" ".join(random.choice(words, random.integers(1, 60))) for _ in range(count)]
 
 
-# Wide random weights make a few of the rows chaotic in bf16, so there the mean says more than the worst.
+# With wide random weights, a few rows are chaotic in bf16, so their mean says more than the worst row.
 BARS = [("bfloat16", 0.996, 0.9995), ("float16", 0.9998, 0.9999), ("float32", 0.99999, 0.99999)]
 
 
@@ -86,7 +86,7 @@ def test_a_step_never_waits_between_launch_and_collect(folder: Path) -> None:
             request = Request(str(number), tokens, lengths, params)
             shares.append(ScheduledRows(request, np.arange(8, dtype=np.int32)))
         plan = build_plan(shares)
-        runner.launch(plan).result()  # lazy set-up is allowed to wait
+        runner.launch(plan).result()  # lazy set-up may wait
         torch.cuda.set_sync_debug_mode("error")
         try:
             future = runner.launch(plan)

@@ -1,5 +1,5 @@
-"""Parts that only some decoders have give the CPU's answers on CUDA: wide heads, sinks, convolutions, norms
-over all heads, layers without positions.
+"""Parts that only some decoders have give the same answers on CUDA as on the CPU: wide heads, sinks,
+convolutions, norms over all heads, layers without positions.
 
 pytest -m gpu tests/gpu
 """
@@ -39,7 +39,7 @@ NAMES = (
     "privacy-filter",
     "smollm3",
 )
-# The real sizes of EmbeddingGemma 2's heads.
+# The real head sizes of EmbeddingGemma 2.
 WIDE = {"head_dim": 256, "global_head_dim": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -49,7 +49,7 @@ def need(family: Family) -> None:
 
 
 def compare(folder: Path, dtype: str, least: float, share: float = 0.0) -> None:
-    """`share` of the tokens may differ: rounding chooses other experts for them."""
+    """Compare CUDA with the CPU. A `share` of the tokens may differ: rounding may change their experts."""
     with Engine(str(folder), device="cpu", dtype="float32") as cpu:
         expected = np.concatenate(cpu.token_embed(ROWS, normalize=False))
     with Engine(str(folder), device="cuda", dtype=dtype, max_num_batched_tokens=1024) as cuda:
@@ -73,4 +73,4 @@ def test_heads_of_512_numbers_run_in_the_kernel(tmp_path: Path) -> None:
     settings: dict[str, Any] = family.settings | WIDE
     folder = Family(family.model, settings, family.says, nested=True).write(tmp_path)
     compare(folder, "float32", 0.99999)
-    compare(folder, "bfloat16", 0.99)  # of the worst token; on a CPU, bf16 is as far from fp32
+    compare(folder, "bfloat16", 0.99)  # for the worst token; on a CPU, bf16 is as far from fp32

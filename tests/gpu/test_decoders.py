@@ -1,4 +1,4 @@
-"""Decoders on CUDA: grouped heads, causal and sliding attention give the CPU's answers.
+"""Decoders on CUDA: grouped heads, causal and sliding attention give the same answers as on the CPU.
 
 pytest -m gpu tests/gpu
 """

@@ -1,4 +1,4 @@
-"""Embedders whose code is published with their weights, on CUDA: the CPU's answers.
+"""Embedders whose code is published with their weights give the same answers on CUDA as on the CPU.
 
 pytest -m gpu tests/gpu
 """

@@ -1,4 +1,4 @@
-"""Encoder families with windows, rotary positions and distance terms: CUDA as the CPU, without a wait.
+"""Encoders with windows, rotary positions and distance terms: CUDA gives the CPU's answers without a wait.
 
 pytest -m gpu tests/gpu
 """
@@ -47,12 +47,12 @@ def test_cuda_equals_the_cpu(name: str, dtype: str, least: float, tmp_path: Path
     with opened(tmp_path, overrides) as cpu, opened(tmp_path, overrides, device="cuda", dtype=dtype) as cuda:
         for task in (Task.TOKEN_EMBED, Task.EMBED):
             expected, got = cpu.ask(ROWS, task), cuda.ask(ROWS, task)
-            # Rounding may choose another expert where two are nearly tied.
+            # Of two nearly tied experts, rounding may choose the other one.
             share = 0.02 if name == "nomic-moe" else 0.0
             if share:
                 least = min(least, 0.998)
             elif name in ("t5-gated", "mt5"):
-                least = min(least, 0.996)  # of the worst token, as on a CPU in bf16
+                least = min(least, 0.996)  # for the worst token, as in bf16 on a CPU
             assert np.quantile(cosines(got, expected), share) >= least
 
 
@@ -69,7 +69,7 @@ def test_a_step_never_waits_between_launch_and_collect(name: str, tmp_path: Path
             request = Request(task, ints(tokens), ints(lengths), PoolingParams(task))
             shares.append(ScheduledRows(request, ints(range(len(ROWS)))))
         plan = build_plan(shares)
-        runner.launch(plan).result()  # lazy set-up is allowed to wait
+        runner.launch(plan).result()  # lazy set-up may wait
         torch.cuda.set_sync_debug_mode("error")
         try:
             future = runner.launch(plan)

@@ -1,4 +1,5 @@
-"""Experts on CUDA: kernels as their reference, the block in a graph, whole models, no weight held twice.
+"""Experts on CUDA: kernels equal their reference, the block runs in a graph, whole models are right, and no
+weight is held twice.
 
 pytest -m gpu tests/gpu/test_experts.py
 """
@@ -48,7 +49,7 @@ pytestmark = [
         reason="no CUDA device that multiplies float8",
     ),
 ]
-HIDDEN, INNER, EXPERTS, CHOSEN = 2048, 768, 128, 8  # of Qwen3-30B-A3B
+HIDDEN, INNER, EXPERTS, CHOSEN = 2048, 768, 128, 8  # sizes of Qwen3-30B-A3B
 SHAPE = ExpertShape(EXPERTS, CHOSEN, INNER, True)
 FORMS = ("half", "fp8")
 CONFIG: dict[str, Any] = {
@@ -117,7 +118,7 @@ def cosines(a: Tensor, b: Tensor) -> Tensor:
 @pytest.mark.parametrize("tokens", [1, 7, 64, 128, 129, 300, 1000, 4096])
 def test_the_block_gives_what_torch_does(block: SparseMLP, tokens: int) -> None:
     x = draw(tokens, HIDDEN, seed=tokens)
-    logits = F.linear(x.float(), block.router.float())  # of equal ones either may be chosen
+    logits = F.linear(x.float(), block.router.float())  # of tied experts, either may be chosen
     options: dict[str, Any] = {"chosen": CHOSEN, "normalize": True, "act": "silu"}
     got = run_experts(x, logits, block.gate_up, block.down, **options)
     assert got.dtype == torch.bfloat16
@@ -140,7 +141,7 @@ def test_every_plan_runs_and_gives_the_same(block: SparseMLP) -> None:
 
 
 def separated_logits(tokens: int) -> Tensor:
-    """Logits in random order that differ by at least 0.02: no two experts of a token are nearly tied."""
+    """Logits in random order that differ by at least 0.02, so that no two experts are nearly tied."""
     generator = torch.Generator("cuda").manual_seed(tokens)
     order = torch.rand(tokens, EXPERTS, generator=generator, device="cuda").argsort(dim=1)
     return order.float() * 0.02
@@ -160,7 +161,7 @@ def test_routes_are_those_of_torch(tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 129, 16384])
 def test_nearly_tied_experts_get_the_shares_that_torch_gives(tokens: int) -> None:
     """Either of two tied experts may be chosen, so only the shares are compared."""
-    logits = draw(tokens, EXPERTS, seed=tokens).float()  # bfloat16 values, of which many are equal
+    logits = draw(tokens, EXPERTS, seed=tokens).float()  # bfloat16 values, many of them equal
     shares, _ = route_reference(logits, CHOSEN, True)
     routes = route(logits, CHOSEN, True, 16)
     torch.testing.assert_close(routes.shares.view(tokens, CHOSEN), shares, atol=1e-5, rtol=1e-4)
@@ -231,9 +232,7 @@ def test_a_stored_checkpoint_stays_near_the_cpu(tmp_path: Path) -> None:
         with Engine(str(stored), device="cuda") as cuda:
             got = np.concatenate(cuda.token_embed(rows, normalize=False))
         near = np.sort(cosines(torch.from_numpy(got), torch.from_numpy(expected)).numpy())
-        few = (
-            len(near) // 10 if "moe" in name else 0
-        )  # where two experts are nearly equal either may be chosen
+        few = len(near) // 10 if "moe" in name else 0  # of two nearly tied experts, either may be chosen
         assert near[few] > 0.98, name
 
 
@@ -257,7 +256,7 @@ def test_a_model_generates_in_graphs_as_it_does_without(options: dict[str, Any],
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_made_experts_are_held_once_and_in_fp8(stored: bool) -> None:
-    """Of a checkpoint in blocks, and of one that is quantised as it is read."""
+    """For a checkpoint with fp8 blocks, and for one that is quantised as it is read."""
     gc.collect()  # frees the models of earlier tests
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()

@@ -1,4 +1,5 @@
-"""fp8 on CUDA: the library's product as its reference, models near the CPU in fp32, no wait, no second copy.
+"""fp8 on CUDA: the library's product equals its reference, models are close to fp32 on the CPU, no step
+waits, and weights are held once.
 
 pytest -m gpu tests/gpu/test_fp8.py
 """
@@ -72,7 +73,7 @@ def test_a_layer_gives_what_its_fp8_values_stand_for(
     rounded = Linear(dequantize(layer.weight), None if bias is None else bias.float(), act)
     got = layer(x)
     assert got.dtype == torch.bfloat16 and got.is_contiguous()
-    # The library adds up with fewer bits than fp32 has.
+    # The library accumulates with fewer bits than fp32 has.
     assert row_cosines(got, rounded(dequantize(quantize_rows(x)))).min() > 0.9999
     assert row_cosines(got, exact(x)).min() > 0.998
     torch.testing.assert_close(layer(x, residual), got + residual)
@@ -105,7 +106,7 @@ def test_blocks_stay_near_the_plain_ones() -> None:
 
 
 def write_encoder(folder: Path, name: str) -> Path:
-    """Weights small enough that errors are not blown up from layer to layer."""
+    """Write an encoder whose weights are small enough that errors do not grow from layer to layer."""
     config = BERT_CONFIG | DEEP | ENCODERS[name]
     tensors = bert_tensors(config)
     for key, tensor in tensors.items():
@@ -146,7 +147,7 @@ def test_real_weights_stay_near_the_cpu() -> None:
     texts = [
         f"Report {n} says that the harvest of {1900 + n} was {n % 7} times the usual." for n in range(64)
     ]
-    folder = os.environ.get("PENSTOCK_MINILM")  # where the default's package is not installed
+    folder = os.environ.get("PENSTOCK_MINILM")  # if the package of the default model is not installed
     try:
         find(folder, None)
     except ModelLoadError as error:
@@ -166,7 +167,7 @@ def test_excluded_layers_stay_unquantised(tmp_path: Path) -> None:
 
 
 def test_kernels_off_gives_the_same(tmp_path: Path) -> None:
-    """By the references, in more passes: what the fused kernels hand on is what the layers would make."""
+    """The references take more passes, but give the same values as the fused kernels."""
     folder, rows = str(write_encoder(tmp_path, "bert")), make_rows(60)
     with Engine(folder, device="cuda", quantization="fp8") as cuda:
         got = cuda.embed(rows)
@@ -175,7 +176,7 @@ def test_kernels_off_gives_the_same(tmp_path: Path) -> None:
             plainly = cuda.embed(rows)
         finally:
             set_kernel_devices("cuda")
-    assert decoders.cosine(got, plainly) >= 0.997  # the kernels quantise before anything is rounded to bf16
+    assert decoders.cosine(got, plainly) >= 0.997  # the kernels quantise before values are rounded to bf16
 
 
 def test_a_step_never_waits_and_can_be_captured(tmp_path: Path) -> None:

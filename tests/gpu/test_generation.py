@@ -1,4 +1,4 @@
-"""Generation on CUDA: tokens that a CPU finds likely, whatever way rows take, and nothing left behind."""
+"""Generation on CUDA: tokens are likely under a CPU reference, whatever path rows take, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_generated_tokens_are_likely_under_the_reference_model(
 
 
 def check_likely(name: str, folder: Path, rows: list[list[int]], outputs: Sequence[Sequence[int]]) -> None:
-    """Nearly every token is about the likeliest where the reference model stands behind the same tokens."""
+    """Check that the reference model finds nearly every token about the most likely after the same tokens."""
     near = []
     for row, tokens in zip(rows, outputs, strict=True):
         logits = logits_after(name, folder, row, list(tokens))
@@ -48,7 +48,7 @@ def check_likely(name: str, folder: Path, rows: list[list[int]], outputs: Sequen
 
 
 LATER = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-ENDS = (7, 25, 40, 13, 31, 18, 36, 10, 28, 22)  # tokens of each row: one ends while others decode
+ENDS = (7, 25, 40, 13, 31, 18, 36, 10, 28, 22)  # tokens per row, so that rows end while others decode
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3", "gpt-oss", "qwen3-moe"])
@@ -58,7 +58,7 @@ def test_mixed_steps_are_replayed_and_give_likely_tokens(
     monkeypatch.setattr("penstock.runner.mixed.USES_BEFORE_CAPTURE", 0)
     monkeypatch.setattr("penstock.runner.mixed._CAPTURE_PAUSE", 0.0)
     folder = write(name, tmp_path / name)
-    rows = prompts(5, (3, 60, 1, 90, 17, 70, 33, 80, 5, 64))  # most come while others decode
+    rows = prompts(5, (3, 60, 1, 90, 17, 70, 33, 80, 5, 64))  # most start while others decode
     options: dict[str, Any] = {"max_num_seqs": 4, "enable_prefix_caching": False, "target_itl_ms": 2.0}
     sampling = [SamplingParams(max_tokens=end, temperature=0, ignore_eos=True) for end in ENDS]
     with Engine(str(folder), device="cuda", dtype="bfloat16", **options) as used:
@@ -72,7 +72,7 @@ def test_mixed_steps_are_replayed_and_give_likely_tokens(
 
 
 def test_a_model_without_mixed_graphs_keeps_separate_steps(tmp_path: Path) -> None:
-    """Its attention scores are soft-capped, which no prompt kernel supports."""
+    """The model's attention scores are soft-capped, which no prompt kernel supports."""
     folder = write("gemma2", tmp_path / "gemma2")
     with Engine(str(folder), device="cuda", dtype="bfloat16", target_itl_ms=5.0) as used:
         generation = used.local.engine.core.generation

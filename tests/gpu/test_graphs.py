@@ -1,4 +1,5 @@
-"""Graphs against the eager step on a device: the same values at every border, no wait, no growth.
+"""Graphs compared with eager steps on a device: the same values at every edge of a bucket, no waits, and no
+growth of memory.
 
 pytest -m gpu tests/gpu/test_graphs.py
 """
@@ -185,7 +186,7 @@ def test_a_graph_takes_type_ids(engine: Engine) -> None:
 
 
 def test_garbage_in_the_padding_changes_no_row(engine: Engine) -> None:
-    """Memory that graphs and steps take next is filled with NaN between replays."""
+    """Between replays, the memory that graphs and steps allocate next is filled with NaN."""
     runner = runner_of(engine)
     plan = plan_of((7, 30, 41))
     expected = by_graph(runner, plan)[0]
@@ -224,7 +225,7 @@ def test_a_replayed_step_never_waits_between_launch_and_collect(
 ) -> None:
     runner = runner_of(engine)
     plan = plan_of((5, 20, 70), *wanted)
-    for _ in range(4):  # buffers are made on their first use
+    for _ in range(4):  # buffers are allocated on first use
         by_graph(runner, plan)
     assert runner.graphs is not None
     before = runner.graphs.replays
@@ -275,7 +276,7 @@ WIDE = CONFIG | {"intermediate_size": 65_536, "max_position_embeddings": 4096}
 
 
 def leave(extra: int) -> None:
-    """Let this process use so many bytes beside those that it holds."""
+    """Limit this process to `extra` bytes more than it holds now."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -284,9 +285,11 @@ def leave(extra: int) -> None:
 
 @pytest.mark.parametrize("room", [1.2, 0.6])
 def test_a_capture_out_of_memory_loses_no_step_and_holds_nothing(tmp_path: Path, room: float) -> None:
-    """Room for a step but not for a capture besides, or not even for the run before it: a step of 4,096
-    tokens has some 512 MB between the two products of a layer, and a capture's memory is apart from all
-    other."""
+    """There is memory for a step but not also for a capture, or not even for the run before the capture.
+
+    A step of 4,096 tokens needs about 512 MB between the two products of a layer. A capture cannot reuse
+    memory of eager steps.
+    """
     folder = write_bert(tmp_path / "wide", config=WIDE)
     with Engine(str(folder), device="cuda", dtype="bfloat16", load_format="dummy") as engine:
         runner = runner_of(engine)
@@ -314,13 +317,13 @@ def test_a_capture_out_of_memory_loses_no_step_and_holds_nothing(tmp_path: Path,
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             assert torch.cuda.memory_reserved() <= held + needed / 5, "workspaces of the library, no more"
-            # The whole engine goes on, in smaller steps where the device is too small, and nobody fails.
+            # The engine continues, with smaller steps if the device is too small, and no request fails.
             rows = [row.tolist() for row in np.split(plan.token_ids, 8)]
             np.testing.assert_allclose(engine.embed(rows), expected, atol=2e-2)
             assert core.device_failure is None
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
-        by_graph(runner, plan_of((16,) * 3))  # graphs are still to be had
+        by_graph(runner, plan_of((16,) * 3))  # graphs can still be captured
 
 
 def test_enforce_eager_has_no_graphs(bert: Path) -> None:
@@ -378,7 +381,7 @@ def test_chunked_rows_equal_whole_rows_with_graphs(qwen: Path) -> None:
     whole_options = {name: CUT[name] for name in ("load_format", "device", "dtype")}
     with Engine(str(qwen), **whole_options) as whole, Engine(str(qwen), **CUT) as cut:
         expected, vectors = whole.token_embed(inputs), whole.embed(inputs)
-        for _ in range(12):  # shapes that come again are captured
+        for _ in range(12):  # repeated shapes are captured
             for got, wanted in zip(cut.token_embed(inputs), expected, strict=True):
                 lengths = np.linalg.norm(got, axis=1) * np.linalg.norm(wanted, axis=1)
                 assert ((got * wanted).sum(1) / lengths).min() > 0.998
@@ -444,9 +447,9 @@ def test_a_larger_graph_gives_the_answers_of_the_eager_step(bert: Path) -> None:
         graphs.policy.plan([shape_key(runner, (64,) * 60)])
         assert runner.min_idle_s is not None
         runner.run_idle()
-        runner.launch(plan_of((64,) * 60)).result()  # so that its time is known
-        graphs.policy.times.host_s = 1.0  # padding costs less than launching, whatever the host
-        graphs.policy.captured(next(iter(graphs.captured)), 1000.0)  # and a capture more than both
+        runner.launch(plan_of((64,) * 60)).result()  # measures its time
+        graphs.policy.times.host_s = 1.0  # padding costs less than launching, however fast the host is
+        graphs.policy.captured(next(iter(graphs.captured)), 1000.0)  # a capture costs more than both
         for rows in (8, 17, 33, 48):
             plan = plan_of([60] * rows, seed=rows)
             before, mine = graphs.replays, runner.launch(plan).result().outputs[0].copy()

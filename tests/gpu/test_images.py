@@ -1,4 +1,4 @@
-"""Vision towers on CUDA: the vectors of the CPU, alone and mixed, without a wait, and images run once.
+"""Vision towers on CUDA: the CPU's vectors, alone and in mixed steps, without a wait; each image runs once.
 
 pytest -m gpu tests/gpu/test_images.py
 """
@@ -68,7 +68,7 @@ def test_a_step_with_images_never_waits_between_launch_and_collect(case: DualCas
         assert isinstance(runner, ModelRunner)
         share = ScheduledRows(request, np.arange(request.num_rows, dtype=np.int32))
         plans = [build_plan([share], image_cache=ImageCache(4096)) for _ in range(2)]
-        runner.launch(plans[0]).result()  # compiles
+        runner.launch(plans[0]).result()  # compiles the kernels
         torch.cuda.set_sync_debug_mode("error")
         try:
             step = runner.launch(plans[1])

@@ -1,4 +1,4 @@
-"""GLiNER and GLiClass on CUDA: the scores of the CPU, and no wait between launch and collect.
+"""GLiNER and GLiClass on CUDA: the CPU's scores, and no wait between launch and collect.
 
 pytest -m gpu tests/gpu
 """
@@ -39,7 +39,7 @@ def test_entity_scores_are_those_of_the_cpu(
     found = []
     for options in ({"device": "cpu"}, {"device": "cuda", "dtype": dtype}):
         with Engine(folder, **options) as engine:
-            for _ in range(4):  # a shape that comes again is captured
+            for _ in range(4):  # a repeated shape is captured
                 rows = engine.entities(TEXTS, labels=LABELS, threshold=0.0, flat=False, multi_label=True)
             found.append([{(e.start, e.end, e.label): e.score for e in row} for row in rows])
     cpu, cuda = found

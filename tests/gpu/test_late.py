@@ -1,4 +1,4 @@
-"""Late-interaction models: CUDA as the CPU, with and without rows that attend to their beginning only.
+"""Late-interaction models: CUDA gives the CPU's vectors, with and without rows that have a key limit.
 
 pytest -m gpu tests/gpu
 """
@@ -23,12 +23,12 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-LEAST_OF_BF16 = {"Lfm2": 0.997}  # of the worst token; on a CPU, bf16 is as far from fp32
+LEAST_OF_BF16 = {"Lfm2": 0.997}  # for the worst token; on a CPU, bf16 is as far from fp32
 TEXTS = [text for text in make_texts(24, seed=5) if text]
 
 
 @pytest.mark.parametrize(("dtype", "least"), [("bfloat16", 0.999), ("float16", 0.9999), ("float32", 0.99999)])
-@pytest.mark.parametrize("query_length", [8, 40])  # of ModernBERT, within its window and beyond it
+@pytest.mark.parametrize("query_length", [8, 40])  # within ModernBERT's window, and beyond it
 @pytest.mark.parametrize("name", LATE)
 def test_cuda_equals_the_cpu(name: str, query_length: int, dtype: str, least: float, tmp_path: Path) -> None:
     late = LATE[name]

@@ -1,4 +1,4 @@
-"""Weights on a GPU: read in bulk, equal to those in the files."""
+"""Weights that are read onto a GPU in bulk equal those in the files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_tensors_on_the_gpu_equal_those_in_the_files(
     device = torch.device("cuda")
     reader = BulkReader(device, threads=4, max_chunk_bytes=max_chunk_bytes)
     with torch.inference_mode(), closing(SafetensorsSource(folder, dtype, device, reader)) as source:
-        for _ in range(20):  # buffers and freed memory are used again
+        for _ in range(20):  # reuses buffers and freed memory
             for name, tensor in tensors:
                 found = source.read(name, tensor.shape)
                 assert found.is_cuda and torch.equal(found.cpu().float(), tensor.float())
@@ -44,6 +44,6 @@ def test_a_large_tensor_arrives_whole_while_the_gpu_is_busy(tmp_path: Path) -> N
     busy = torch.randn(8192, 8192, device=device)
     with closing(SafetensorsSource(folder, torch.bfloat16, device)) as source:
         for _ in range(4):
-            other = busy @ busy  # the next tensor gets the memory of the last product
+            other = busy @ busy  # the next tensor reuses the memory of the last product
             del other
             assert torch.equal(source.read("large", (8192, 8192)).cpu().view(-1), large)

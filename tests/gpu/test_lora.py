@@ -1,4 +1,4 @@
-"""Adapters on a device: kernels in half precision against torch, graphs against the eager step.
+"""Adapters on a device: kernels in half precision compared with torch, graphs compared with eager steps.
 
 pytest -m gpu tests/gpu/test_lora.py
 """
@@ -105,7 +105,7 @@ FUSED = [
 def fused_case(
     lines: int, inputs: int, sizes: tuple[int, ...], max_rank: int, dtype: torch.dtype, run: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, LowRank, torch.Tensor]:
-    """Input, weight, bias and adapters of six slots and several ranks, for runs of so many lines."""
+    """Input, weight, bias and adapters of six slots and several ranks, for `lines` tokens."""
     draw = torch.Generator(CUDA).manual_seed(lines + inputs)
     outputs, slots = sum(sizes), 6
     ranks = [(rank, 0 if rank == 3 else rank, max(rank // 2, 1)) for rank in (max_rank, 1, 3, 8, 0, 16)]
@@ -134,7 +134,7 @@ def fused_case(
 
 
 def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Half precision: the largest error and the mean error are bounded."""
+    """Check that errors are within the rounding of half precision."""
     error = found.double() - expected.double()
     assert error.norm() < 5e-3 * expected.norm()
     assert error.abs().max() < 1e-2 * expected.abs().max()
@@ -158,7 +158,7 @@ def test_a_product_with_its_adapters_inside_equals_the_reference(
     inputs = 200 if lines == 300 else 768
     x, weight, bias, low, slots = fused_case(lines, inputs, sizes, max_rank, dtype, run)
     made = LoraLinear.of(weight, None if lines == 2048 else bias, low.ends, act, gate_first)
-    if sizes in ((200,), (512, 64, 64)):  # not a whole number of columns
+    if sizes in ((200,), (512, 64, 64)):  # not a multiple of a tile's columns
         assert made is None
         return
     assert made is not None
@@ -247,7 +247,7 @@ def test_a_replayed_step_with_adapters_gives_what_the_eager_one_gives(
     assert runner.graphs.replays >= 3
     assert {key.adapter_rank for key in runner.graphs.captured} == {0, 16}
     np.testing.assert_allclose(replayed, eager, atol=2e-2)
-    monkeypatch.setattr(adapted_linear, "use_kernel", lambda tensor: False)  # the same weights, by torch
+    monkeypatch.setattr(adapted_linear, "use_kernel", lambda tensor: False)  # the same weights with torch
     (expected,) = (value.float().cpu().numpy() for value in runner.forward(plan))
     cosines = (
         (replayed * expected).sum(1) / np.linalg.norm(replayed, axis=1) / np.linalg.norm(expected, axis=1)

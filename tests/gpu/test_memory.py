@@ -1,4 +1,4 @@
-"""A device that really runs out of memory, or is really lost.
+"""A real device runs out of memory, or is lost.
 
 pytest -m gpu tests/gpu
 """
@@ -25,7 +25,7 @@ pytestmark = [
 CONFIG = {
     "hidden_size": 256,
     "num_attention_heads": 4,
-    "intermediate_size": 16384,  # what a row needs is mostly this
+    "intermediate_size": 16384,  # determines most of a row's memory
     "num_hidden_layers": 2,
     "max_position_embeddings": 40_000,
 }
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def little_memory() -> Iterator[Callable[[int], None]]:
-    """A function that leaves this process so many bytes beside those in use."""
+    """A function that limits this process to some bytes more than it uses now."""
 
     def leave(extra: int) -> None:
         torch.cuda.empty_cache()
@@ -58,7 +58,7 @@ def test_a_step_that_does_not_fit_is_divided_and_the_row_that_cannot_fit_fails_a
     options = {"device": "cuda", "load_format": "dummy", "max_model_len": 40_000}
     with Engine(str(folder), max_num_batched_tokens=65_536, **options) as engine:  # type: ignore[arg-type]
         expected = engine.embed(inputs)
-        little_memory(400 << 20)  # a row of 500 needs 16 MB a layer, one of 40,000 1.3 GB
+        little_memory(400 << 20)  # a row of 500 tokens needs 16 MB per layer, a row of 40,000 needs 1.3 GB
         np.testing.assert_allclose(engine.embed(inputs), expected, atol=2e-2)
         budget = engine.local.engine.core.scheduler.budget.max_tokens
         assert budget < 65_536, "memory ran out, or this proves nothing"
@@ -82,6 +82,6 @@ except DeviceFailed as error:
 
 
 def test_a_device_assertion_is_a_lost_device() -> None:
-    """In a process of its own, which cannot use the device afterwards."""
+    """Runs in a process of its own, because the process cannot use the device afterwards."""
     done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, check=False)
     assert "failed: the device failed: " in done.stdout, done.stderr[-2000:]

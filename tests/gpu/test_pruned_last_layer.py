@@ -1,4 +1,4 @@
-"""On CUDA, too, a last layer that is finished for the needed tokens alone gives the same answers.
+"""On CUDA, too, a last layer that computes only the needed tokens gives the same answers.
 
 pytest -m gpu tests/gpu/test_pruned_last_layer.py
 """
@@ -38,7 +38,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "moe_inter
 def test_a_pruned_last_layer_gives_the_same_output(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_runner, "MIN_PRUNED_SIZE_EAGER", 0)  # so small a step is not worth it
+    monkeypatch.setattr(model_runner, "MIN_PRUNED_SIZE_EAGER", 0)  # steps this small are normally not pruned
     architecture, method = CASES[name]
     config: dict[str, Any] = FAMILIES[architecture] | WIDE
     runner = make_runner(architecture, method, config, torch.device("cuda"), dtype)

@@ -1,4 +1,5 @@
-"""Quantised checkpoints on CUDA: 4-bit products as their reference, models near fp32, graphs, no second copy.
+"""Quantised checkpoints on CUDA: 4-bit products equal their reference, models are close to fp32, graphs work,
+and weights are held once.
 
 pytest -m gpu tests/gpu/test_quantized.py
 """
@@ -122,7 +123,7 @@ def test_a_model_stays_near_its_dequantised_weights(name: str, tmp_path: Path) -
     with Engine(str(stored), device="cuda") as cuda:
         got = cuda.embed(ROWS)
         assert len(cuda.generate([ROWS[3]], params)[0].token_ids) == 4
-    # fp8 layers quantise their inputs as well; experts may be chosen otherwise where two are nearly equal.
+    # fp8 layers also quantise their inputs. Of two nearly tied experts, either may be chosen.
     least = 0.98 if name.startswith(("fp8", "modelopt")) or "experts" in name else 0.998
     assert decoders.cosine(got, expected) >= least
 

@@ -1,4 +1,4 @@
-"""Qwen-VL on CUDA: towers, positions and decode behind images give the CPU's answers.
+"""Qwen-VL on CUDA: towers, positions, and decoding after images give the same answers as on the CPU.
 
 pytest -m gpu tests/gpu/test_qwen_vl.py
 """
@@ -33,7 +33,7 @@ ROWS = [
 
 
 def vectors(engine: Engine, name: str) -> Vectors:
-    """The states of all tokens, and the vector of each row."""
+    """The hidden states of all tokens, and the vector of each row."""
     states = engine.local.engine.submit(
         request_of(name, ROWS, PoolingParams(Task.TOKEN_EMBED, normalize=False))
     )
@@ -61,7 +61,7 @@ def test_cuda_equals_the_cpu_with_images(kind: str, dtype: str, least: float, tm
         continued = [tokens(cpu, row, f"cpu-{number}") for number, row in enumerate(ROWS)]
     with Engine(str(folder), device="cuda", dtype=dtype, enable_generation=True) as cuda:
         assert cosine(vectors(cuda, "cuda"), expected) >= least
-        again = vectors(cuda, "again")  # features of the images are cached
+        again = vectors(cuda, "again")  # now with cached image features
         assert cosine(again, expected) >= least
         if dtype == "float32":
             assert [tokens(cuda, row, f"cuda-{n}") for n, row in enumerate(ROWS)] == continued

@@ -1,4 +1,4 @@
-"""Rerankers on CUDA: the CPU's scores, with the shared beginning of rows computed once.
+"""Rerankers on CUDA: the CPU's scores, with the rows' shared prefix computed once.
 
 pytest -m gpu tests/gpu
 """

@@ -1,4 +1,4 @@
-"""The runner behind `make gpu-test`: what it runs, its summary line and its status. Needs no device."""
+"""The script behind `make gpu-test`: what it runs, its summary line and its status. Needs no device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ import pathlib, sys
 from tests.gpu import run
 print("status", run.run_apart([pathlib.Path(file) for file in sys.argv[1:]], [], "X", 2))
 """
-# A process of its own does not ask for a device here.
+# Makes a process believe that there is a device.
 WITHOUT_DEVICE = (
     "import torch\ntorch.cuda.is_available = lambda: True\ntorch.cuda.get_device_name = lambda: 'X'\n"
 )

@@ -1,4 +1,4 @@
-"""The sampler on CUDA: no waiting for the device, graphs, and a real vocabulary.
+"""The sampler on CUDA: no waits for the device, graphs, and a vocabulary of real size.
 
 pytest -m gpu tests/gpu
 """
@@ -27,7 +27,7 @@ KINDS = [
     SamplerParams(temperature=0),
     SamplerParams(temperature=0.8, seed=3),
     SamplerParams(temperature=0.8, seed=3, top_k=20, top_p=0.95),
-    SamplerParams(temperature=1.0, seed=4, top_p=0.9),  # of near Gaussian logits: tens of thousands
+    SamplerParams(temperature=1.0, seed=4, top_p=0.9),  # keeps tens of thousands of near-Gaussian logits
     SamplerParams(temperature=1.0, seed=5, min_p=0.05, logprobs=5),
     SamplerParams(temperature=0.7, seed=6, repetition_penalty=1.2, frequency_penalty=0.5, top_p=0.8),
     SamplerParams(temperature=0, bad_token_ids=((1, 2), (3,)), logit_bias={1: 40.0, 2: 39.0}),
@@ -64,14 +64,14 @@ def test_kernels_give_the_tokens_of_plain_torch(dtype: torch.dtype) -> None:
     got = torch.stack(steps(*made(), batches))
     set_kernel_devices()
     expected = torch.stack(steps(*made(), batches))
-    # Sums of exponentials differ in their last bits: a nucleus may end one logit sooner.
+    # Sums of exponentials differ in their last bits, so a top-p set may end one logit earlier.
     assert (got == expected).float().mean() > 0.94
 
 
 def test_a_step_never_waits_for_the_device() -> None:
     sampler, slots, at = made()
     logits = torch.randn(len(KINDS), VOCAB, device=CUDA, dtype=torch.bfloat16)
-    steps(sampler, slots, at, [logits] * 3)  # kernels are compiled
+    steps(sampler, slots, at, [logits] * 3)  # compiles the kernels
     torch.cuda.synchronize()
     sampler.leave(4)
     torch.cuda.set_sync_debug_mode("error")
@@ -87,7 +87,7 @@ def test_a_step_never_waits_for_the_device() -> None:
 @pytest.mark.parametrize("filtered", [False, True])
 def test_a_sampling_graph_serves_sequences_that_join_later(filtered: bool) -> None:
     logits = torch.randn(4, VOCAB, device=CUDA, dtype=torch.bfloat16)
-    slots = torch.tensor([0, 1, 2, 8], device=CUDA, dtype=torch.int32)  # the last only fills the graph
+    slots = torch.tensor([0, 1, 2, 8], device=CUDA, dtype=torch.int32)  # the last is a padding row
 
     def fresh() -> Sampler:
         sampler = Sampler(VOCAB, 8, CUDA, seed=1)

@@ -1,4 +1,4 @@
-"""Models on a device that sleep and wake: their memory is free meanwhile, and their answers stay the same.
+"""Models on a device sleep and wake: their memory is free in the meantime, and their answers stay the same.
 
 pytest -m gpu tests/gpu/test_sleep.py
 """
@@ -36,13 +36,13 @@ CONFIG = {
 ROWS = [np.random.default_rng(n).integers(5, 60, 3 + 7 * n).tolist() for n in range(12)]
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 PROMPTS = ["the quick brown fox " * 8, "hello world"]
-MAX_LEFT_BYTES = 1 << 20  # of small tensors that stay on the device
-MAX_GROWTH_BYTES = 64 << 20  # by other graphs; a lost copy of the weights would be more after some cycles
+MAX_LEFT_BYTES = 1 << 20  # for small tensors that stay on the device
+MAX_GROWTH_BYTES = 64 << 20  # for other graphs; leaked copies of the weights soon take more
 
 
 @pytest.fixture
 def clean() -> Iterator[int]:
-    """Bytes that other tests have left on the device."""
+    """Free unused memory; yields the bytes that earlier tests have left on the device."""
     gc.collect()
     torch.cuda.empty_cache()
     yield torch.cuda.memory_allocated()
@@ -92,7 +92,7 @@ def test_an_encoder_gives_its_memory_back_and_answers_the_same(
 
         for _ in range(5):
             cycle(engine, level, at_rest)
-            for _ in range(4):  # the last ones by a graph again
+            for _ in range(4):  # the last ones replay a graph again
                 _check_same(engine.embed(ROWS), before[0], is_exact=not had_graphs)
                 _check_same(engine.embed(ROWS[:1]), before[1], is_exact=not had_graphs)
             assert bool(num_graphs(engine)) == bool(had_graphs)

@@ -1,4 +1,4 @@
-"""Sparse weights: CUDA as the CPU.
+"""Sparse weights on CUDA equal those on the CPU.
 
 pytest -m gpu tests/gpu
 """
@@ -31,7 +31,7 @@ def test_cuda_gives_the_terms_of_the_cpu(
     with Engine(folder, device="cpu") as cpu, Engine(folder, device="cuda", dtype=dtype) as cuda:
         a, b = (_dense(engine.sparse(TEXTS)) for engine in (cpu, cuda))
     size = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    strong = size > 0.01 * size.max()  # rows of almost no weight are rounding alone
+    strong = size > 0.01 * size.max()  # rows with almost no weight are only rounding errors
     assert strong.sum() > 30
     assert ((a * b).sum(1)[strong] / size[strong]).min() >= least
 

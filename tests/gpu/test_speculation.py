@@ -1,4 +1,4 @@
-"""Speculation on CUDA: proposed tokens are verified by decode graphs and without, and change no output."""
+"""Speculation on CUDA: proposed tokens are verified with and without decode graphs, and change no output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = prompts() + REPETITIVE
 
 
 def likely(name: str, folder: Path, made: list[list[int]]) -> None:
-    """Check that tokens are those of the reference model, but for ties that bf16 decides otherwise."""
+    """Check that tokens equal the reference model's, except for near-ties that bf16 decides differently."""
     near = []
     for row, new in zip(ROWS, made, strict=True):
         logits = logits_after(name, folder, row, new)

@@ -1,4 +1,4 @@
-"""Static embeddings: CUDA as the CPU.
+"""Static embeddings on CUDA equal those on the CPU.
 
 pytest -m gpu tests/gpu
 """

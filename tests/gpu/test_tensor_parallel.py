@@ -2,8 +2,8 @@
 
 pytest -m gpu tests/gpu/test_tensor_parallel.py
 
-More than one NCCL rank needs as many GPUs. Two ranks on one GPU exchange tensors by way of the host: their
-kernels and processes are those of two GPUs, and only the transport differs.
+Each NCCL rank needs a GPU of its own. Two ranks on one GPU exchange tensors through the host instead. Their
+kernels and processes are the same as on two GPUs; only the transport differs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ pytestmark = [
 ]
 WIDE = {"hidden_size": 256, "head_dim": 32, "intermediate_size": 512, "moe_intermediate_size": 128}
 OPTIONS: dict[str, Any] = {"device": "cuda", "kv_cache_gb": 0.25, "max_num_seqs": 32, "enforce_eager": True}
-MIN_COSINE = 0.9995  # of bfloat16 sums in another order
+MIN_COSINE = 0.9995  # for bfloat16 sums in another order
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """Run one rank as if there were more: with a process group, and with divided layers."""
+    """Run one rank as if there were several: with a process group and with divided layers."""
     with mock.patch.object(load, "is_parallel", return_value=True):
         yield
 
@@ -83,11 +83,11 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
 
 
 CHUNKED = {"enable_chunked_prefill": True, "enable_prefix_caching": True, "max_num_batched_tokens": 32}
-EXACT = {"dtype": "float32"}  # where sums in another order choose no other token
+EXACT = {"dtype": "float32"}  # the order of sums does not change the tokens
 
 
 def likelihoods(folder: Path, **options: Any) -> NDArray[np.float32]:
-    """Log probabilities of the first tokens, and of prompts."""
+    """Log probabilities of the first generated tokens, and of the prompts."""
     sampling = SamplingParams(max_tokens=1, temperature=0, logprobs=1, prompt_logprobs=1)
     found = []
     with Engine(str(folder), **options) as engine:
@@ -99,7 +99,7 @@ def likelihoods(folder: Path, **options: Any) -> NDArray[np.float32]:
 
 @pytest.fixture(scope="module")
 def on_one_device(folders: dict[str, Path]) -> dict[str, Any]:
-    """The answers without ranks."""
+    """The expected answers, from one device without ranks."""
     with mock.patch.object(load, "is_parallel", return_value=False):
         return {
             "vectors": vectors(folders["embedder"], **OPTIONS),
@@ -137,8 +137,8 @@ def test_greedy_tokens_are_those_of_one_device(
 def test_experts_in_bfloat16_find_tokens_as_likely_as_on_one_device(
     folders: dict[str, Path], on_one_device: dict[str, Any], ranks: dict[str, Any]
 ) -> None:
-    """A sum in another order may be rounded to another number, and then a router may choose another expert
-    for a token: few tokens may differ, and in float32 none does (above)."""
+    """A sum in another order may be rounded differently, and then a router may choose another expert for a
+    token. A few tokens may differ; in float32 none does (above)."""
     difference = np.abs(likelihoods(folders["experts"], **ranks) - on_one_device["likelihoods"])
     assert np.median(difference) < 0.03
     assert np.mean(difference < 0.1) > 0.9
@@ -148,7 +148,7 @@ ADAPTERS = {"max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 2, "enable_lora
 
 
 def adapted_vectors(folder: Path, adapters: dict[str, str], **options: Any) -> NDArray[np.float32]:
-    """The texts with each adapter and with none, more adapters than have room at a time."""
+    """Vectors of the texts with each adapter and with none. There are more adapters than slots."""
     with Engine(str(folder), **options, **ADAPTERS, lora_modules=adapters) as engine:
         names = [*adapters, None, *reversed(adapters)]
         return np.concatenate([engine.embed(TEXTS, adapter=name) for name in names])
@@ -162,7 +162,7 @@ def adapted_tokens(folder: Path, adapters: dict[str, str], **options: Any) -> li
 
 
 def adapters_for(config: dict[str, Any], folder: Path) -> dict[str, str]:
-    """Low-rank adapters of all layers and tables, a generator's head included, and one with DoRA."""
+    """Write low-rank adapters for all layers and tables, including a language model's head; one has DoRA."""
     sites, found = sites_of(config | WIDE), {}
     for number, rank in enumerate((4, 8, 3)):
         name = f"a{number}"
@@ -185,7 +185,7 @@ def test_adapters_are_those_of_one_device(
         )
     assert cosines(expected, found).min() > 0.999
     first, plain = expected[: len(TEXTS)], expected[3 * len(TEXTS) : 4 * len(TEXTS)]
-    assert cosines(first, plain).min() < 0.999  # the adapters do something
+    assert cosines(first, plain).min() < 0.999  # the adapters change the vectors
 
 
 def test_greedy_tokens_with_adapters_are_those_of_one_device(

@@ -1,11 +1,12 @@
-"""Compile every kernel for several kinds of GPU, without one, and check that it fits them.
+"""Compile every kernel for several kinds of GPU, without a GPU, and check that it fits.
 
     python -m tests.kernels.compile_kernels [--all] [--only flash] [--targets 80 89] [--jobs 4] [--save FILE]
 
 Each launch of `kernel_launches.py` is compiled and assembled as on a GPU of the target: same tiles, same
-specialization. Without --all, each kernel is compiled once, those with tiles once for each of their types of
-arguments, on one target after another, and the largest tiles on the target with the least room as well. It
-needs an interpreter of its own: Triton decides at import whether kernels are compiled or interpreted.
+specialization. Without --all, each kernel is compiled once, and kernels with tiles once for each combination
+of argument types. The targets take turns. The largest tiles are also compiled for the target with the least
+shared memory. It needs a process of its own, because Triton decides at import whether kernels are compiled or
+interpreted.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.runtime import driver
 
-torch.cuda.is_available = lambda: True  # so that the kernels are defined
+torch.cuda.is_available = lambda: True  # otherwise the kernels are not defined
 
 from penstock.kernels import language, launch, limits, triton_internals  # noqa: E402
 from tests.kernels import kernel_launches  # noqa: E402
 
 TARGETS = {80: "A100", 86: "A10, RTX 3090", 89: "L4, L40S, RTX 4090", 90: "H100, H200", 100: "B200"}
 TARGETS |= {120: "RTX 5090, RTX PRO 6000"}
-MAX_SPILLED_BYTES = 256  # of a thread: registers that a kernel writes to memory and reads again
-MAX_TENSOR_COLUMNS = 512  # of tensor memory, where there is some
-# The target with fp8 and the least shared memory, for kernels whose tiles fill it.
+MAX_SPILLED_BYTES = 256  # register spills per thread
+MAX_TENSOR_COLUMNS = 512  # columns of tensor memory, on GPUs that have it
+# Of the targets with fp8, the one with the least shared memory. TIGHT kernels have tiles that fill it.
 TIGHTEST = 89
 TIGHT = {"_expert_matmul", "_block_matmul", "_maxsim_kernel"}
 TILED = TIGHT | {
@@ -53,7 +54,7 @@ TILED = TIGHT | {
     "_gate_up",
     "_lora_linear",
 }
-# Functions that only other kernels call.
+# Device functions: only other kernels call them.
 HELPERS = {
     *("activate", "_distance_bias", "_key_tile", "_log1p_relu", "_philox", "_gumbel", "_apply_penalties"),
     *(
@@ -70,12 +71,12 @@ HELPERS = {
     "from_fp8",
     *("act_of", "_next_slot", "_next_slots", "_load_slots", "_split", "_add_low_rank", "_fast_act"),
 }
-# Constants that name a tile in the table.
+# Constants that describe a tile in the table.
 TILE_CONSTANTS = ("QUERIES", "KEYS", "BLOCK", "TILE", "BLOCK_M", "BLOCK_Q", "BLOCK_N", "BLOCK_D", "BLOCK_K")
 
 
 class Launch(NamedTuple):
-    """A launch as a GPU of the target would see it."""
+    """A kernel launch as it would be on a GPU of the target."""
 
     target: int
     model: str
@@ -131,7 +132,7 @@ class Compiled(NamedTuple):
 
 
 class Recorder:
-    """Takes the place of a GPU's driver and of launches: notes what would be launched."""
+    """Replaces the GPU driver and Penstock's launches, and records what would be launched."""
 
     def __init__(self) -> None:
         self.target = 90
@@ -142,7 +143,7 @@ class Recorder:
         driver.set_active(self)
         triton_internals._getters = (lambda: self.target, lambda device: 0)
         launch._precompiling.set(True)
-        launch._can_overlap = lambda: False  # how a kernel is launched changes nothing in it
+        launch._can_overlap = lambda: False  # overlapping launches do not change the compiled kernel
         launch.launch_by_triton = self._note
         nvidia.CUDABackend.make_cubin = lambda _, source, *more: self._assemble(source, more[-1])
 
@@ -187,7 +188,7 @@ class Recorder:
         self.launches.setdefault(noted.key, noted)
 
     def _assemble(self, source: str, capability: int) -> bytes:
-        """Assemble, and take what the assembler says about registers for the result, which is cached."""
+        """Assemble PTX. Returns the assembler's log about registers instead of a binary; Triton caches it."""
         with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
             file.write(source)
             file.flush()
@@ -214,7 +215,7 @@ def _type_name(value: Any) -> str:
 
 
 def kernels_of_modules() -> set[str]:
-    """The kernels that are launched, in the modules that `kernel_launches` imports."""
+    """Names of the kernels, without helpers, in the modules that `kernel_launches` imports."""
     kind = triton.runtime.jit.JITFunction
     return {
         name
@@ -226,8 +227,8 @@ def kernels_of_modules() -> set[str]:
 
 
 def thinned(launches: Sequence[Launch]) -> list[Launch]:
-    """Each kernel once, those with tiles once for each of their types, on the targets in turn; the largest
-    tiles also where there is least room."""
+    """Select each kernel once, and kernels with tiles once for each combination of argument types, with the
+    targets in turn; also the largest tiles on the target with the least shared memory."""
     targets: dict[tuple[str, ...], list[Launch]] = {}
     for each in launches:
         found = targets.setdefault(each.types if each.name in TILED else (each.name,), [])
@@ -257,7 +258,7 @@ def compile_all(jobs: int) -> list[Compiled]:
 
 
 def table(found: Sequence[Compiled]) -> str:
-    """Kernels with tiles: shared memory in KB, registers (spilled bytes), stages on each target."""
+    """Format kernels with tiles: for each target, shared memory in KB, registers (spilled bytes), stages."""
     targets = [target for target in TARGETS if any(each.target == target for each in found)]
     rows: dict[tuple[str, str, str], dict[int, Compiled]] = {}
     for each in found:

@@ -1,4 +1,5 @@
-"""Kernels run on a CUDA device, or in Triton's interpreter. Without Triton they are not tested."""
+"""Settings of the kernel tests. Kernels run on a CUDA device or in Triton's interpreter; without Triton they
+are not tested."""
 
 from __future__ import annotations
 
@@ -27,8 +28,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("gpu")
 
 
-# Long lists of cases, of which the interpreter runs every third. A device runs all, and so does
-# PENSTOCK_ALL_CASES=1.
+# Tests with many cases. The interpreter runs every third case; a device, or PENSTOCK_ALL_CASES=1, runs all.
 THINNED = {
     "test_decode.py::test_a_graph_gives_the_tokens_of_steps_without_one",
     "test_experts.py::test_the_tiling_for_a_number_of_tokens_gives_what_torch_gives",
@@ -69,7 +69,7 @@ def seeded() -> None:
 
 @pytest.fixture
 def kernels() -> Iterator[None]:
-    """Run the kernels on the CPU too, in the interpreter."""
+    """Run the kernels on the CPU too, through the interpreter."""
     from penstock.kernels import language
 
     before = language._devices

@@ -1,8 +1,8 @@
-"""Make Triton's interpreter spend less time around the operations of a kernel; it does the same operations.
+"""Reduces the overhead of Triton's interpreter around the operations of a kernel.
 
-It patches the language again for every call of a device function, checks each sum and product of integers for
-an overflow by repeating it in 64 bits, and describes anew the type and the shape of each value. Together that
-was more than half of the time of an interpreted kernel.
+The interpreter patches the language again for every call of a device function. It checks each integer sum and
+product for overflow by repeating it in 64 bits, and computes the type and shape of each value again. Together
+these took more than half of the time of an interpreted kernel.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tests.thinning import ALL_CASES
 
 _patch_lang = interpreter._patch_lang
 _get_np_dtype = interpreter._get_np_dtype
-_patched: set[str] = set()  # modules of the language that the running launch has patched
-_np_dtypes: dict[str, Any] = {}  # by the name of the element type
+_patched: set[str] = set()  # modules of the language that the current launch has patched
+_np_dtypes: dict[str, Any] = {}  # name of an element type → NumPy dtype
 
 
 def install() -> None:
     interpreter._patch_lang = _patch_lang_once
     interpreter._get_np_dtype = _np_dtype
-    # A launch on tensors of this size overflows nowhere. PENSTOCK_ALL_CASES=1 keeps the checks.
+    # Tensors of the tests are too small for an overflow. PENSTOCK_ALL_CASES=1 keeps the checks.
     options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=ALL_CASES)
     interpreter.interpreter_builder.options = options
     tl.tuple.__init__ = _init_tuple
@@ -48,7 +48,8 @@ class _LaunchScope(interpreter._LangPatchScope):  # type: ignore[misc]
 
 
 def _patch_lang_once(fn: Any) -> Any:
-    """Patch what the launch in progress has not: device functions see the same modules as their kernel."""
+    """Patch only what the current launch has not patched yet: device functions use the same modules as their
+    kernel."""
     found = {
         value.__name__
         for value in fn.__globals__.values()

@@ -1,4 +1,4 @@
-"""A small model that generates, with graphs that are replayed by computing again."""
+"""A small generative model, with fake graphs whose replay computes again."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ CONFIG = {
     "max_position_embeddings": 128,
 }
 SLOTS, LENGTH, BLOCKS = 6, 64, 24
-TOKENS = 7  # that each sequence generates
+TOKENS = 7  # generated tokens per sequence
 
 
 def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
-    """Stands in for a CUDA graph: a replay computes again, into the tensors of the first results."""
+    """A fake CUDA graph. A replay computes again and writes into the tensors of the first results."""
     kept = [tensor.clone() for tensor in work()]
 
     def replay() -> None:
@@ -63,7 +63,7 @@ def make_runner(
     pooler = Pooler(make_spec(pooling=PoolingSpec(("last",))), {}, [])
     runner = ModelRunner(model, pooler, CPU, 2, KVCache(store, torch.zeros(0, 32)), generator)
     if graphs:
-        # In fp32 the reference computes attention; it reads block tables to their end, not to the row's end.
+        # In fp32 the reference computes attention. It reads whole block tables, beyond the row's end too.
         slot = runner.staging.pinned_ints
         runner.staging.pinned_ints = lambda size: slot(size).zero_()  # type: ignore[method-assign]
         runner.decode = DecodeGraphs(model, generator, runner.staging, store, capture)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Faults of Triton's interpreter that kernels meet, repaired.
+"""Fixes for bugs of Triton's interpreter that affect our kernels.
 
-It keeps bfloat16 values as 16-bit integers, and computes with them as if they were integers.
+For example, it keeps bfloat16 values as 16-bit integers, and computes with them as if they were integers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _patch_bounds_of_loops(tensor: Any, scope: Any) -> None:
 
 
 def _round_as_torch_does(values: Any, source: Any, target: Any, mode: Any) -> Any:
-    """The interpreter loses the carry out of a mantissa; hardware rounds to the nearest, as torch does."""
+    """The interpreter loses the carry out of a mantissa. Hardware and torch round to nearest."""
     if str(source) == "fp32" and str(target) == "fp8e4nv":
         return torch.from_numpy(values.copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
     if str(source) == "fp32" and str(target) == "bf16":
@@ -68,7 +68,7 @@ def _widened(handle: Any) -> Any:
 
 
 def _narrowed(handle: Any) -> Any:
-    """The result of an operation on bfloat16, computed in fp32. A comparison's stays as it is."""
+    """Convert the fp32 result of an operation on bfloat16 back. The result of a comparison stays as it is."""
     if handle.data.dtype != np.float32:
         return interpreter.TensorHandle(handle.data, tl.bfloat16)
     return interpreter.TensorHandle(_narrow(handle.data), tl.bfloat16)
@@ -90,7 +90,7 @@ def _binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
 
 
 def _ternary_op(self: Any, lhs: Any, rhs: Any, other: Any, op: Any) -> Any:
-    if op is np.where or not _is_bf16(other):  # a selection does not compute
+    if op is np.where or not _is_bf16(other):  # a selection does no arithmetic
         return _ternary(self, lhs, rhs, other, op)
     return _narrowed(_ternary(self, _widened(lhs), _widened(rhs), _widened(other), op))
 

@@ -1,6 +1,6 @@
-"""Launches of every kernel with the shapes of published models, on tensors that nothing reads.
+"""Launches of every kernel with the shapes of published models, on tensors that are never read.
 
-`compile_kernels.py` records them and compiles each for the GPUs that it names.
+`compile_kernels.py` records the launches and compiles them for several kinds of GPU.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from penstock.kernels.cached_kv import LayerCache
 from penstock.layers.distance_bias import DistanceBias
 
 F32, FP8 = torch.float32, torch.float8_e4m3fn
-VOCABULARY = 151936  # of Qwen3
-current_model = ""  # whose shapes the next launches have
+VOCABULARY = 151936  # vocabulary size of Qwen3
+current_model = ""  # the model whose shapes the next launches have
 
 
 class Encoder(NamedTuple):
-    """Widths that element-wise kernels are compiled for: a common one, a large one, the largest."""
+    """Widths for which element-wise kernels are compiled: a common one, a large one, and the largest."""
 
     model: str
     hidden: int
@@ -56,7 +56,7 @@ class Heads(NamedTuple):
     heads: int
     kv_heads: int
     dim: int
-    lengths: tuple[int, ...] = (64,)  # of short rows
+    lengths: tuple[int, ...] = (64,)  # lengths of short rows
     is_causal: bool = False
     window: int | None = None
 
@@ -80,7 +80,7 @@ HEADS = (
 
 
 def reals(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Memory that is allocated and never touched."""
+    """A tensor whose memory is never touched."""
     return torch.empty(shape, dtype=dtype)
 
 
@@ -188,7 +188,7 @@ def launch_paged(shape: Heads, cached: LayerCache, **options: Any) -> None:
 
 
 def launch_attention_options() -> None:
-    """Limits, biases by distance, sinks, a cap on scores, and the largest heads."""
+    """Launch attention with key limits, distance biases, sinks, soft-capped scores, and the largest heads."""
     global current_model
     current_model = "MPNet and others"
     qkv = reals(99, 36, 64).split([12, 12, 12], dim=1)
@@ -236,7 +236,7 @@ def launch_sampling_kernels() -> None:
 
 
 def launch_adapter_kernels() -> None:
-    """Fused parts, an activation, gains, and both sizes of tiles."""
+    """Launch with fused parts, an activation, DoRA gains, and both sizes of tiles."""
     for dtype in (torch.bfloat16, F32):
         for tile in (lora.SMALL_TILE, lora.LARGE_TILE):
             lines = lora.LineTiles(ints(80), ints(2, 3), tile)
@@ -332,7 +332,8 @@ def launch_hopper_kernels() -> None:
 
 
 def launch_fused_adapter_kernels() -> None:
-    """One and several slots in a pass, a gate with a pair for each half, and both sizes of tiles."""
+    """Launch with one and several slots in a pass, with an adapter for each half of a gate, and with both
+    sizes of tiles."""
     global current_model
     current_model = "bge-base, adapters"
     lora_linear.num_programs = lambda device: 132
@@ -347,7 +348,7 @@ def launch_fused_adapter_kernels() -> None:
 
 
 def launch_all(capability: tuple[int, int]) -> None:
-    """Every kernel that runs on GPUs of this capability: fp8 from 8.9 on, Gluon kernels only on Hopper."""
+    """Launch every kernel that runs on GPUs of this capability: fp8 from 8.9 on, Gluon only on Hopper."""
     has_fp8 = capability >= (8, 9)
     launches: tuple[Callable[[], None], ...] = (
         lambda: launch_element_wise_kernels(has_fp8),

@@ -1,7 +1,8 @@
-"""Print the kernel variants that eager steps of natural texts launch and warm-up has not compiled, as JSON.
+"""Print, as JSON, the kernel variants that eager steps of natural texts launch but warm-up does not compile.
 
-Needs no GPU: launches only note for which argument types and alignments Triton would compile. It changes
-torch for the whole process, so a test runs it in one of its own: `python -m tests.kernels.kernel_variants`.
+Needs no GPU: launches only record for which argument types and alignments Triton would compile. It changes
+torch for the whole process, so a test runs it in a process of its own:
+`python -m tests.kernels.kernel_variants`.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ METHODS = {"BERT-base": "cls", "Qwen3-0.6B": "last"}
 
 
 def sent_as_slices(staging: Staging, arrays: list[Any]) -> Any:
-    """The arrays as on a device: slices of one buffer, so most of them are not aligned."""
+    """Send arrays as to a device: they become slices of one buffer, so most of them are not aligned."""
     sizes = [len(array) for array in arrays]
     return torch.from_numpy(np.concatenate(arrays)).split_with_sizes(sizes)
 
 
 def class_of(value: Any, is_unspecialized: bool) -> str:
-    """What Triton compiles a kernel for."""
+    """The class of an argument for which Triton compiles a variant."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype}{'' if is_unspecialized or value.data_ptr() % 16 == 0 else ', not aligned'}"
     if type(value) is int and not is_unspecialized:

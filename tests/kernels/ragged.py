@@ -22,7 +22,7 @@ def make_inputs(
     scales: bool = False,
     device: str = "cpu",
 ) -> Inputs:
-    """Arguments of `maxsim`; documents are stored last to first, with unused rows between them."""
+    """Arguments of `maxsim`. Documents are stored in reverse order, with unused rows between them."""
     generator = torch.Generator().manual_seed(dim)
 
     def vectors(tokens: int) -> Tensor:
@@ -51,7 +51,7 @@ def make_inputs(
 
 
 def by_loop(inputs: Inputs) -> Tensor:
-    """Scores in fp64, pair by pair and token by token."""
+    """Compute scores in fp64, pair by pair and token by token."""
     given = {name: value.cpu() for name, value in inputs.items()}
 
     def sides(name: str) -> list[Tensor]:

@@ -207,7 +207,7 @@ def test_keys_of_earlier_steps_are_read_from_the_kv_cache(
     )  # fmt: skip
     close(got, expected)
 
-    store = KVStore(1, 300, kv_heads, dim, FP8, device)  # what is read from fp8 is what attention sees
+    store = KVStore(1, 300, kv_heads, dim, FP8, device)  # the expected values use keys as read back from fp8
     store.write(0, slots, key[old], value[old])
     key, value = key.clone(), value.clone()
     key[old], value[old] = store.read(0, slots, key.dtype)
@@ -260,7 +260,7 @@ def test_only_tokens_with_a_slot_are_written_to_the_kv_cache(device: torch.devic
 def test_the_next_layer_replays_the_launch_on_its_own_values(
     lengths: list[int], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers reuse the same tensors, with only long rows and with short rows before them."""
+    """Layers reuse the same scratch tensors, with only long rows and with short rows before them."""
     monkeypatch.setattr(
         layers, "attend", lambda q, k, v, batch, kind, bias: layers._attend_by_kernels(q, k, v, batch, kind)
     )
@@ -276,5 +276,5 @@ def test_the_next_layer_replays_the_launch_on_its_own_values(
     assert found[0] is found[1] is found[2]
     assert (shared.scratch.repeated is not None) is (len(lengths) == 2)
     assert alone.scratch.repeated is None and alone.scratch.qkv_views is None
-    other = torch.randn_like(qkv)  # lies elsewhere, as what an fp8 layer gives
+    other = torch.randn_like(qkv)  # in other memory, like the output of an fp8 layer
     close(layers.attend_fused(other, 2, shared), layers.attend_fused(other, 2, alone))

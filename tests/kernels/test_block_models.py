@@ -1,4 +1,4 @@
-"""Models with block-quantised fp8 weights stay near their dequantised weights when kernels run them."""
+"""With kernels, models with block-quantised fp8 weights stay close to the same models dequantised."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ def build(folder: Path, load_format: str = "safetensors", quantization: str | No
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
 def test_block_quantised_models_stay_near_the_reference(name: str, tmp_path: Path) -> None:
-    """Activations are quantised in groups too, once for each product, in three layers."""
+    """Activations are also quantised in groups, once for each product in three layers."""
     stored, plain = write_blocks(name, tmp_path)
     reference = getattr(transformers, MODELS[name].model).from_pretrained(plain, dtype=torch.float32).eval()
     model = build(stored)
     assert isinstance(model.layers[0].attention.qkv, BlockLinear)
-    assert not isinstance(model.layers[2].attention.out, BlockLinear)  # which config.json leaves alone
+    assert not isinstance(model.layers[2].attention.out, BlockLinear)  # excluded in config.json
     batch = ordered_batch([3, 17])
     states = model(batch)
     for row, own in zip(batch.token_ids.split([3, 17]), states.split([3, 17]), strict=True):
         theirs = reference.model(row[None].long()).last_hidden_state[0]
         near = F.cosine_similarity(own, theirs).sort().values
         few = len(near) // 10 if name == "qwen3-moe" else 0
-        assert near[few] >= 0.99 and near[0] > 0.9  # another expert may be chosen where two are nearly equal
+        assert near[few] >= 0.99 and near[0] > 0.9  # of two nearly tied experts, either may be chosen
 
 
 @torch.inference_mode()
@@ -84,6 +84,6 @@ def test_quantisation_at_load_stores_experts_in_blocks(tmp_path: Path) -> None:
     assert isinstance(quantised.layers[0].mlp.gate_up, BlockQuantized)
     near = F.cosine_similarity(quantised(batch), exact(batch)).sort().values
     assert near[len(near) // 10] > 0.98
-    language.set_kernel_devices()  # the same by torch: rows are quantised alike
+    language.set_kernel_devices()  # the torch references quantise rows in the same way
     again = F.cosine_similarity(build(folder, quantization="fp8")(batch), exact(batch)).sort().values
     assert again[len(again) // 10] > 0.98

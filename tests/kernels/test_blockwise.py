@@ -1,4 +1,4 @@
-"""Block-scaled fp8: rows and weights within one rounding step, and their product."""
+"""Block-scaled fp8: rows and weights are within one rounding step, and their product equals the reference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw(device: torch.device, *shape: int, seed: int = 0) -> Tensor:
-    """Values whose magnitude changes from group to group."""
+    """Random values whose magnitude changes from group to group."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(shape, generator=generator)
     steps = torch.logspace(-2, 2, -(-shape[1] // GROUP)).repeat_interleave(GROUP)[: shape[1]]
@@ -100,7 +100,7 @@ def test_every_tile_gives_the_same(tile: DenseTile, early: bool, device: torch.d
 def test_rows_of_a_product_are_written_in_order(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More row tiles than one group takes, and fewer in the last group."""
+    """There are more row tiles than fit in one group, and the last group has fewer."""
     monkeypatch.setattr(blockwise, "DENSE_TILES", ((1 << 62, DenseTile(16, 32, 4, 3), False),))
     x, weight = draw(device, 170, 128), quantize_blocks(draw(device, 80, 128, seed=1))
     expected = block_matmul_reference(x, weight, None)

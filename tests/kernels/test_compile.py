@@ -19,8 +19,11 @@ MAX_KEPT_BYTES = 512 << 20
 
 @pytest.fixture
 def compiled_before(pytestconfig: pytest.Config, tmp_path: Path) -> Path:
-    """What Triton compiled in earlier runs, with what the assembler said of it. Triton finds it by everything
-    that decides it: the code of the kernel and its helpers, the target, the constants, its own version."""
+    """The folder of kernels that earlier runs have compiled, with the assembler's logs.
+
+    Triton's cache key covers the code of a kernel and its helpers, the target, the constants and Triton's
+    version.
+    """
     cache = getattr(pytestconfig, "cache", None)
     if cache is None or ALL_CASES:
         return tmp_path
@@ -36,7 +39,7 @@ def compiled_before(pytestconfig: pytest.Config, tmp_path: Path) -> Path:
 def test_every_kernel_compiles_for_every_kind_of_gpu_and_fits_it(
     tmp_path: Path, compiled_before: Path
 ) -> None:
-    """With PENSTOCK_ALL_CASES=1 each shape for each target, otherwise each kernel once on one of them."""
+    """With PENSTOCK_ALL_CASES=1, compile each shape for each target; otherwise each kernel for one target."""
     command = [sys.executable, "-m", "tests.kernels.compile_kernels", *(["--all"] if ALL_CASES else [])]
     environment = {"TRITON_CACHE_DIR": str(compiled_before), "HOME": str(tmp_path)}
     environment["PYTHONPATH"] = ":".join(sys.path)

@@ -1,6 +1,7 @@
 """Decode steps as CUDA graphs run them, in Triton's interpreter.
 
-They are padded to a bucket's rows and read from one buffer, and give the tokens of steps without graphs.
+They are padded to the rows of a bucket and read their integers from one buffer. They give the same tokens as
+steps without graphs.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def kernels() -> Iterator[None]:
 
 
 class Recorded:
-    """Proposes outputs that are known, every third of them with a wrong token."""
+    """Proposes recorded outputs. Every third proposal begins with a wrong token."""
 
     num_tokens = 3
     is_free = True
@@ -79,8 +80,8 @@ def run(
     apart: bool = False,
     known: list[list[int]] | None = None,
 ) -> list[tuple[list[int], list[float]]]:
-    """Tokens and log probabilities of each prompt; two prompts join after a few steps. `known` outputs are
-    proposed."""
+    """Tokens and log probabilities of each prompt. Two prompts join after a few steps. `known` outputs, if
+    given, are proposed."""
     limits = GenerationLimits(SLOTS, 32, 12, LENGTH, 1000, prefix_caching=False, separate_prefill=apart)
     generation = GenerationScheduler(BlockPool(BLOCKS, BLOCK_SIZE), limits)
     if known is not None:
@@ -121,7 +122,7 @@ def run(
 def run_without_graphs(
     kind: str, dtype: torch.dtype = torch.float32, layers: int = 1
 ) -> list[tuple[list[int], list[float]]]:
-    """The expected results; several tests share them."""
+    """The expected results, computed once for all tests."""
     return run(make_runner(graphs=False, dtype=dtype, layers=layers), KINDS[kind])
 
 
@@ -197,7 +198,7 @@ def test_capture_pauses_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) ->
 
     runner = make_runner(graphs=True, capture=full)
     assert run(runner, KINDS["noise"]) == run_without_graphs("noise")
-    assert len(tries) == 1  # the first shape that came often
+    assert len(tries) == 1  # for the first frequent shape
     assert runner.decode is not None
     runner.decode.drop()
     assert not runner.decode.captured
@@ -235,7 +236,7 @@ def test_a_larger_graph_serves_a_shape_until_it_has_come_often(monkeypatch: pyte
         runner.decode.ensure(Key(8, 16, True, True))
     got = run(runner, KINDS["noise"])
     assert got == run_without_graphs("noise")
-    # Sequences join and end; shapes that came often have their own graph now.
+    # Sequences have joined and ended. Frequent shapes have their own graph now.
     assert Key(8, 16, True, True) in runner.decode.captured and len(runner.decode.captured) > 1
     assert runner.decode.replays > uses
 

@@ -1,4 +1,4 @@
-"""CLIP's and SigLIP's towers give the same with kernels: activations, norms, and the pooling head."""
+"""CLIP and SigLIP towers give the same results with kernels: activations, norms, and the pooling head."""
 
 from __future__ import annotations
 

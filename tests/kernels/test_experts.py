@@ -36,7 +36,7 @@ TILINGS = {
     + [
         ExpertTiling(
             16, Tile(64, GROUP, 4, 3), Tile(32, GROUP, 4, 3)
-        ),  # the second product quantises its rows too
+        ),  # the second product also quantises its rows
         ExpertTiling(16, Tile(64, GROUP, 4, 3, swap=True), Tile(128, GROUP, 4, 3), early=True),
         ExpertTiling(32, Tile(128, GROUP, 4, 3), Tile(64, GROUP, 4, 3, swap=True)),
     ],
@@ -60,7 +60,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def stack(weight: Tensor, halves: int, device: torch.device) -> BlockQuantized:
-    """The block-quantised halves of each expert's weight."""
+    """Stack the experts' weights with block-quantised halves."""
     experts, outputs, inputs = weight.shape
     source = DummySource(0, torch.float32, device)
     made = ExpertStack(experts, halves, outputs // halves, inputs, source, blocks=True)
@@ -97,7 +97,7 @@ def logits_of(case: Case) -> Tensor:
 
 
 def expected_of(case: Case, chosen: int, normalize: bool, act: str = "silu", *, gated: bool = True) -> Tensor:
-    """What torch computes, one expert after the other."""
+    """The result of torch, computed expert by expert."""
     shares, taken = route_reference(logits_of(case), chosen, normalize)
     out = torch.zeros_like(case.x, dtype=torch.float32)
     for expert in range(len(case.router)):
@@ -117,7 +117,7 @@ def got_of(case: Case, chosen: int, normalize: bool, act: str = "silu", **more: 
 
 
 def assert_near(got: Tensor, expected: Tensor, fp8: bool, why: object = None) -> None:
-    """Compare loosely in fp8, where a value at the edge of a rounding step may go either way."""
+    """Compare loosely in fp8, where a value between two rounding steps may go either way."""
     if got.dtype == torch.float32 and not fp8:
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
         return
@@ -181,13 +181,13 @@ def test_the_first_of_equal_experts_are_chosen(device: torch.device) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_token_with_nan_gives_nan_and_changes_no_other(value: float, device: torch.device) -> None:
-    """Padding tokens may hold anything, and must not be sent to experts that do not exist."""
+    """Padding tokens may have any values, and must not be routed to experts that do not exist."""
     case = make(40, 8, 48, 24, device)
     good = got_of(case, 3, False)
     case.x[7] = value
     got = got_of(case, 3, False)
     assert got[7].isnan().all()
-    others = torch.arange(40) != 7  # in other rows of their tiles, which some CPUs round otherwise
+    others = torch.arange(40) != 7  # now in other rows of their tiles, which some CPUs round differently
     torch.testing.assert_close(got[others], good[others], rtol=1e-5, atol=1e-6)
 
 
@@ -242,7 +242,7 @@ def test_the_residual_is_added_and_results_are_reproducible(device: torch.device
 def test_experts_without_a_gate_apply_the_activation_alone_and_the_bias_once(
     fp8: bool, device: torch.device
 ) -> None:
-    made = make(40, 8, 48, 24, device)  # its gate and up serve as one projection of twice the width
+    made = make(40, 8, 48, 24, device)  # its gate and up are used as one projection of twice the width
     assert isinstance(made.gate_up, Tensor)
     down = (draw(8, 48, 48, seed=4) * 48**-0.5).to(made.gate_up)
     if fp8:
@@ -282,7 +282,7 @@ def test_there_are_enough_tiles_for_the_worst_routing() -> None:
     for slots, experts, rows in ((8, 128, 16), (1024, 128, 16), (65536, 128, 128), (5, 2, 16)):
         count = max_num_tiles(slots, experts, rows)
         one_each = min(slots, experts)
-        left = slots - one_each  # one row for each expert, and the rest so that every last tile holds one row
+        left = slots - one_each  # worst case: each expert's last tile holds only one row
         assert count == one_each + left // rows
 
 

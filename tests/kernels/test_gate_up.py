@@ -1,4 +1,4 @@
-"""Gate and up in one product with the activation: on a Hopper GPU; elsewhere nothing uses it."""
+"""Gate and up in one product with the activation. Only a Hopper GPU uses this kernel."""
 
 from __future__ import annotations
 
@@ -160,14 +160,13 @@ def test_it_accepts_only_steps_that_fill_the_device(
     def serves(tokens: int) -> bool:
         return imagined.serves(torch.zeros(tokens, 64, dtype=torch.bfloat16))
 
-    # 112 tiles for each 128 tokens, 132 at a time: the rounds are nearly full, or many.
+    # There are 112 tiles per 128 tokens, and 132 run at a time. Rounds must be nearly full, or many.
     assert [serves(tokens) for tokens in (128, 256, 384, 512, 640)] == [False, False, False, False, False]
     assert [serves(tokens) for tokens in (768, 896, 1024, 2048, 4090)] == [False, True, True, True, True]
     x = torch.zeros(4096, 64, dtype=torch.bfloat16)
     assert not imagined.serves(x.half()) and not imagined.serves(torch.zeros(64, 4096).bfloat16().t())
-    monkeypatch.setattr(
-        gate_up, "is_precompiling", lambda: True
-    )  # so that it is compiled before it is needed
+    # Precompilation accepts any size, so that the kernel is compiled before it is needed.
+    monkeypatch.setattr(gate_up, "is_precompiling", lambda: True)
     assert imagined.serves(x[:1])
     language.set_kernel_devices()
     assert not imagined.serves(x)

@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs run them, in Triton's interpreter: padded to the rows and tokens of a bucket."""
+"""Steps as CUDA graphs run them, in Triton's interpreter, padded to the rows and tokens of a bucket."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def only_interpreted() -> None:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run every layer in its kernels, even attention, which needs CUDA otherwise. Unwritten memory is NaN."""
+    """Run every layer with its kernels, even attention, which otherwise needs CUDA. New memory is NaN."""
     before = language._devices
     language.set_kernel_devices("cpu", "cuda")
 
@@ -96,7 +96,7 @@ def plan_of(lengths: tuple[int, ...], *params: PoolingParams) -> PoolPlan:
 POOLED, PER_TOKEN = PoolingParams(), PoolingParams(Task.TOKEN_EMBED, dimensions=8)
 BOTH = (POOLED, PER_TOKEN)
 CASES = [(family, (5,), BOTH) for family in FAMILIES] + [("bert", (8, 8), BOTH)]
-CASES += [(family, (3, 70), (PER_TOKEN,)) for family in ("modernbert", "qwen3")]  # more than a short row
+CASES += [(family, (3, 70), (PER_TOKEN,)) for family in ("modernbert", "qwen3")]  # one row is not short
 
 
 @pytest.mark.parametrize(("family", "lengths", "outputs"), CASES)

@@ -29,7 +29,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def draw(
     device: torch.device, outputs: int, inputs: int, group: int, *, has_zeros: bool = True
 ) -> tuple[PackedInt4, Tensor]:
-    """A weight, and what it stands for."""
+    """A packed weight, and the dequantised weight that it represents."""
     groups = inputs // group
     codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=device)
     scales = (torch.rand(groups, outputs, device=device) + 0.1).to(torch.float16)

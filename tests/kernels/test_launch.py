@@ -35,7 +35,7 @@ def _scaled(
 
 
 class Compiled:
-    """Takes the place of what Triton compiles, and records how it is launched."""
+    """Replaces a kernel that Triton has compiled, and records its launches."""
 
     packed_metadata = (1,)
 
@@ -283,7 +283,7 @@ def test_a_replayed_launch_checks_its_arguments_once(kernel: Any, monkeypatch: p
     again()  # compiles
     again()  # is launched directly
     assert len(kernel.compiled) == 1 and kernel.num_direct_launches == 1
-    monkeypatch.setattr(launch, "_address", None)  # no argument is checked any more
+    monkeypatch.setattr(launch, "_address", None)  # arguments are not checked any more
     again()
     again()
     launches = kernel.compiled[0].launches
@@ -309,7 +309,7 @@ def test_a_launch_of_triton_is_replayed_as_it_is() -> None:
 
 
 def test_precompiled_kernels_are_compiled_in_threads_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake compiler takes the place of Triton's; the threads also load each kernel."""
+    """A fake compiler replaces Triton's. The threads also load each kernel."""
     threads: list[str] = []
 
     class Made:
@@ -342,7 +342,7 @@ def test_precompiled_kernels_are_compiled_in_threads_and_not_run(monkeypatch: py
 def test_compiled_kernels_do_not_run_while_others_are_precompiled(
     kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their inputs may be outputs of a kernel that was not run, such as expert counts."""
+    """Their inputs may be outputs of a kernel that did not run, such as expert counts."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     x = torch.zeros(64)
@@ -370,7 +370,7 @@ def test_compiled_kernels_do_not_run_while_others_are_precompiled(
 
 
 def test_other_threads_run_kernels_while_one_precompiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights may be read by kernels of one thread while another compiles those of the experts."""
+    """Kernels of one thread may read weights while another thread compiles the kernels of experts."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     with launch.precompile(1), ThreadPoolExecutor(1) as pool:

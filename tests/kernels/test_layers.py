@@ -76,7 +76,7 @@ def test_a_model_gives_the_same_with_kernels(family: str, request: pytest.Fixtur
 def test_a_quantised_model_gives_the_same_with_kernels(
     family: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Norms and activations pass on quantised rows, so only the first product and those after attention
+    """Norms and activations return quantised rows, so only the first product and the products after attention
     quantise."""
     architecture, more = FAMILIES[family]
     weights = open_weights(Path("/nowhere"), "dummy", 0, torch.float32, CPU)
@@ -124,7 +124,7 @@ def test_a_linear_layer_gives_the_same_with_bias_and_activation_in_a_kernel(
 def test_rows_go_to_kernels_by_length_and_each_is_written_once(
     own: int, kind: AttentionKind, kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Short rows, medium rows and rows for the library's kernel, in every mixture that the limits give."""
+    """Short rows, medium rows and rows for the library's kernel, in every mixture that the limits allow."""
     lengths = [1, 2, 2, 4, 5, 9, 12, 13, 20]
     batch = ordered_batch(lengths)
     query, key, value = torch.randn(sum(lengths), 6, 16).split([4, 1, 1], dim=1)
@@ -148,7 +148,7 @@ def test_rows_go_to_kernels_by_length_and_each_is_written_once(
     monkeypatch.setattr(attention, "_MAX_OWN_LENGTH", 64)
     got = attention._on_cuda(query, key, value, batch, kind)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-    assert len(given) == 1  # the library was not asked again
+    assert len(given) == 1  # the library was not called again
 
 
 @pytest.mark.parametrize("method", ["mean", "cls", "last", "max"])

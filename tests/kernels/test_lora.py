@@ -1,4 +1,4 @@
-"""The kernels of adapters against torch, alone and in steps as CUDA graphs run them."""
+"""Adapter kernels compared with torch, alone and in steps as CUDA graphs run them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from tests.helpers import ints, make_request, make_spec
 from tests.thinning import thorough
 
 MAX_RANK = 32
-RANKS = [(5, 5, 5), (0, 0, 0), (16, 0, 3), (32, 32, 32)]  # of the parts of each slot
+RANKS = [(5, 5, 5), (0, 0, 0), (16, 0, 3), (32, 32, 32)]  # ranks of the parts of each slot
 SLOTS = [2, -1, 0, 3, 0, 1, 2]
 LENGTHS = [3, 4, 17, 1, 2, 5, 20]
 
@@ -67,7 +67,7 @@ def lines_of(device: torch.device, tile: int) -> tuple[LineTiles, list[tuple[int
 def low_rank(
     device: torch.device, inputs: int, sizes: tuple[int, ...], dtype: torch.dtype, gain: bool
 ) -> LowRank:
-    """Slots of several ranks; what is beyond a slot's rank is never read."""
+    """Slots of several ranks. Values beyond a slot's rank are NaN, because they must not be read."""
     ends = tuple(sum(sizes[: i + 1]) for i in range(len(sizes)))
     down = torch.full((4, len(sizes) * MAX_RANK, inputs), float("nan"))
     up = torch.full((4, ends[-1], MAX_RANK), float("nan"))
@@ -128,7 +128,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run every layer in its kernels, attention too, which needs CUDA otherwise."""
+    """Run every layer with its kernels, even attention, which otherwise needs CUDA."""
     if not language.IS_INTERPRETED:
         pytest.skip("on a CUDA device tests/gpu/test_lora.py replays real graphs")
 
@@ -143,7 +143,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
-    """Stands in for a CUDA graph: a replay computes again, into the tensors of the first results."""
+    """A fake CUDA graph. A replay computes again and writes into the tensors of the first results."""
     kept = [tensor.clone() for tensor in work()]
 
     def replay() -> None:
@@ -211,7 +211,7 @@ def test_a_padded_step_with_adapters_gives_what_torch_gives(
 
 
 def test_decode_graphs_give_the_tokens_of_steps_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences with different adapters, in graphs and by torch."""
+    """Sequences with different adapters, in graphs and with torch."""
     if not language.IS_INTERPRETED:
         pytest.skip("on a CUDA device tests/gpu/test_lora.py replays real graphs")
     monkeypatch.setattr("penstock.runner.decode.USES_BEFORE_CAPTURE", 0)
@@ -238,7 +238,8 @@ def test_mixed_steps_with_adapters_are_replayed(monkeypatch: pytest.MonkeyPatch)
 def generated(
     *, with_graphs: bool, staggers: bool = False, dtype: torch.dtype = torch.float32
 ) -> list[list[int]]:
-    """The tokens of one prompt with each adapter and without. `staggers`: each starts while others decode."""
+    """The tokens of one prompt with each adapter and without one. With `staggers`, each starts while others
+    decode."""
     build = LayerBuilder(open_weights(Path("/nowhere"), "dummy", 0, dtype, CPU))
     build.adapters = AdapterSites(3, 16)
     model = build_model("Qwen3ForCausalLM", SIZES, build, generates=True)

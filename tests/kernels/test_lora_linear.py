@@ -1,5 +1,5 @@
-"""A layer and its adapters in one launch: its reference, and the size of its tiles. tests/gpu/test_lora.py
-runs the kernel."""
+"""A layer and its adapters in one launch: the reference, and the size of tiles. tests/gpu/test_lora.py runs
+the kernel."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_tiles_have_the_size_that_was_measured_to_be_faster(
 ) -> None:
     layer = made(monkeypatch, inner, ends, gate_first)
     assert (layer.columns(2048, 16), layer.columns(16384, 16)) == (at_2048, 256)
-    assert layer.columns(16384, 64) == 128  # B of 256 columns does not fit
+    assert layer.columns(16384, 64) == 128  # a B matrix of 256 columns does not fit
 
 
 def test_a_tile_is_of_one_part_and_holds_a_few_slots(monkeypatch: pytest.MonkeyPatch) -> None:

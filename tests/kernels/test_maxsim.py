@@ -105,7 +105,7 @@ def test_arguments_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], 
 @needs_triton
 @pytest.mark.parametrize(
     ("dtype", "dim", "scales", "tile", "group"),
-    [  # the interpreter has no bfloat16 products; queries of 33 tokens take three tiles of 16
+    [  # the interpreter cannot multiply bfloat16; queries of 33 tokens take three tiles of 16
         (torch.float32, 32, False, 32, 1),
         (torch.float32, 100, True, 32, 4),
         (torch.float16, 100, False, 128, 4),

@@ -1,4 +1,4 @@
-"""Steps of prompts beside decodes as CUDA graphs run them, in Triton's interpreter."""
+"""Mixed steps of prompts and decodes as CUDA graphs run them, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.generation.fakes import split_decoded
 from tests.kernels.generators import BLOCKS, LENGTH, SLOTS, fake, make_runner, sampling
 from tests.thinning import ALL_CASES, thorough
 
-PROMPTS = [[5] * 3, [9] * 18, [11, 12, 13], [14] * 9, [7, 8], [21] * 20]  # few: kernels are interpreted
+PROMPTS = [[5] * 3, [9] * 18, [11, 12, 13], [14] * 9, [7, 8], [21] * 20]  # few, as kernels are interpreted
 GREEDY = sampling(temperature=0.0)
 KINDS = {
     "greedy": [GREEDY] * 6,
@@ -55,7 +55,7 @@ def kernels() -> Iterator[None]:
 
 @pytest.fixture
 def captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Capture a shape at its first step; shapes are small, because kernels are interpreted."""
+    """Capture a shape at its first step. Shapes are small, because kernels are interpreted."""
     monkeypatch.setattr("penstock.runner.mixed.STEP_SIZES", (8, 16, 24, 32))
     monkeypatch.setattr("penstock.runner.mixed.DECODES", (4, 8))
     monkeypatch.setattr("penstock.runner.mixed.USES_BEFORE_CAPTURE", 0)
@@ -93,8 +93,8 @@ def is_mixed(plan: GeneratePlan) -> bool:
 def run(
     runner: ModelRunner, params: list[SamplerParams], chunk: int = 12, arrivals: tuple[int, ...] = (2, 3)
 ) -> Answers:
-    """Tokens and log probabilities of each prompt. Two prompts are there at first, the others come in the
-    steps of `arrivals`, two each."""
+    """Tokens and log probabilities of each prompt. Two prompts start at once; two more arrive at each step in
+    `arrivals`."""
     generation = make_scheduler(chunk)
     found: Answers = [([], []) for _ in PROMPTS]
     add(generation, 0, params[0])
@@ -229,7 +229,7 @@ def test_dropped_mixed_graphs_are_not_expected_again() -> None:
     with torch.inference_mode():
         mixed.ensure(Key(32, 8, 4, 32, 256, 12, True, False))
     assert mixed.is_usable
-    mixed.drop()  # memory ran out: prompts and decodes take turns for a while
+    mixed.drop()  # as if memory ran out: prompts and decodes alternate for a while
     assert not mixed.is_usable
     now += 61.0
     assert mixed.is_usable
@@ -266,11 +266,11 @@ def test_a_step_that_cannot_be_replayed_has_no_key() -> None:
 
 
 def test_a_row_may_sample_at_several_of_its_tokens() -> None:
-    """The logits of any token can be read, which the verification of drafts needs."""
+    """The logits of any token can be read, which verifying proposals needs."""
     runner, plan = mixed_runner(), mixed_plan()
     assert runner.mixed is not None and runner.generator is not None
     sample_ids = np.array([5], dtype=np.int32)
-    places = np.array([0, 3, 4, 12], dtype=np.int32)  # of the decode, and of the prompt's piece
+    places = np.array([0, 3, 4, 12], dtype=np.int32)  # tokens of the decode, and of the prompt's chunk
     sample = replace(
         plan.sample,
         sampled_tokens=places,

@@ -10,7 +10,7 @@ from penstock.kernels.output_quantize import to_binary, to_binary_reference, to_
 @pytest.mark.parametrize("signed", [True, False])
 def test_int8_and_binary_equal_the_reference(width: int, signed: bool, device: torch.device) -> None:
     torch.manual_seed(0)
-    vectors = torch.randn(5, 400, device=device)[:, :width]  # rows that lie apart
+    vectors = torch.randn(5, 400, device=device)[:, :width]  # strided rows
     vectors[1] = 0
     got, expected = to_int8(vectors, signed), to_int8_reference(vectors, signed)
     assert got.dtype == expected.dtype and (got.int() - expected.int()).abs().max() <= 1

@@ -1,5 +1,5 @@
-"""Towers whose patches are tokens of a text model give the same with kernels: SigLIP's with pixel shuffle,
-and Gemma 4's with its rotation by column and row, norms of heads and sandwich norms."""
+"""Vision towers whose patches become tokens of a text model give the same results with kernels: SigLIP's with
+pixel shuffle, and Gemma 4's with 2-D rotary positions, head norms and sandwich norms."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ PAGE = 16
 def memory(
     counts: list[int], heads: int, kv_heads: int, dim: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """Rows in random KV cache blocks; slots beyond a row's end hold NaN."""
+    """Rows in random KV cache blocks. Slots beyond a row's end hold NaN."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     width = -(-max(counts) // PAGE)
@@ -75,7 +75,7 @@ def test_the_reference_is_causal_attention_over_the_rows(window: int | None, dev
 
 @pytest.mark.parametrize("window", [None, 0, 20])
 def test_rows_of_one_sequence_read_their_keys_together(window: int | None) -> None:
-    lengths = [40, 41, 42, 7, 16, 17]  # sequences of three rows, of one and of two
+    lengths = [40, 41, 42, 7, 16, 17]  # sequences of three rows, one row and two rows
     query, keys, values, tables, counts = memory(lengths, 4, 2, 32, torch.device("cpu"))
     query, keys, values = (x.float() for x in (query, keys, values))
     tables[1:3], tables[5] = tables[0], tables[4]
@@ -109,7 +109,7 @@ def test_the_kernel_equals_the_reference(
 def test_a_cache_in_fp8_is_read_by_its_scales(
     heads: int, kv_heads: int, dim: int, splits: int, window: int | None, device: torch.device
 ) -> None:
-    """Heads of very different magnitudes: without their own scales, some would overflow and others vanish."""
+    """Heads have very different magnitudes: without their own scales, some would overflow or vanish."""
     query, keys, values, tables, counts = memory([1, 16, 63, 65, 200], heads, kv_heads, dim, device)
     sizes = 10.0 ** torch.randint(-3, 4, keys.shape[:2]).to(device)[..., None]
     cache = quantized(keys * 0.1, (values.float() * sizes).to(values.dtype))

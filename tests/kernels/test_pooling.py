@@ -49,7 +49,7 @@ def test_a_row_whose_tokens_are_all_skipped_pools_to_zero(device: torch.device) 
 
 @pytest.mark.parametrize("method", ["cls", "last"])
 def test_an_empty_row_in_front_reads_no_token_before_the_first(method: str, device: torch.device) -> None:
-    """A graph that is captured without a step has empty rows."""
+    """A graph that is captured before any step has only empty rows."""
     around = torch.full((5, 8), float("nan"), device=device)
     hidden = around[1:]
     hidden.copy_(torch.randn(4, 8))

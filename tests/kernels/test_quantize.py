@@ -1,4 +1,4 @@
-"""Rows in fp8 are within one rounding step of their values, whichever kernel writes them."""
+"""fp8 rows are within one rounding step of their values, whichever kernel writes them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw(device: torch.device, *shape: int, seed: int = 0) -> Tensor:
-    """Values of many magnitudes within a row and between rows."""
+    """Random values of many magnitudes within a row and between rows."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(shape, generator=generator)
     rows = torch.logspace(-3, 3, shape[0])[:, None] if len(shape) > 1 else torch.ones(())
@@ -46,8 +46,8 @@ def draw(device: torch.device, *shape: int, seed: int = 0) -> Tensor:
 
 
 def assert_stands_for(got: Quantized, expected: Tensor) -> None:
-    """Each value within half of its fp8 step: 1/16 of it, or near zero half of the least step. A little is
-    left for arithmetic of another order."""
+    """Check that each value is within half of its fp8 step: 1/16 of the value, or near zero half of the
+    smallest step. The tolerance is a little larger, because the order of arithmetic may differ."""
     assert got.values.dtype == FP8 and got.values.shape == expected.shape
     assert got.scales.dtype == torch.float32 and got.scales.shape == (len(expected), 1)
     bound = (expected.abs() / 16).maximum(2.0**-10 * got.scales) * 1.01

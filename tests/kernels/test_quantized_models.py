@@ -1,4 +1,4 @@
-"""Models whose checkpoints are quantised keep the stored form where kernels can multiply it."""
+"""Models with quantised checkpoints keep the stored format where kernels can multiply it."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def build(folder: Path, load_format: str = "safetensors") -> Decoder:
 def test_a_layer_keeps_the_stored_form_and_a_mixed_one_is_dequantised(
     name: str, kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(int4, "MAX_KERNEL_ROWS", 5)  # so that both ways of multiplying take part
+    monkeypatch.setattr(int4, "MAX_KERNEL_ROWS", 5)  # so that both ways of multiplying are used
     stored, plain = write_quantized(name, tmp_path)
     model = build(stored)
-    for layer, is_kept in ((0, True), (1, False)):  # the values of the second layer are stored plainly
+    for layer, is_kept in ((0, True), (1, False)):  # the second layer's value projection is unquantised
         assert isinstance(model.layers[layer].attention.qkv, kind) is is_kept
         mlp = model.layers[layer].mlp
         assert isinstance(mlp, GatedMLP) and isinstance(mlp.gate_up, kind) and isinstance(mlp.down, kind)
@@ -66,7 +66,7 @@ def test_a_layer_keeps_the_stored_form_and_a_mixed_one_is_dequantised(
     for length in (3, 9):
         batch = ordered_batch([length])
         theirs = reference.eval().model(batch.token_ids[None].long()).last_hidden_state[0]
-        least = 0.99 if name.startswith("fp8") else 0.99999  # fp8 layers quantise their inputs too
+        least = 0.99 if name.startswith("fp8") else 0.99999  # fp8 layers also quantise their inputs
         assert F.cosine_similarity(model(batch), theirs).min() >= least
 
 

@@ -1,4 +1,4 @@
-"""Qwen-VL gives the same with kernels: rotation by row and column, windows, M-RoPE and DeepStack."""
+"""Qwen-VL gives the same results with kernels: 2-D rotary positions, windows, M-RoPE and DeepStack."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_the_fused_rotation_equals_the_reference(
     got = rotate_qkv_(qkv, (queries, keys), positions, cos, sin, **options)
     for name, mine, theirs in zip(("query", "key", "value"), got, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-    assert got[0].data_ptr() == qkv.data_ptr()  # in place: nothing was copied
+    assert got[0].data_ptr() == qkv.data_ptr()  # rotated in place, without a copy
 
 
 @pytest.mark.parametrize(("queries", "keys", "dim"), [(4, 4, 32), (6, 2, 64), (32, 8, 128), (3, 1, 6)])

@@ -34,7 +34,7 @@ from penstock.types import SamplerParams, VerifyPlan
 from tests.helpers import ints
 from tests.sampling.driver import KINDS, SLOTS, Driver
 
-VOCAB = TOKENS_PER_PROGRAM + 905  # two programs, the second with fewer tokens
+VOCAB = TOKENS_PER_PROGRAM + 905  # for two programs, the second with fewer tokens
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_the_kernels_columns_are_those_of_the_plan() -> None:
 
 
 def test_noise_is_philox() -> None:
-    """Compared with the same rounds in unsigned 64-bit integers."""
+    """Compare with the same rounds computed in unsigned 64-bit integers."""
     keys = np.array([[7, 0, 0, 0], [0xFFFFFFFF, 0x80000001, 5, 1]], np.uint64)
     positions = np.array([0, 2**31 - 1], np.uint64)
     got = philox_reference(
@@ -195,9 +195,9 @@ def test_a_row_whose_tokens_are_all_masked_is_reported(device: torch.device) -> 
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on which the interpreter runs
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # from NumPy, which the interpreter uses
 def test_a_row_with_non_finite_logits_is_reported_whatever_it_asks_for(device: torch.device) -> None:
-    """With kernels and without. Each kind of row holds NaN in one step and inf in another."""
+    """With kernels and without. Each kind of row has NaN in one step and inf in another."""
     slots = np.arange(len(EVERYTHING), dtype=np.int32)
     generator = torch.Generator().manual_seed(5)
     sound = (torch.randn(len(slots), VOCAB, generator=generator) * 3).to(device)
@@ -223,8 +223,8 @@ def test_a_row_with_non_finite_logits_is_reported_whatever_it_asks_for(device: t
 FILTERS = [
     SamplerParams(top_k=1),
     SamplerParams(top_k=20, temperature=0.7),
-    SamplerParams(top_k=1500),  # more than there are segments
-    SamplerParams(top_k=4900),  # and more than there is room for
+    SamplerParams(top_k=1500),  # more than the number of segments
+    SamplerParams(top_k=4900),  # more than the room for candidates
     SamplerParams(top_p=0.4),
     SamplerParams(top_p=0.95, temperature=3.0),  # spans most of the row
     SamplerParams(top_p=0.9, temperature=0.2),
@@ -262,7 +262,7 @@ def test_thresholds_keep_what_sorting_keeps(
         differs = kept[row] ^ wanted[row]
         if FILTERS[row].top_p == 1:
             assert not differs.any(), FILTERS[row]
-        # At the edge of the top-p set, rounding decides about one more or one less logit value.
+        # At the edge of the top-p set, rounding may add or remove one logit value.
         assert x[row][differs].unique().numel() <= 1, FILTERS[row]
         assert probability[row][kept[row]].sum() >= probability[row][wanted[row]].sum() * (
             1 - 1e-4 - differs.any().float() * 1e-2

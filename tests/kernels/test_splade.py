@@ -14,8 +14,8 @@ def test_splade_pooling_equals_the_reference(
 ) -> None:
     torch.manual_seed(0)
     cu = torch.tensor([0, 1, 4, 4, 21, 60], dtype=torch.int32, device=device)
-    logits = torch.randn(60, width, device=device) * 4 - 3  # some terms have no token above 0
-    whole = torch.cat([cu[:3], cu[4:]])  # the reference has no row without tokens
+    logits = torch.randn(60, width, device=device) * 4 - 3  # some terms have no logit above 0
+    whole = torch.cat([cu[:3], cu[4:]])  # the reference does not support rows without tokens
     expected = splade_pool_reference(logits, whole, logs=logs, reduce=reduce)
     got = splade_pool(logits, cu, logs=logs, reduce=reduce)
     torch.testing.assert_close(got[[0, 1, 3, 4]], expected, atol=1e-5, rtol=1e-5)

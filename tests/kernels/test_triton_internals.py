@@ -30,7 +30,7 @@ def scale(x: tl.tensor, out: tl.tensor, count: tl.tensor, factor: tl.tensor, BLO
 
 
 class CompiledKernel:
-    """Takes the place of what Triton compiles, and records how it is launched."""
+    """Replaces a kernel that Triton has compiled, and records its launches."""
 
     packed_metadata = (4, 1)
     function = 55
@@ -78,7 +78,7 @@ def test_a_direct_launch_passes_what_triton_passes(monkeypatch: pytest.MonkeyPat
     told = f"Triton {triton.__version__} passes {theirs} to a compiled kernel; penstock passes {ours}"
     assert len(theirs) == len(ours), told
     assert theirs[:6] == ours[:6] == (3, 1, 1, 77, 55, (4, 1)), told
-    for given, passed in zip(theirs[9:], ours[9:], strict=True):  # behind the launch metadata and two hooks
+    for given, passed in zip(theirs[9:], ours[9:], strict=True):  # after the launch metadata and two hooks
         assert given is passed or given == passed, told
 
 
@@ -155,7 +155,8 @@ print(json.dumps({
 
 
 def test_all_kernels_of_another_release_are_triton_s_own() -> None:
-    """A whole import under another release; in its own process, because kernels are made at import."""
+    """Imports all kernels as under another release, in a process of its own, because kernels are created at
+    import."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     ran = subprocess.run(

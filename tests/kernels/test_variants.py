@@ -1,4 +1,4 @@
-"""Triton compiles a kernel for what it knows of the arguments. No request should wait for that."""
+"""Triton compiles a kernel variant for each class of arguments. No request should wait for a compilation."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from penstock.scheduler.images import patch_groups
 from penstock.types import cumulative
 
 CONFIG = {
-    "hidden_size": 36,  # heads of 18: no power of two
+    "hidden_size": 36,  # heads of 18, which is no power of two
     "intermediate_size": 40,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,

@@ -1,4 +1,4 @@
-"""Adapters of the small models, written without PEFT."""
+"""LoRA adapters for the small models, written without PEFT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A model, a runner and a capture that only remembers its work, for tests of CUDA graphs without a GPU."""
+"""A model, a runner and a fake graph capture that only stores its work, for tests of CUDA graphs without a
+GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def plan_of(*lengths: int, params: PoolingParams | None = None, **more: Any) -> 
 
 
 class Model:
-    """Each token alone; tokens of no row become NaN, like uninitialised memory."""
+    """Computes each token alone. Padding tokens become NaN, like uninitialised memory."""
 
     hidden_size = 8
     causal = False
@@ -54,7 +55,7 @@ class Model:
 
 
 def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
-    """Replays by running the work again and writing to the first results."""
+    """A fake capture. A replay runs the work again and writes into the first results."""
     kept = [tensor.clone() for tensor in work()]
 
     def replay() -> None:

@@ -1,4 +1,4 @@
-"""Small models of many families with random weights, and plans for them."""
+"""Small models of many families with random weights, and step plans for them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def make_runner(
 
 
 def seen(runner: ModelRunner, plan: PoolPlan) -> tuple[list[torch.Tensor], int]:
-    """The answers, and how many tokens the last layer gave."""
+    """Run a plan. Returns the outputs, and the number of tokens that the last layer computed."""
     counts: list[int] = []
     model = runner.model
 

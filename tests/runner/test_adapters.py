@@ -1,4 +1,4 @@
-"""Adapters between disk, host memory and slots, on a small model on a CPU."""
+"""LoRA adapters move between disk, host memory and slots, for a small model on a CPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_runner(num_own: int = 0) -> tuple[ModelRunner, AdapterPool]:
 
 
 def run(runner: ModelRunner, adapters: list[int]) -> Array:
-    """A row of the same tokens for each adapter."""
+    """Run one row of the same tokens for each adapter."""
     request = make_request("a", [7] * len(adapters), params=PoolingParams())
     request.token_ids = np.tile(np.arange(3, 10, dtype=np.int32), len(adapters))
     request.adapters = ints(adapters)
@@ -151,7 +151,7 @@ _pool.max_adapters = NUM_SLOTS
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.sampled_from([(-1,), (0,), (1,), (2,), (3,)]), min_size=1, max_size=6), st.integers(0, 5))
 def test_a_row_does_not_depend_on_its_neighbours_adapters(others: list[tuple[int]], place: int) -> None:
-    """Whatever runs beside it, within the slots."""
+    """For any neighbours whose adapters fit in the slots."""
     own = 1
     distinct = list(dict.fromkeys(each for (each,) in others if each not in (-1, own)))[: NUM_SLOTS - 1]
     beside = [each for (each,) in others if each in (-1, own, *distinct)]

@@ -44,8 +44,8 @@ run([length for length in range(1, 181) if length not in sizes])
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts glibc's heap")
 def test_memory_stops_growing_while_new_shapes_keep_coming(tmp_path: Path) -> None:
-    """A primitive takes 0.5 MB, and each size needs four. If every length needed its own, the last 100
-    lengths would add 200 MB."""
+    """A oneDNN primitive takes 0.5 MB, and each size needs four. If every length needed its own primitives,
+    the last 100 lengths would add 200 MB."""
     folder = write_bert(tmp_path / "model", config={"max_position_embeddings": 264})
     environment = {name: value for name, value in os.environ.items() if name not in CACHES}
     ran = subprocess.run(
@@ -62,13 +62,14 @@ def test_memory_stops_growing_while_new_shapes_keep_coming(tmp_path: Path) -> No
 
 
 def test_the_heap_is_trimmed_when_the_process_has_grown() -> None:
-    """By growth since the last trim: memory that a trim could not return must not cause another."""
+    """Growth counts since the last trim, so that memory that a trim could not return does not cause another
+    trim."""
     sizes, trims = iter([100, 300, 250, 350, 400, 310]), []
     trimmer = HeapTrimmer(lambda: trims.append(0), lambda: next(sizes) << 20)
     trimmer._trimmed_bytes = 100 << 20
     start = trimmer._checked_s
     seen = []
-    for seconds in (1, 5, 6, 9, 10, 15, 20):  # within 5 s of the last look, it does not look
+    for seconds in (1, 5, 6, 9, 10, 15, 20):  # it does not check again within 5 s of the last check
         trimmer.after_step(start + seconds)
         seen.append(len(trims))
     assert seen == [0, 0, 0, 0, 1, 1, 2] and trimmer._trimmed_bytes == 310 << 20

@@ -1,4 +1,5 @@
-"""When a graph is captured, which one is borrowed, and what is kept of a run for the next start."""
+"""Graph policy: when a graph is captured, when a larger graph is used instead, and which shapes are saved for
+the next start."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def key_of(tokens: int, rows: int = 4, max_length: int = 64, **more: Any) -> Key
 
 
 def measured(host_s: float = 0.004, per_token_s: float = 1e-6) -> GraphPolicy:
-    """A policy with measured step times: device time grows with the tokens."""
+    """A policy with measured step times. Device time grows with the number of tokens."""
     policy = GraphPolicy()
     policy.times.ran_eagerly(64, host_s, host_s)
     for tokens in (64, 1024, 16384):
@@ -50,7 +51,7 @@ def test_times_between_known_sizes_are_interpolated_and_beyond_them_in_proportio
     assert times.device_s(64) is None and times.gain_s(64) == 0
     times.replayed(1024, 0.002)
     times.replayed(2048, 0.003)
-    times.replayed(2048, 0.009)  # the least counts
+    times.replayed(2048, 0.009)  # the shortest time counts
     assert times.device_s(1024) == 0.002 and times.device_s(512) == pytest.approx(0.001)
     assert times.device_s(1536) == pytest.approx(0.0025) and times.device_s(4096) == pytest.approx(0.006)
 
@@ -75,7 +76,7 @@ def test_a_shape_is_captured_under_load_once_its_steps_lost_the_time_of_a_captur
     assert due.index(True) == max(USES_BEFORE_CAPTURE, -(-0.02 // gain) - 1)
     borrowing = key_of(700)
     policy.uses[borrowing] = 100
-    lost_s = 0.001024 - 0.000768  # by the padding of each step
+    lost_s = 0.001024 - 0.000768  # time that each step loses to padding
     uses = [policy.is_due(borrowing, roomy) for _ in range(100)]
     assert uses.index(True) + 1 == pytest.approx(0.02 / lost_s, abs=1), "a borrowed graph loses little"
 
@@ -126,7 +127,7 @@ def test_a_pause_without_requests_does_not_count_as_waiting_for_the_host() -> No
 def test_planned_shapes_come_in_order_and_those_without_gain_not_at_all() -> None:
     policy = measured()
     policy.plan([key_of(100), key_of(12_000), key_of(1000)])
-    policy.plan([key_of(500), key_of(1000)])  # what is planned later comes first
+    policy.plan([key_of(500), key_of(1000)])  # shapes planned later come first
     found = [policy.next_planned(unavailable=[key_of(100)]) for _ in range(4)]
     assert found == [key_of(500), key_of(1000), None, None]
     policy.plan(key_of(size, rows) for size in range(500, 8000, 100) for rows in (1, 4, 16, 64))
@@ -183,7 +184,7 @@ def test_likely_buckets_are_the_same_on_every_start_and_within_the_limits() -> N
 
 
 class Slow:
-    """Captures of one second each."""
+    """A capture that takes one second."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -221,7 +222,7 @@ def test_a_graph_that_was_captured_without_a_step_gives_the_answers_of_the_eager
 @pytest.mark.parametrize(
     "changes",
     [
-        {"bucket": Bucket(100, 4, 64)},  # not one of the sizes
+        {"bucket": Bucket(100, 4, 64)},  # not a size of a bucket
         {"bucket": Bucket(128, 4, 100)},
         {"params": PoolingParams(dimensions=64)},
         {"max_cached_keys": 4096},  # there is no KV cache

@@ -1,4 +1,4 @@
-"""The first seconds of a natural load, simulated: what was captured before it serves nearly every step."""
+"""Simulates the first seconds of a natural load: graphs captured before it replay nearly every step."""
 
 from __future__ import annotations
 

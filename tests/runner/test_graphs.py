@@ -1,4 +1,4 @@
-"""Shapes, layouts and the choice between graph and eager, with a capture that only remembers its work."""
+"""Buckets, layouts, and the choice between graph and eager steps, with fake graph captures."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_replay_equals_the_eager_step_whatever_the_padding_holds(
 ) -> None:
     monkeypatch.setattr(module, "MIN_PRUNED_SIZE", narrowed)
     runner, graphs = make_runner(method)
-    for first in (1, 50, 400):  # the graph of the first step serves the others
+    for first in (1, 50, 400):  # the first step's graph replays the others
         plan = plan_of(*lengths, first_token=first)
         expected = runner._step(plan).outputs
         result = replayed(runner, graphs, plan)
@@ -149,7 +149,7 @@ def test_a_large_graph_prunes_its_last_layer_to_the_tokens_that_are_read(
         model.prunes_last_layer = True
         np.testing.assert_allclose(values, expected[0], atol=1e-6)
     model.seen.clear()
-    replayed(runner, graphs, plan_of(40, 40))  # too small for it
+    replayed(runner, graphs, plan_of(40, 40))  # too small to prune
     replayed(runner, graphs, plan_of(590, params=PoolingParams(Task.TOKEN_EMBED)))
     assert all(batch.output_tokens is None for batch in model.seen)
 
@@ -255,7 +255,7 @@ def test_a_small_step_uses_a_larger_graph_until_its_own_is_captured() -> None:
         results = runner._replay(graphs, key, small)
         assert results is not None and list(graphs.captured) == [taken]
         torch.testing.assert_close(results.outputs[0], runner._step(small).outputs[0])
-    results = runner._replay(graphs, key, small)  # it keeps coming, and its padding costs time
+    results = runner._replay(graphs, key, small)  # captured, because the shape repeats and padding costs time
     assert results is not None and list(graphs.captured) == [taken, key]
     torch.testing.assert_close(results.outputs[0], runner._step(small).outputs[0])
 
@@ -267,13 +267,13 @@ def test_a_larger_graph_serves_only_steps_that_fit_and_pool_the_same_way() -> No
     for bucket, serves in (
         (Bucket(384, 16, 64), True),
         (Bucket(512, 32, 128), True),
-        (Bucket(2048, 16, 64), True),  # the policy weighs the padding
-        (Bucket(384, 64, 1024), False),  # most of attention's programs would have no work
+        (Bucket(2048, 16, 64), True),  # the policy decides whether the padding is worth it
+        (Bucket(384, 64, 1024), False),  # most programs of attention would have no work
         (Bucket(384, 4, 128), False),
         (Bucket(384, 16, 32), False),
     ):
         assert base._replace(bucket=bucket).serves(base) is serves
-    for flag in ("has_types", "has_skip"):  # none are all zeros, but not the other way round
+    for flag in ("has_types", "has_skip"):  # a step without them can pass zeros; the reverse is impossible
         more = base._replace(**{flag: True})
         assert more.serves(base) and not base.serves(more)
     assert not base._replace(params=None).serves(base)
@@ -303,7 +303,7 @@ def test_a_larger_graph_replays_a_step_if_padding_costs_less_than_launching() ->
     replayed(runner, graphs, plan_of(*[60] * 16))  # 1,024 tokens
     (taken,) = graphs.captured
     graphs.policy.captured(taken, 100.0)  # captures take long, so none is due
-    plan = plan_of(*[50] * 12)  # 640
+    plan = plan_of(*[50] * 12)  # 640 tokens
     key = graphs.key_of(plan)
     assert key is not None and taken.serves(key)
     assert runner._replay(graphs, key, plan) is None, "nothing is known of what either takes"
@@ -459,7 +459,7 @@ def test_a_step_that_cannot_be_replayed_has_no_key() -> None:
 
 
 def cut_plan(remembered: int = 21) -> PoolPlan:
-    """A row that goes on, one that begins and one that keeps nothing."""
+    """A chunked step: a row that continues, a row that begins, and a whole row that caches nothing."""
     length, begin = remembered + 40, remembered
     table = tuple(range(3, 3 + -(-length // 16)))
     shares = [

@@ -1,4 +1,4 @@
-"""A background step on a CPU lets other steps run between its products, and still gives the same vectors."""
+"""A background step on a CPU lets other steps run between its matrix products, and gives the same vectors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAN = plan_of(PoolingParams(), lengths=(2,))
 
 
 class Steps:
-    """A step of some yield points, each of which is noted."""
+    """A step with some yield points, which it logs."""
 
     def __init__(self, num_points: int) -> None:
         self.log: list[str] = []

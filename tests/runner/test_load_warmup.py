@@ -1,4 +1,4 @@
-"""What loading does before the first request: on CUDA kernels are compiled ahead of the first real steps."""
+"""Warm-up before the first request: on CUDA, kernels are compiled before the first real steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.runner.fake_graphs import make_runner, plan_of
 
 
 class Runner:
-    """Notes whether each step came while kernels were being compiled."""
+    """Records for each step whether kernels were being precompiled."""
 
     generator = graphs = decode = images = None
 
@@ -81,7 +81,7 @@ def test_steps_run_once_where_precompilation_is_unavailable(
 def test_shapes_of_earlier_runs_are_captured_before_those_of_natural_texts(tmp_path: Path) -> None:
     runner, graphs = make_runner()
     known = [graphs.key_of(plan_of(*lengths)) for lengths in ((7, 300), (3,) * 9, (20,))]
-    foreign = PoolingParams(Task.SPARSE)  # a task that the model does not have
+    foreign = PoolingParams(Task.SPARSE)  # a task that the model does not support
     history = runner.graph_history = GraphHistory("model", tmp_path)
     history.save([(key, 5) for key in known if key is not None])
     history.save([(Key(Bucket(64, 4, 64), False, False, foreign), 9), *((key, 5) for key in known if key)])

@@ -1,4 +1,4 @@
-"""Between launch and collect nothing asks the device for a number: only what `staging` orders crosses."""
+"""Between launch and collect, no code reads a number from the device. Only `staging` copies data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LENGTHS = (1, 3, 3, 17, 40, 60)
 def submit(
     engine: LocalEngine, *params: PoolingParams, skip: bool = False, **more: Any
 ) -> list[PooledOutput]:
-    """One request for each of the parameters, sent together so that they share steps."""
+    """Submit one request for each of the parameters, together so that they share steps."""
     draw = np.random.default_rng(4)
     futures: list[Future[PooledOutput]] = []
     for number, wanted in enumerate(params):
@@ -138,7 +138,7 @@ VIOLATIONS: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("name", VIOLATIONS)
 def test_the_trap_catches_a_violation(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same step with one bad line in the model."""
+    """Runs the same step with one bad line in the model."""
     write_transformer(tmp_path, FAMILIES["bert"])
     with opened(tmp_path) as ours:
         runner: Any = ours.engine._core.runner
@@ -149,7 +149,7 @@ def test_the_trap_catches_a_violation(name: str, tmp_path: Path, monkeypatch: py
             VIOLATIONS[name](hidden)
             return hidden
 
-        submit(ours.engine, PoolingParams())  # harmless without the trap's help: the model is whole
+        submit(ours.engine, PoolingParams())  # without the trap, the model itself works
         bad.prunes_last_layer = model.prunes_last_layer  # type: ignore[attr-defined]
         runner.model = bad
         submit(ours.engine, PoolingParams())

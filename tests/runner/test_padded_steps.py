@@ -1,4 +1,4 @@
-"""On a CPU steps are padded to few numbers of tokens, and the answers stay the same."""
+"""On a CPU steps are padded to a few sizes, and the answers stay the same."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_family_answers_alike_with_padding_tokens(family: str, monkeypatch
 
 
 def hidden_states(runner: model_runner.ModelRunner, plan: Any) -> Tensor:
-    """What the model gives for the batch that it sees, padding included, if no layer is pruned."""
+    """The model's hidden states without pruning, padding tokens included."""
     model, seen = runner.model, []
 
     def watched(batch: Batch) -> Tensor:
@@ -52,7 +52,7 @@ def hidden_states(runner: model_runner.ModelRunner, plan: Any) -> Tensor:
 
 
 def test_no_number_of_tokens_brings_a_size_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a step holds: its tokens in the layers, and its rows in the head."""
+    """Holds for the tokens of a step in the layers, and for its rows in the head."""
     sizes, product = set(), PackedLinear._product
 
     def watched(self: PackedLinear, x: Tensor, residual: Tensor | None) -> Tensor:

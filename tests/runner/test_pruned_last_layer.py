@@ -1,4 +1,4 @@
-"""The last layer is finished for those tokens alone that somebody reads, and the answers stay the same."""
+"""The last layer computes only the tokens that are read, and the answers stay the same."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_row_whose_tokens_are_all_skipped_pools_to_zeros(method: str) -> None:
     plan = replace(plan_of(), skip=np.where(plan_of().lengths == 9, 9, 0).astype(np.int32))
     found = read_tokens(method, plan)
     if method == "max":
-        assert found is None  # there is no largest of nothing: whatever the plain form says
+        assert found is None  # not pruned, because the maximum of no tokens is undefined
         return
     assert found is not None
     tokens, counts = found
@@ -126,7 +126,7 @@ def test_the_last_layer_is_not_pruned_if_variants_use_different_methods(runner: 
 
 @pytest.mark.parametrize("runner", [("BertModel", "cls", {})], indirect=True)
 def test_variants_with_row_indices_select_the_same_rows_after_pruning(runner: ModelRunner) -> None:
-    """Two requests of different wishes: each has an index of its rows."""
+    """Two requests with different parameters: each variant has an index of its rows."""
     both = plan_of(PoolingParams(), PoolingParams(dimensions=8), skip=False)
     assert all(variant.index is not None for variant in both.variants)
     got, tokens = seen(runner, both)
@@ -142,9 +142,9 @@ def test_small_cached_or_dense_steps_are_not_pruned(
 ) -> None:
     plan = plan_of(skip=False)
     assert runner._output_plan(plan)
-    assert not runner._output_plan(plan_of(skip=False, lengths=(1, 1, 1, 2)))  # most are read anyway
+    assert not runner._output_plan(plan_of(skip=False, lengths=(1, 1, 1, 2)))  # most tokens are read anyway
     assert not runner._output_plan(replace(plan, kv=SimpleNamespace()))  # type: ignore[arg-type]
     monkeypatch.setattr(runner, "device", torch.device("cuda"))
-    assert not runner._output_plan(plan)  # too small for the launches
+    assert not runner._output_plan(plan)  # too small to be worth more launches
     monkeypatch.setattr(model_runner, "MIN_PRUNED_SIZE_EAGER", plan.num_tokens * SIZES["hidden_size"])
     assert runner._output_plan(plan)

@@ -1,4 +1,4 @@
-"""How rank 0 and another rank keep the same adapters, with the rank as a thread."""
+"""Rank 0 and another rank keep the same adapters. The other rank is a thread here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Pair:
     theirs: socket.socket
 
     def run(self, *adapters: int) -> SlotOrders | None:
-        """What is done of adapters at a step of these."""
+        """Plan a step with these adapters. Returns the orders that both ranks apply."""
         with torch.inference_mode():
             self.pool.plan(ints(adapters))
             if (orders := self.pool.take_orders()) is not None:
@@ -49,7 +49,7 @@ class Pair:
         return orders
 
     def assert_alike(self) -> None:
-        """Both ranks have the same adapters in host memory."""
+        """Check that both ranks have the same adapters in host memory."""
         assert {each.copy for each in self.pool._host.values()} == set(self.rank._copies)
 
 
@@ -85,7 +85,7 @@ def test_a_rank_keeps_drops_and_reads_again_what_rank_0_does(tmp_path: Path) -> 
         for number in range(5):
             folder = write(tmp_path / str(number), number)
             assert loaded(pair.pool.load(number, folder, str(number))).rank == 2
-        pair.run(4)  # drops go with the next step
+        pair.run(4)  # drops are sent with the next step
         pair.assert_alike()
         for adapters in ([0, 1], [2], [3, 4], [4], [0, -1], [1, 2]):
             orders = pair.run(*adapters)
@@ -156,7 +156,7 @@ def test_a_rank_has_room_before_an_adapter_is_loaded(tmp_path: Path) -> None:
 
 def test_a_load_that_waits_for_a_rank_ends_with_it(tmp_path: Path) -> None:
     with connected() as pair:
-        with pair.rank._step_lock:  # the rank runs a step, and never ends it
+        with pair.rank._step_lock:  # as if the rank ran a step that never ends
             loading = pair.pool.load(0, write(tmp_path / "a", 1), "a")
             pair.theirs.shutdown(socket.SHUT_RDWR)
             with pytest.raises(EngineUnavailable, match="rank 1 of this engine is gone"):

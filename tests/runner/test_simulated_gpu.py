@@ -1,4 +1,4 @@
-"""Paths that only run on a CUDA device, on a simulated one, in a process of their own."""
+"""Runs code paths for CUDA devices on a simulated device, in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-# Of the tests that a GPU runs: towers and merged weights, with the torch references of kernels.
+# GPU tests that also run here: towers and merged weights, with the torch references of the kernels.
 OF_GPU = (
     "tests/gpu/test_pages.py::test_a_step_with_images_never_waits_between_launch_and_collect[colpali2]",
     "tests/gpu/test_pages.py::test_a_step_with_images_never_waits_between_launch_and_collect[colmodernvbert]",

@@ -1,4 +1,4 @@
-"""A model whose memory is freed and taken again: same tensors, same answers, nothing half restored."""
+"""A model's memory is freed and allocated again: same tensors, same answers, nothing half restored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEXTS = ["hello world", "the quick brown fox", "x"]
 
 
 class Layer:
-    """Tensors in the places in which models have them."""
+    """Tensors in all the places where models have them."""
 
     def __init__(self) -> None:
         self.weight = torch.arange(12.0).view(3, 4)
@@ -136,7 +136,7 @@ def core_of(engine: Engine) -> EngineCore:
 
 
 def sleep_and_wake(engine: Engine, level: int) -> None:
-    """While the engine has nothing to do, so that its own thread does not mind."""
+    """Sleep and wake. Call it only while the engine is idle, because it runs outside the engine's thread."""
     core = core_of(engine)
     assert core.sleeper is not None
     core.forget_cached()

@@ -1,4 +1,4 @@
-"""Catches every way from a tensor to a Python number, and every copy that the staging did not order."""
+"""Catches every conversion of a tensor to a Python number, and every copy that `Staging` does not make."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from penstock.runner.staging import Staging
 ASKING = {"item", "tolist", "cpu", "numpy", "__array__", "__dlpack__", "__contains__", "is_nonzero", "equal"}
 ASKING |= {"__bool__", "__int__", "__float__", "__index__", "__complex__", "allclose"}
 SIZED_BY_VALUES = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"}
-SENDING = {"tensor", "as_tensor", "from_numpy", "cuda"}  # integers go with the plan, in one copy
+SENDING = {"tensor", "as_tensor", "from_numpy", "cuda"}  # integers must be sent with the plan, in one copy
 MASKABLE = {"__getitem__", "__setitem__", "index_put", "index_put_"}
 # The same below Python, where one operation may call another.
 ATEN = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
 
 
 class Crossing(AssertionError):
-    """Something between launch and collect asked the device for a number, or sent it one."""
+    """A number was read from the device, or sent to it, between launch and collect."""
 
 
 class Trap(TorchFunctionMode):
@@ -59,7 +59,7 @@ def _crosses(name: str, args: Any, kwargs: Any) -> bool:
     if name in ASKING | SIZED_BY_VALUES | SENDING:
         return True
     if name == "where":
-        return len(args) + len(kwargs) == 1  # with a condition alone it is nonzero
+        return len(args) + len(kwargs) == 1  # with only a condition it is the same as nonzero
     if name == "repeat_interleave":
         return len(args) > 1 and isinstance(args[1], Tensor) and kwargs.get("output_size") is None
     if name == "to":
@@ -74,7 +74,7 @@ def _has_mask(index: Any) -> bool:
 
 @contextmanager
 def trapped(patch: pytest.MonkeyPatch) -> Iterator[Trap]:
-    """Every step that runs inside, on whichever thread, with all crossings trapped but the staging's own."""
+    """Trap all crossings in steps that run inside, on any thread. Only `Staging` may cross."""
     trap = Trap()
     step = ModelRunner._step
 

@@ -1,4 +1,4 @@
-"""Background sequences pause while others generate, and give up their blocks and slots to them."""
+"""Background sequences pause while others generate, and give their blocks and slots to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients share the device by their weights, and none starves another."""
+"""Clients share the device by their weights, and no client starves another."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.generation.fakes import generation_request
 from tests.helpers import make_request
 from tests.thinning import num_examples
 
-STEP = 100  # tokens
+STEP = 100  # tokens in a step
 STEP_S = 0.05
 
 
 @dataclass
 class Traffic:
-    """A client that always has `num_waiting` requests of these rows in the queue."""
+    """A client that always has `num_waiting` requests with rows of these lengths in the queue."""
 
     name: str
     lengths: list[int]
@@ -36,16 +36,16 @@ class Traffic:
 
 
 class Device:
-    """A scheduler whose steps take `STEP_S` each on the test's clock, and clients that keep it busy."""
+    """A scheduler whose steps take `STEP_S` each on a fake clock, and clients that keep it busy."""
 
     def __init__(self, *clients: Traffic, shared: bool = True) -> None:
         self.scheduler = Scheduler(Budget(STEP, STEP, 10**9, is_shared=shared))
         self.clients = clients
         self.names = itertools.count()
         self.now_s = 0.0
-        self.tokens: Counter[str] = Counter()  # that have run, by client
-        self.waits: defaultdict[str, list[int]] = defaultdict(list)  # steps until a request is done
-        self.left: dict[str, tuple[Traffic, int, int]] = {}  # rows left, and the step in which it came
+        self.tokens: Counter[str] = Counter()  # finished tokens by client
+        self.waits: defaultdict[str, list[int]] = defaultdict(list)  # steps per finished request, by client
+        self.left: dict[str, tuple[Traffic, int, int]] = {}  # client, remaining rows, step of arrival
         self.num_steps = 0
 
     def refill(self) -> None:
@@ -122,7 +122,7 @@ def test_shares_converge_to_weights_whatever_the_requests_and_priorities(
     clients: list[tuple[float, list[int], int, int]],
 ) -> None:
     traffic = [
-        # Enough waits at all times for any share of a step.
+        # Enough requests always wait to fill any share of a step.
         Traffic(str(at), lengths, max(count, 2 * STEP // sum(lengths)), weight, priority)
         for at, (weight, lengths, count, priority) in enumerate(clients)
     ]
@@ -133,7 +133,7 @@ def test_shares_converge_to_weights_whatever_the_requests_and_priorities(
     device.run(150)
     total = sum(weight for weight, *_ in clients)
     for client in traffic:
-        # Rows of almost a third of a step leave gaps, which rows of the others fill.
+        # Rows of almost a third of a step leave gaps, which rows of other clients fill.
         assert device.share(client.name) == pytest.approx(client.weight / total, abs=0.06)
 
 
@@ -191,7 +191,7 @@ def test_a_client_that_was_away_has_saved_nothing() -> None:
 
 
 def test_clients_that_come_once_do_not_starve_one_that_stays() -> None:
-    """Each of them is new and has run nothing, so that each goes before the one that has."""
+    """Each one-time client has run nothing yet, so each goes before the client that stays."""
     steady = Traffic("steady", [50], 4)
     device = Device(steady)
     strangers = itertools.count()
@@ -208,7 +208,7 @@ def test_no_priority_changes_the_shares_of_clients_in_the_long_run(priority: int
     one, other = Traffic("one", [10], 40, priority=priority), Traffic("other", [10], 40)
     device = Device(one, other)
     device.scheduler.queue.set_head_start(STEP)
-    device.run(MAX_LEVELS)  # the head start
+    device.run(MAX_LEVELS)  # let the head start pass
     device.tokens.clear()
     device.run(100)
     assert device.share("one") == pytest.approx(0.5, abs=0.02)
@@ -316,7 +316,7 @@ def test_clients_that_have_gone_are_forgotten() -> None:
             st.sampled_from([0.5, 1.0, 4.0]),
             st.lists(st.integers(1, 40), min_size=1, max_size=12),
             st.integers(-2, 2),
-            st.booleans(),  # it is cancelled in the step after it came
+            st.booleans(),  # whether it is cancelled in the step after its arrival
         ),
         min_size=1,
         max_size=30,
@@ -379,7 +379,7 @@ def test_a_prompt_does_not_wait_for_the_hundreds_that_another_client_has_queued(
     single = generation_request("single", [[1, 2, 3]], 4)
     single.client = "single"
     scheduler.add(single)
-    scheduler.cancel("flood-0")  # a slot is free
+    scheduler.cancel("flood-0")  # frees a slot
     scheduler.schedule(0.0)
     running = {scheduler._slots[slot].request.id for slot in scheduler._active.running}
     assert "single" in running

@@ -1,4 +1,4 @@
-"""The pair plan of a step, carried out on vectors that name their row."""
+"""The pair plan of a step, executed on fake vectors that name their row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def random_request(rng: np.random.Generator, name: str, late: bool) -> Request:
     keep = rng.integers(0, 2, size).astype(np.int32) if late and rng.random() < 0.5 else None
     return Request(
         name,
-        rng.integers(0, 3, size).astype(np.int32),  # few tokens, so that rows repeat
+        rng.integers(0, 3, size).astype(np.int32),  # few different tokens, so that rows repeat
         lengths,
         PoolingParams(Task.SCORE, late=late),
         token_mask=keep,
@@ -31,7 +31,7 @@ def random_request(rng: np.random.Generator, name: str, late: bool) -> Request:
 
 
 def vectors_of(request: Request, row: int) -> list[Any]:
-    """The names of a row's vectors: its kept tokens, or all of its tokens at once."""
+    """The names of a row's vectors: one per kept token, or one for all of its tokens."""
     begin = int(request.starts[row])
     span = slice(begin, begin + int(request.lengths[row]))
     ids = request.token_ids[span].tolist()
@@ -42,7 +42,7 @@ def vectors_of(request: Request, row: int) -> list[Any]:
 
 
 def step_vectors(plan: Any, variant: Variant) -> list[Any]:
-    """The vectors that a step computes for this variant, by the same names."""
+    """The names of the vectors that a step computes for this variant."""
     if not variant.params.late:
         ends = plan.cu_lengths.tolist()
         return [tuple(plan.token_ids[a:b].tolist()) for a, b in pairwise(ends)]
@@ -50,7 +50,7 @@ def step_vectors(plan: Any, variant: Variant) -> list[Any]:
 
 
 def scored(pairs: PairPlan, vectors: list[Any], store: dict[int, Any]) -> list[Any]:
-    """Each pair as its query and its document; the last documents are read from the store."""
+    """The query and document vectors of each pair. The last documents are read from the store."""
     for source, target in zip(pairs.write_from.tolist(), pairs.write_to.tolist(), strict=True):
         store[target] = vectors[source]
     found = []

@@ -1,4 +1,4 @@
-"""A plan against plain loops over the rows of its shares."""
+"""Step plans equal what plain loops over their rows compute."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def shares(draw: st.DrawFn) -> list[ScheduledRows]:
 
 
 def rows_in_slots(plan: PoolPlan) -> dict[int, tuple[Request, int]]:
-    """slot → (request, row), as the plan's slices say."""
+    """slot → (request, row), from the plan's slices."""
     return {
         int(slot): (piece.request, int(row))
         for piece in plan.slices

@@ -1,4 +1,4 @@
-"""How many prompt tokens run beside decodes: bounded by the target, and never so few that prompts starve."""
+"""The limit on prompt tokens in steps with decodes: the target latency is kept, and prompts do not starve."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_times_follow_a_line_through_recent_steps() -> None:
         times.record(num_tokens, 0.005 + 1e-5 * num_tokens)
     assert times.seconds_of(256) == pytest.approx(0.005 + 256e-5)
     assert times.tokens_within(0.008) == pytest.approx(300, abs=1)
-    for num_tokens in (16, 300) * 200:  # another load: its steps read more keys
+    for num_tokens in (16, 300) * 200:  # another load, whose steps read more keys
         times.record(num_tokens, 0.009 + 2e-5 * num_tokens)
     assert times.seconds_of(256) == pytest.approx(0.009 + 512e-5, rel=1e-3)
 
@@ -106,7 +106,7 @@ def test_a_piece_is_bounded_and_never_empty(
         piece = budget.max_tokens(demand)
         assert min(room, MIN_PROGRESS // 2) <= piece <= room
         if not target_s or not decoding or not prompts:
-            assert piece == room  # nobody waits for the step, or nobody asked for a bound
+            assert piece == room  # no sequence decodes, no prompt waits, or there is no target
         else:
             assert decoding + piece <= MAX_OVERSHOOT * fits
             assert piece <= max(MIN_PIECE, prompts * length // 16) or piece <= MIN_PROGRESS
@@ -127,7 +127,7 @@ def test_more_prompts_than_decodes_get_larger_pieces() -> None:
 
 
 def test_the_mean_keeps_the_target_where_no_size_does() -> None:
-    """450 tokens fit; sizes are 384 and 512."""
+    """450 tokens would meet the target; the nearest step sizes are 384 and 512."""
     budget = trained(0.014, *((n, 0.005 + 2e-5 * n) for n in (16, 450, 900)))
     sizes = [64 + budget.max_tokens(PrefillDemand(64, 20, 20_480, 4096)) for _ in range(200)]
     assert set(sizes) == {384, 512} and np.mean(sizes) == pytest.approx(450, rel=0.02)
@@ -140,7 +140,7 @@ def test_a_slow_model_prefills_though_its_decodes_alone_exceed_the_target() -> N
 
 
 class Run:
-    """Sequences that start as others end, on a device whose steps take what `cost` says, two in flight."""
+    """A simulation: sequences start as others end, steps take the time of `cost`, two are in flight."""
 
     def __init__(self, limits: GenerationLimits, cost: Cost) -> None:
         self.generation = GenerationScheduler(BlockPool(20_000, 16), limits)
@@ -189,7 +189,7 @@ class Run:
 
 
 def h200_cost(plan: GeneratePlan) -> float:
-    """About what a model of 8B takes on an H200."""
+    """Approximate time of a step of an 8B model on an H200."""
     return 4.5e-3 + 1.5e-5 * plan.num_tokens + 4e-8 * int(plan.paged.num_keys.sum())
 
 
@@ -213,7 +213,7 @@ def limits_with(target_s: float, **options: object) -> GenerationLimits:
         (64, 0.014, 1.1),
         (100, 0.020, 1.1),
         (64, 0.010, 1.4),
-    ],  # the last is too low for so many
+    ],  # the last target is too low for 64 streams
 )
 def test_streams_keep_the_target_and_all_prompts_run(num_streams: int, target_s: float, most: float) -> None:
     bounded, apart = (
@@ -254,7 +254,7 @@ def test_few_prompts_are_left_half_done() -> None:
 
 
 def kinds_of(run: Run) -> set[str]:
-    """What the steps held."""
+    """The kinds of steps that ran: only decodes, only prompts, or both."""
     return {
         "decodes" if plan.num_tokens == plan.paged.num_rows else "both" if plan.paged.num_rows else "prompts"
         for plan in run.plans

@@ -1,4 +1,4 @@
-"""The scheduler under random sequences of events, against a plain model of what should wait."""
+"""The scheduler under random sequences of events, compared with a simple model of what should wait."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def place(request: Request) -> tuple[float, int]:
 def test_every_request_finishes_within_the_steps_that_its_place_in_the_queue_allows(
     stream: list[Arrival],
 ) -> None:
-    """Each step runs at least one row of the first request. So a request ends after as many steps as it has
-    rows and there are rows before it, however many requests arrive behind it."""
+    """Each step runs at least one row of the first request. So a request takes at most one step for each of
+    its rows and of the rows before it, however many requests arrive after it."""
     clock = itertools.accumulate(arrival.gap_s for arrival in stream)
     requests = [
         make_request(str(i), arrival.lengths, priority=arrival.priority, arrival_s=now)
@@ -80,7 +80,7 @@ def test_every_request_finishes_within_the_steps_that_its_place_in_the_queue_all
 @dataclass
 class Expected:
     request: Request
-    number: int  # how many arrived before it
+    number: int  # number of earlier requests
     rows: set[int]
 
     @property
@@ -93,7 +93,7 @@ class Expected:
 
 
 class Line(RuleBasedStateMachine):
-    """Adds, cancels, schedules and expires at random; ids are few, so that they are reused."""
+    """Adds, cancels, schedules and expires requests at random. There are few ids, so that they are reused."""
 
     def __init__(self) -> None:
         super().__init__()

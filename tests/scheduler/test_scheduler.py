@@ -288,7 +288,7 @@ def test_large_rows_are_chosen_to_fill_the_step_behind_the_first_in_the_queue() 
     scheduler = scheduler_of(tokens=100)
     for name, length in (("a", 50), ("b", 30), ("c", 70), ("d", 49), ("e", 50)):
         scheduler.add(make_request(name, [length]))
-    # "e" fits beside "a" exactly. Then "b" is the first in the queue, and "c" fills the room that it leaves.
+    # "e" fits exactly beside "a". Then "b" is first in the queue, and "c" fills the rest of its step.
     assert [sorted(ids(step)) for step in drain(scheduler)] == [["a", "e"], ["b", "c"], ["d"]]
 
 
@@ -304,7 +304,7 @@ TOKENS = PoolingParams(Task.TOKEN_EMBED)
 
 
 def limited(chunked: bool, output_bytes: int = 40, tokens: int = 100) -> Scheduler:
-    """A scheduler with a bound on outputs, where each token of a per-token task outputs four bytes."""
+    """A scheduler with a limit on output bytes. Each token of a per-token task outputs four bytes."""
     chunking = Chunking(BlockPool(64, 4), tokens) if chunked else None
     budget = Budget(tokens, 100, 10**9, output_bytes)
     return Scheduler(budget, chunking, token_bytes=lambda params: 4 if params.per_token else 0)
@@ -351,7 +351,7 @@ def prefix_caching_scheduler(pool: BlockPool) -> Scheduler:
 
 
 def run_with_prefixes(scheduler: Scheduler, request: Request) -> tuple[int, ...]:
-    """Run requests of one row; returns the number of tokens that came from the prefix cache."""
+    """Run a request of one row. Returns the numbers of tokens that came from the prefix cache."""
     request.reuse_prefix = True
     scheduler.add(request)
     (step,) = drain(scheduler)

@@ -1,4 +1,4 @@
-"""Small requests beside large ones: both kinds have a share of each step."""
+"""Small and large requests that wait together: both kinds get a share of each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The slot table ends sequences at their stop tokens, however many there are, and no request widens it."""
+"""The slot table ends sequences at their stop tokens, however many they have, and no request widens it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_sequence_ends_at_each_of_its_stop_tokens_and_at_no_other(count: int) 
     size = table.stop_ids.nbytes
     few, many = assigned(table, "few", range(5, 7)), assigned(table, "many", range(100, 100 + count))
     for sequence in (few, many):
-        table.num_known[sequence.slot] += 1  # the token that may end it
+        table.num_known[sequence.slot] += 1  # the token that may end the sequence
     slots = ints([few.slot, many.slot])
     for own, other, ends in ((5, 99, [True, False]), (100, 100 + count - 1, [False, count > 0])):
         assert table.stopped(slots, ints([own, other])).tolist() == ends

@@ -36,7 +36,7 @@ def table_with(*rows: list[int], length: int = 64) -> SlotTable:
 
 
 def expected_proposal(row: list[int], count: int, smallest: int, largest: int) -> list[int]:
-    """What follows the latest occurrence of the longest n-gram that ends the row, by plain search."""
+    """What follows the latest earlier occurrence of the row's longest final n-gram, found by plain search."""
     for size in range(largest, smallest - 1, -1):
         for end in range(len(row) - 1, size - 1, -1):
             if len(row) >= size and row[end - size : end] == row[-size:]:
@@ -72,7 +72,7 @@ def test_proposals_equal_a_plain_search_while_sequences_grow_and_change(data: st
     largest = data.draw(st.integers(smallest, 3))
     tokens = st.integers(0, 2)
     rows = [data.draw(st.lists(tokens, min_size=1, max_size=20)) for _ in range(2)]
-    table = table_with(*rows, length=1 << 14)  # so many buckets that no two of these n-grams share one
+    table = table_with(*rows, length=1 << 14)  # enough buckets that no two of these n-grams collide
     lookup = PromptLookup(table, 4, smallest, largest)
     for _ in range(data.draw(st.integers(1, 8))):
         found = lookup.propose(ALL, ALL)
@@ -242,7 +242,7 @@ def test_sequences_with_a_grammar_run_one_token_a_step_beside_others() -> None:
     assert len(plan.sample.masks) == 1
 
 
-# Whether it pays.
+# Whether speculation is faster.
 
 
 def steps(times: DecodeTimes, count: int, seconds: float, *, is_speculative: bool, now_s: float) -> float:
@@ -289,7 +289,8 @@ def test_the_kind_that_loses_is_tried_again_now_and_then(is_on: bool) -> None:
 
 
 def simulate(step_s: Callable[[int], float], *, is_right: bool, count: int = 400) -> GenerationScheduler:
-    """One sequence on a device whose steps take as long as their rows say; proposals are right or wrong."""
+    """Run one sequence on a simulated device. `step_s` gives the time of a step with some number of rows.
+    Proposals are all right or all wrong."""
     prompt = [1, 2, 3]
     made = continued(prompt, 400)
     limits = GenerationLimits(4, 64, 64, 512, 1000)
@@ -330,11 +331,11 @@ def test_it_is_on_where_it_wins_and_off_where_it_loses() -> None:
     assert wrong.speedup == 1.0
 
 
-# A proposer whose proposals take time.
+# A proposer that takes time.
 
 
 class Draft:
-    """Predicts the tokens of `WithDraft`, right or wrong, and takes seconds for it."""
+    """A draft model that takes `seconds` and predicts the tokens of `WithDraft` rightly or wrongly."""
 
     is_free = False
     num_tokens = 3
@@ -360,8 +361,8 @@ def token_at(positions: Ints) -> Ints:
 
 
 class WithDraft:
-    """Sequences that decode side by side. A step takes 1 s, a little more for each row, and the time of the
-    draft; the clock is made up."""
+    """Sequences that decode together on a simulated clock. A step takes 1 s, plus 0.02 s per row and the time
+    of the draft."""
 
     def __init__(self, num_sequences: int = 2) -> None:
         length = 1 << 15
@@ -376,7 +377,7 @@ class WithDraft:
         self.draft, self.now_s = self.speculation.proposer, 0.0
 
     def run(self, num_steps: int) -> int:
-        """How many of so many steps had proposals."""
+        """Run steps; returns how many of them had proposals."""
         num_speculative = 0
         for _ in range(num_steps):
             draft_s = self.speculation.counts.draft_s
@@ -396,7 +397,7 @@ def test_a_draft_that_does_not_pay_runs_only_in_trials(is_right: bool, seconds: 
     used.run(200)
     assert used.draft.num_calls >= MIN_STEPS, "it is tried at first"
     assert not used.speculation.is_on
-    before, num_trials = used.draft.num_calls, 3  # each comes after twice as many steps as the one before
+    before, num_trials = used.draft.num_calls, 3  # the steps until the next trial double each time
     used.run(FIRST_TRIAL_AFTER * (2**num_trials) - 200)
     num_calls = used.draft.num_calls - before
     assert TRIAL_STEPS <= num_calls <= num_trials * TRIAL_STEPS

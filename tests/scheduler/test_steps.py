@@ -1,4 +1,4 @@
-"""Plans of generation steps: the fast path of decode steps gives the plan of the general path."""
+"""Plans of generation steps: the fast path for decode steps gives the same plan as the general path."""
 
 from __future__ import annotations
 
@@ -58,6 +58,6 @@ def test_a_decode_step_has_the_plan_of_the_general_path(data: st.DataObject) -> 
     )
     join = Join(rows[0], SamplerParams(), np.array([1], dtype=np.int32))
     changes = SamplerChanges((3,), (join,), ((rows[-1], np.array([5], dtype=np.int32)),))
-    no_prompts = PromptRequest(np.zeros(len(rows), dtype=np.int32), 0)  # takes the general path
+    no_prompts = PromptRequest(np.zeros(len(rows), dtype=np.int32), 0)  # forces the general path
     general = generation_plan(chosen, memory, changes, no_prompts)
     assert_same(generation_plan(chosen, memory, changes), general)

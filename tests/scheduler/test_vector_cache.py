@@ -1,5 +1,5 @@
-"""The vector cache: no range is lost or given twice, vectors of successful requests are reused, and those in
-use stay."""
+"""The vector cache: no range leaks or is allocated twice, vectors of successful requests are reused, and
+vectors in use are not evicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""These tests need the simulated device: `tests/runner/test_simulated_gpu.py` and `make simulated-gpu-test`
+"""These tests need the simulated device. `tests/runner/test_simulated_gpu.py` and `make simulated-gpu-test`
 run them in a process that has it."""
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ PROPERTIES = SimpleNamespace(
 
 
 class Stream:
-    """Work of all streams runs at once, in the order of its launch."""
+    """A stream whose work runs immediately, in launch order across all streams."""
 
     cuda_stream = 0
     device = DEVICE
@@ -71,7 +71,7 @@ class Event:
     def wait(self, stream: Any = None) -> None: ...
 
     def synchronize(self) -> None:
-        """Meant to be waited for, whatever other waits are forbidden."""
+        """Allowed even while other waits are forbidden, except during a capture."""
         if capture.graph is not None:
             wait("Event.synchronize")
 
@@ -85,7 +85,7 @@ class Event:
 
 
 class Generator(torch.Generator):
-    """A generator of the device draws on the host."""
+    """A generator for the device that draws on the host."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         return torch._C.Generator.__new__(cls, "cpu")
@@ -134,10 +134,10 @@ _CUDA: dict[str, Any] = {
 
 
 def install() -> None:
-    """Simulate a device in this process from now on."""
+    """Simulate a CUDA device in this process from now on."""
     for name, value in _CUDA.items():
         setattr(torch.cuda, name, value)
-    torch.utils._device._device_constructors()  # remembers PyTorch's own functions, for `with torch.device`
+    torch.utils._device._device_constructors()  # caches PyTorch's own functions, for `with torch.device`
     torch.tensor, torch.as_tensor = make_tensor, as_tensor  # type: ignore[assignment]
     torch.Generator = Generator  # type: ignore[misc]
     Tensor.to = move  # type: ignore[method-assign, assignment]

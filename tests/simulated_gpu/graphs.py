@@ -1,5 +1,5 @@
-"""CUDA graphs of the simulated device: they repeat the operations of a capture on the same memory, without
-any of the Python around them."""
+"""CUDA graphs of the simulated device: they repeat the captured operations on the same memory, without the
+Python code around them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ POOL = (0, 1)
 
 
 class SimulatedGraph:
-    """`torch.cuda.CUDAGraph`."""
+    """Replaces `torch.cuda.CUDAGraph`."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._steps: list[Callable[[], None]] = []
-        self._own: set[int] = set()  # storages that were allocated during the capture
+        self._own: set[int] = set()  # storages that the graph owns, allocated during the capture
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         if capture.graph is not None:
@@ -49,7 +49,7 @@ class SimulatedGraph:
         return x
 
     def add(self, func: Callable[..., Any], args: Any, kwargs: Any, results: Any) -> None:
-        """Repeat an operation. Its results go where they went during the capture."""
+        """Record an operation. On replay, its results are written to the same memory as in the capture."""
         made = _tensors(results)
         given = {_storage(x) for x in _tensors((args, kwargs))}
         new = [_storage(x) not in given for x in made]
@@ -68,7 +68,7 @@ class SimulatedGraph:
         self._steps.append(repeat)
 
     def add_launch(self, launch: Callable[..., None], args: Any, kwargs: Any) -> None:
-        """Repeat the launch of a kernel."""
+        """Record the launch of a kernel."""
         held = self._held((args, kwargs))
 
         def repeat() -> None:
@@ -82,8 +82,8 @@ class SimulatedGraph:
 
 
 class _Memory:
-    """A tensor that a graph reads or writes. A graph knows the address of memory from before its capture, but
-    does not keep it."""
+    """A tensor that a graph reads or writes. As in CUDA, a graph has only the address of memory that was
+    allocated before its capture, and does not keep it alive."""
 
     def __init__(self, x: Tensor, keeps: bool) -> None:
         self._kept = x if keeps else None

@@ -1,4 +1,4 @@
-"""Operations that PyTorch has on CUDA alone, on the host."""
+"""Host versions of operations that PyTorch only has on CUDA."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_HEAD_DIM = 256  # of the library
+MAX_HEAD_DIM = 256  # limit of the library
 
 
 def attend(
@@ -25,7 +25,8 @@ def attend(
     *_: Any,
     **__: Any,
 ) -> tuple[Tensor, ...]:
-    """`varlen_attn`: rows of tokens, [tokens, heads, dim]. A window is counted from the ends of both rows."""
+    """Replaces `varlen_attn`. Tensors are [tokens, heads, dim]. The last query of a row is aligned with its
+    last key, and windows are relative to that."""
     if query.shape[2] > MAX_HEAD_DIM:
         raise RuntimeError(f"FlashAttention forward only supports head dimension at most {MAX_HEAD_DIM}")
     left, right = (-1, -1) if window is None else window

@@ -1,7 +1,7 @@
-"""`pytest -p tests.simulated_gpu.plugin` simulates a CUDA device. With `PENSTOCK_SIMULATED_KERNELS=0` the
-torch references of kernels run in their place, which is faster.
+"""A pytest plugin that simulates a CUDA device: `pytest -p tests.simulated_gpu.plugin`.
 
-Steps are small, because the interpreter of kernels is slow.
+With `PENSTOCK_SIMULATED_KERNELS=0` the torch references run instead of the kernels, which is faster. Steps
+are small, because the interpreter of kernels is slow.
 """
 
 from __future__ import annotations
@@ -24,6 +24,6 @@ cuda.install()
 if os.environ.get("PENSTOCK_SIMULATED_KERNELS") == "0":
     language.set_kernel_devices()
 config.cuda_step_tokens = lambda *_: STEP_TOKENS
-mixed.warm_up_keys = lambda max_rows: []  # they are captured when steps need them
+mixed.warm_up_keys = lambda max_rows: []  # graphs are captured when steps need them
 warmup.KERNEL_LENGTHS = (1, 17)
 warmup.TIMED_SHAPES = ((1, 16), (2, 16))

@@ -1,6 +1,6 @@
-"""Tensors that say they are on a CUDA device. Their values are in host memory, and operations run there.
+"""Tensors that report a CUDA device. Their values are in host memory, and operations run on the host.
 
-As on a device, operands from host memory are refused, and the host waits where it needs a value.
+As on a device, operands in host memory are refused, and the host waits where it needs a value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.simulated_gpu.library import ON_HOST
 
 DEVICE = torch.device("cuda", 0)
 aten = torch.ops.aten
-# Operations whose result is a number for the host, or has a size that depends on values.
+# Operations whose result is a number on the host, or has a size that depends on values.
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
 WAITING |= {"equal", "is_nonzero", "item", "bincount"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
@@ -31,7 +31,7 @@ class _Capture(threading.local):
 
 
 capture = _Capture()
-_forbids_waits = False  # in all threads, as in CUDA
+_forbids_waits = False  # for all threads, as in CUDA
 
 
 def forbid_waits(forbidden: bool) -> None:
@@ -40,7 +40,7 @@ def forbid_waits(forbidden: bool) -> None:
 
 
 def wait(what: str) -> None:
-    """Called where the host waits for the device."""
+    """Called where the host would wait for the device. Raises if waiting is not allowed now."""
     if capture.graph is not None:
         raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
     if _forbids_waits:
@@ -81,21 +81,21 @@ class DeviceTensor(Tensor):
 
 
 class OnDevice(TorchDispatchMode):
-    """Makes tensors on the simulated device where a CUDA device is asked for. Each thread needs it."""
+    """Creates tensors on the simulated device where a CUDA device is requested. Each thread needs it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return dispatch(func, args, kwargs or {})
 
 
 def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on the host and put its results where a device would have them."""
+    """Run an operation on the host and place its results on the device that PyTorch would use."""
     name = func.overloadpacket.__name__
     if name in ("pin_memory", "_pin_memory"):
         return args[0].clone()
     if name == "to":
         names = [argument.name for argument in func._schema.arguments]
         return _convert(**(dict(zip(names, args, strict=False)) | kwargs))
-    if _is_composite(func):  # in inference mode, PyTorch asks for it before taking it apart
+    if _is_composite(func):  # in inference mode, PyTorch dispatches it before it decomposes it
         with OnDevice():
             return func.decompose(*args, **kwargs)
     device = kwargs.get("device")
@@ -108,13 +108,13 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if name in CHANGES_OF_SHAPE:
         raise NotImplementedError(f"the simulated device has no {name}")
     _check_operands(func, name, args, kwargs)
-    if device is None:  # results are beside the first operand
+    if device is None:  # results are on the device of the first operand
         is_on_device = func is not aten.copy_.default or isinstance(args[0], DeviceTensor)
     else:
         is_on_device, kwargs = names_device, kwargs | {"device": "cpu"}
     args, kwargs = tree_map_only(Tensor, _operand, (args, kwargs))
     results = _run_on_host(ON_HOST.get(func.name(), func), args, kwargs)
-    known = {id(x.host): x for x in given}  # operands that are results too
+    known = {id(x.host): x for x in given}  # operands that may also be results
 
     def placed(x: Tensor) -> Tensor:
         if id(x) in known:
@@ -132,7 +132,7 @@ def _run_on_host(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _operand(x: Tensor) -> Tensor:
-    """Where the values of an operand are. A number from the host becomes part of the launch."""
+    """The host tensor with an operand's values. A scalar from the host becomes part of the launch."""
     if isinstance(x, DeviceTensor):
         return x.host
     if x.dim() == 0 and capture.graph is not None:
@@ -187,14 +187,14 @@ def _check_indices(x: Tensor, indices: Any) -> None:
             wait("an index from host memory")
 
 
-# What follows replaces functions in which PyTorch without CUDA looks for its device before it asks for an
-# operation.
+# The following functions replace PyTorch's. Without CUDA, PyTorch's versions look for the device before they
+# dispatch an operation.
 
 _torch_tensor, _tensor_to = torch.tensor, Tensor.to
 
 
 class _Recorded(TorchDispatchMode):
-    """Records operations on the values themselves."""
+    """Records operations on the host tensors in the current capture."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run_on_host(func, args, kwargs or {})
@@ -233,7 +233,7 @@ def _new_tensor(x: Tensor, data: Any, *, dtype: Any = None, device: Any = None) 
 
 
 def _read(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that gives the host a value."""
+    """Wrap a method that returns a value to the host, and therefore waits."""
 
     def read(x: Any) -> Any:
         wait(method.__name__)
@@ -243,7 +243,7 @@ def _read(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_tensor(data: Any, *, dtype: Any = None, device: Any = None, **more: Any) -> Tensor:
-    """`torch.tensor`."""
+    """Replaces `torch.tensor`."""
     if isinstance(data, DeviceTensor):
         return move(data, device or data.device, dtype or data.dtype, copy=True)
     if device is None or torch.device(device).type != "cuda":
@@ -252,14 +252,14 @@ def make_tensor(data: Any, *, dtype: Any = None, device: Any = None, **more: Any
 
 
 def as_tensor(data: Any, dtype: Any = None, device: Any = None) -> Tensor:
-    """`torch.as_tensor`."""
+    """Replaces `torch.as_tensor`."""
     if isinstance(data, Tensor):
         return move(data, device or data.device, dtype or data.dtype)
     return make_tensor(data, dtype=dtype, device=device)
 
 
 def move(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`Tensor.to`."""
+    """Replaces `Tensor.to`."""
     if args and isinstance(args[0], Tensor):
         args = (args[0].device, args[0].dtype, *args[1:])
     copies = kwargs.pop("copy", False)

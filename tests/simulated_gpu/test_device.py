@@ -1,4 +1,4 @@
-"""The simulated device refuses what a device refuses; its graphs repeat what a capture saw, and no more."""
+"""The simulated device refuses what a real one refuses. Its graphs repeat only what was captured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generation as on a GPU: decode graphs, prompts beside decodes, and proposals that are verified."""
+"""Generation as on a GPU: decode graphs, mixed steps of prompts and decodes, and verified proposals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.generation.families import check_nothing_is_held, logits_after, promp
 from tests.generation.speculative import ALWAYS, REPETITIVE
 from tests.thinning import thorough
 
-DRAFT = {"draft": True, "graph_capture_seconds": 30.0}  # the model itself proposes
+DRAFT = {"draft": True, "graph_capture_seconds": 30.0}  # the model is its own draft model
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
 ROWS = [row[:12] for row in prompts()[:3]] + [row[:20] for row in REPETITIVE[:1]]
 SIZES = {"max_model_len": 48, "max_num_seqs": 4, "max_num_batched_tokens": 32, "graph_capture_seconds": 0.5}
@@ -28,7 +28,7 @@ def replays(engine: Engine, kind: str) -> int:
 
 
 def check_likely(name: str, folder: Path, made: list[list[int]]) -> None:
-    """Every token is the reference model's, but for ties that 16 bits decide otherwise."""
+    """Check that tokens equal the reference model's, except for near-ties that 16 bits decide differently."""
     for row, new in zip(ROWS, made, strict=True):
         logits = logits_after(name, folder, row, new)
         chosen = logits.gather(1, torch.tensor(new)[:, None])[:, 0]
