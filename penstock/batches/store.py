@@ -86,10 +86,11 @@ class BatchStore:
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
+                self._db.execute("COMMIT")  # fails where the disk is full, for example
             except BaseException:
-                self._db.execute("ROLLBACK")
+                if self._db.in_transaction:  # SQLite has rolled back by itself after some errors
+                    self._db.execute("ROLLBACK")
                 raise
-            self._db.execute("COMMIT")
 
     def _all(self, query: str, *values: Any) -> list[Any]:
         with self._lock:

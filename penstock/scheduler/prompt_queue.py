@@ -51,8 +51,9 @@ class PromptQueue:
         waiting = self.num_background_tokens if request.is_background else self.num_tokens
         if not waiting or waiting + request.num_tokens <= limit:
             return
-        held = self.num_tokens_of(request.client)
-        limit = max_queued_of(limit, waiting, held, self._interactive.num_clients)
+        if not request.is_background:  # a client below its share may exceed the limit a little
+            held = self.num_tokens_of(request.client)
+            limit = max_queued_of(limit, waiting, held, self._interactive.num_clients)
         if waiting + request.num_tokens > limit:
             raise QueueFull(
                 f"{waiting} tokens of prompts are waiting and at most {limit} may; try again shortly"

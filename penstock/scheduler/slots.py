@@ -110,7 +110,7 @@ class SlotTable:
         self._sequences[slot] = None
         self.epoch[slot] += 1
         self._more_stops.pop(slot, None)
-        self.has_images[slot] = False
+        self.has_images[slot] = self.is_constrained[slot] = False
         self._free.append(slot)
         self._leave(slot)
 

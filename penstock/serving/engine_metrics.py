@@ -268,11 +268,10 @@ class EngineMetrics:
         self.running_rows.set(core.running)
         self.comparisons.set(core.num_comparisons)
         self.oldest_step_seconds.set(now - core.oldest_launch_s if core.oldest_launch_s else 0.0)
-        if (graphs := getattr(core.runner, "graphs", None)) is not None:
-            decode = getattr(core.runner, "decode", None)
-            sets = [graphs] if decode is None else [graphs, decode]
-            self.graphs.set(sum(len(each.captured) for each in sets))
-            self.graph_steps.set(sum(each.replays for each in sets))
+        kinds = [getattr(core.runner, name, None) for name in ("graphs", "decode", "mixed")]
+        if captures := [each for each in kinds if each is not None]:
+            self.graphs.set(sum(len(each.captured) for each in captures))
+            self.graph_steps.set(sum(each.replays for each in captures))
         if core.dedup is not None:
             self.shared_rows.set(core.dedup.shared_rows)
         if (vectors := core.scheduler.vector_cache) is not None:

@@ -205,14 +205,18 @@ class OpenSearchStore(VectorStore):
         with self._failures():
             self._client.indices.refresh(index=self._index)
             answer = self._client.search(index=self._index, body=body, scroll=_SCROLL)
-        while hits := answer["hits"]["hits"]:
-            ids = [_own_id(hit) for hit in hits]
-            payloads = [without_id(hit.get("_source", {}), each) for hit, each in zip(hits, ids, strict=True)]
-            yield arrow_table(ids, payloads, columns)
+        try:
+            while hits := answer["hits"]["hits"]:
+                ids = [_own_id(hit) for hit in hits]
+                payloads = [
+                    without_id(hit.get("_source", {}), each) for hit, each in zip(hits, ids, strict=True)
+                ]
+                yield arrow_table(ids, payloads, columns)
+                with self._failures():
+                    answer = self._client.scroll(body={"scroll_id": answer["_scroll_id"], "scroll": _SCROLL})
+        finally:  # also for a reader that stops early: the server keeps an open scroll for minutes
             with self._failures():
-                answer = self._client.scroll(body={"scroll_id": answer["_scroll_id"], "scroll": _SCROLL})
-        with self._failures():
-            self._client.clear_scroll(scroll_id=answer["_scroll_id"])
+                self._client.clear_scroll(scroll_id=answer["_scroll_id"])
 
     def stored(self, ids: Sequence[Id], column: str | None = None) -> Mapping[Id, Any]:
         if not ids:

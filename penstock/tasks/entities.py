@@ -122,7 +122,7 @@ class FindLabelledEntities:
         entities, ends = model.spec.entities, np.cumsum(words.counts).tolist()
         is_token_level = entities is not None and entities.is_token_level
         candidates = word_candidates if is_token_level else span_candidates
-        scores = output.values[request.token_mask == TEXT_MARK].astype(np.float32)  # of all words
+        scores = output.values[(request.token_mask & TEXT_MARK) != 0].astype(np.float32)
         out: list[list[Entity]] = []
         for text, first, end in zip(words.texts, [0, *ends[:-1]], ends, strict=True):
             found = candidates(scores[first:end], len(self.labels), self.options.threshold)

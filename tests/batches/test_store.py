@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -164,3 +166,32 @@ def test_windows_are_durations(text: str, seconds: int) -> None:
 def test_other_windows_are_refused(text: str) -> None:
     with pytest.raises(BadValue, match="such as 24h, 90m or 7d"):
         window_seconds(text)
+
+
+class FullDisk:
+    """A database connection that fails to commit once."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self._fails = True
+
+    def execute(self, sql: str, *values: Any) -> Any:
+        if sql == "COMMIT" and self._fails:
+            self._fails = False
+            raise sqlite3.OperationalError("database or disk is full")
+        return self._db.execute(sql, *values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._db, name)
+
+
+def test_a_failed_commit_is_rolled_back_and_blocks_no_later_write(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_db", FullDisk(store._db))
+    with pytest.raises(sqlite3.OperationalError, match="disk is full"):
+        add_file(store, "file-1")
+    with pytest.raises(NotFound):
+        store.file("file-1", "")
+    add_file(store, "file-2")
+    assert store.file("file-2", "").id == "file-2"

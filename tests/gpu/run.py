@@ -31,7 +31,7 @@ NO_DEVICE = 3
 TIMEOUT_S = 600  # per test, if pytest-timeout is installed
 ALONE = ("gpu/test_memory.py", "gpu/test_sleep.py", "gpu/test_graphs.py")  # they measure or limit memory
 SHARERS = "PENSTOCK_TEST_SHARERS"  # environment variable: number of processes on the device
-KEPT_FREE = 0.5  # share of a shared device's memory that is left for weights and activations
+ENGINES_SHARE = 0.5  # share of a shared device that engines see; the rest is for weights and activations
 OUTCOMES = ("passed", "failed", "skipped")
 
 
@@ -129,7 +129,7 @@ def share_memory() -> None:
 
     def of_process(device: torch.device | int | None = None) -> tuple[int, int]:
         free, total = of_device(device)
-        return min(free, int(total * KEPT_FREE / sharers)), total
+        return min(free, int(total * ENGINES_SHARE / sharers)), total
 
     torch.cuda.mem_get_info = of_process
 

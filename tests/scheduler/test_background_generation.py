@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+
+from penstock.errors import QueueFull
 from penstock.kvcache.blocks import BlockPool
 from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
 from penstock.types import GeneratePlan, Request
 from tests.generation.fakes import generation_request
 
 
-def make(slots: int = 4, blocks: int = 64) -> GenerationScheduler:
-    limits = GenerationLimits(slots, 64, 64, 64, 10**6, prefix_caching=False)
+def make(slots: int = 4, blocks: int = 64, max_queued_tokens: int = 10**6) -> GenerationScheduler:
+    limits = GenerationLimits(slots, 64, 64, 64, max_queued_tokens, prefix_caching=False)
     return GenerationScheduler(BlockPool(blocks, 4), limits)
 
 
@@ -75,3 +78,12 @@ def test_background_prompts_count_for_no_limit_of_others() -> None:
     scheduler.cancel("batch")
     assert scheduler.queued_background_tokens == 0
     scheduler.check_integrity()
+
+
+def test_background_prompts_never_exceed_the_limit_of_the_queue() -> None:
+    scheduler = make(max_queued_tokens=16)
+    scheduler.add(request("batch", 16, background=True))
+    with pytest.raises(QueueFull, match="16 tokens of prompts are waiting"):
+        scheduler.add(request("other-batch", 2, background=True))
+    scheduler.add(request("user", 16))
+    scheduler.add(request("other-user", 2))  # below its share: an eighth more fits

@@ -148,6 +148,7 @@ class StandIn:
 
     def _scroll(self, method: str, body: Any) -> Any:
         if method == "DELETE":
+            self.scrolls.clear()
             return {}
         pages = self.scrolls[body["scroll_id"]]
         return {"_scroll_id": body["scroll_id"], "hits": {"hits": pages.pop(0) if pages else []}}

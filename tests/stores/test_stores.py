@@ -242,6 +242,20 @@ def test_a_passing_failure_is_tried_again(
     assert len(pauses) == 2
 
 
+def test_a_reader_that_stops_early_leaves_no_scroll_open(
+    new_url: Callable[[str], str], opensearch: StandIn
+) -> None:
+    url = new_url("opensearch")
+    write(url, table(["a", "b", "c"]))
+    with open_store(url) as store:
+        store.find()
+        pages = store.read(1)
+        next(pages)
+        assert opensearch.scrolls
+        pages.close()  # type: ignore[attr-defined]
+    assert not opensearch.scrolls
+
+
 def test_a_store_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for url in ("qdrant:http://127.0.0.1:9/docs", "opensearch:http://user:secret@127.0.0.1:9/docs"):
         with pytest.raises(Exception, match=r"127\.0\.0\.1:9/docs") as caught, open_store(url) as store:

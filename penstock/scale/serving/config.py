@@ -38,10 +38,10 @@ class ReplicaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ValueError(f"target_queued_tokens is {self.target_queued_tokens}; use 1 or more")
         if not self.cpus >= 0:
             raise ValueError(f"cpus is {self.cpus}; use 0 or more")
-        if self.gpu_share is not None and not (
-            0 <= self.gpu_share <= 1 or (self.gpu_share > 1 and self.gpu_share == int(self.gpu_share))
-        ):
-            raise ValueError(f"gpu_share is {self.gpu_share}; use a share such as 0.5, or whole GPUs")
+        if self.gpu_share is not None and not 0 <= self.gpu_share <= 1:
+            raise ValueError(
+                f"gpu_share is {self.gpu_share:g}; use 0 to 1: an engine replica uses one GPU at most"
+            )
         for name in ("upscale_delay_s", "downscale_delay_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; use 0 or more seconds")
@@ -233,8 +233,6 @@ def _checked(model: DeployedModel) -> DeployedModel:
         raise ConfigError(f"gpu_share is {share:g}, but device is {device}; leave one out", param="ray")
     if device == "cuda" and not share:
         raise ConfigError("device is cuda, but gpu_share is 0; use a share such as 0.5", param="ray")
-    if share > 1:
-        raise ConfigError(f"gpu_share is {share:g}; an engine replica uses one GPU at most", param="ray")
     return model
 
 

@@ -56,7 +56,8 @@ class QueuedTokensRouter(RequestRouter):  # type: ignore[misc]
 
         def uncount(future: Any) -> None:
             self._counted.discard(future)
-            if future.cancelled() or future.result().replica_id.unique_id != replica:
+            failed = future.cancelled() or future.exception() is not None
+            if failed or future.result().replica_id.unique_id != replica:
                 self._complete(replica, request_id)
 
         self._counted.add(pending_request.future)
