@@ -29,7 +29,8 @@ def cls(hidden: Tensor, batch: Batch) -> Tensor:
 
 
 def last(hidden: Tensor, batch: Batch) -> Tensor:
-    return hidden.index_select(0, batch.cu_lengths[1:] - 1).float()
+    tokens = (batch.cu_lengths[1:] - 1).clamp_min(0)  # a graph is captured with empty rows in front
+    return hidden.index_select(0, tokens).float()
 
 
 def mean(hidden: Tensor, batch: Batch) -> Tensor:

@@ -101,3 +101,11 @@ def test_skipped_tokens_do_not_matter(method: str) -> None:
     batch = batch_of([7, 5], [3, 2])
     torch.testing.assert_close(METHODS[method](hidden, batch), METHODS[method](changed, batch))
     assert not torch.allclose(METHODS[method](hidden, batch_of([7, 5])), METHODS[method](hidden, batch))
+
+
+@pytest.mark.parametrize("method", ["cls", "last"])
+def test_an_empty_row_in_front_reads_no_token_before_the_first(method: str) -> None:
+    """A CUDA graph is captured with empty rows in front, where index -1 would be an illegal access."""
+    hidden = torch.randn(4, 8)
+    pooled = METHODS[method](hidden, batch_of([0, 4]))
+    assert torch.equal(pooled[1], hidden[0 if method == "cls" else 3])
