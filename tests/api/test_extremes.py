@@ -1,4 +1,5 @@
-"""Extreme numbers and values that cannot be sent back, on routes whose models the end-to-end servers lack."""
+"""Extreme numbers and values that cannot be encoded, on routes for which the end-to-end servers have no
+model."""
 
 from __future__ import annotations
 

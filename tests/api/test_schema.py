@@ -1,4 +1,4 @@
-"""The OpenAPI document is valid, and says of every route what it takes and answers."""
+"""The OpenAPI document is valid and describes the body and the answer of every route."""
 
 from __future__ import annotations
 
