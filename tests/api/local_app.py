@@ -79,8 +79,7 @@ def local_state(
 
 
 class WholeClient(CountingClient):
-    """A replacement for `EngineClient` with all methods that handlers call, streams and comparisons
-    included."""
+    """A replacement for `EngineClient` with all methods that handlers call, also streams and comparisons."""
 
     unavailable_reason = ""
 

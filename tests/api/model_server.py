@@ -57,7 +57,8 @@ def serving_models(
     """Serve models under their names (None: the default model) and yield the server's address.
 
     `options` are further fields of `EngineConfig` by model name, `states` keeps the models' sleep states, and
-    `server` are fields of `ServerConfig`."""
+    `server` are fields of `ServerConfig`.
+    """
     with ExitStack() as stack:
         served: dict[str, ServedModel] = {}
         for name, folder in models.items():

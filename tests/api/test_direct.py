@@ -1,5 +1,4 @@
-"""The direct path from an endpoint to its connection: an answer in one write, and a callback on
-disconnect."""
+"""The direct path from endpoint to connection: an answer in one write, and a callback on disconnect."""
 
 from __future__ import annotations
 

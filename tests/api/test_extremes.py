@@ -1,5 +1,4 @@
-"""Extreme numbers and values that cannot be encoded, on routes for which the end-to-end servers have no
-model."""
+"""Extreme numbers and values that cannot be encoded, on routes that the end-to-end servers do not cover."""
 
 from __future__ import annotations
 

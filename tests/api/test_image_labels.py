@@ -1,5 +1,4 @@
-"""Zero-shot classification of images with the request's labels, in Penstock's own and Hugging Face's
-dialects."""
+"""Zero-shot classification of images, in Penstock's own and Hugging Face's dialects."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The playground is self-contained, well-formed and safe, and matches the routes.
 
-tests/docs/test_browser.py opens it in a browser; tests/docs/test_docs_page.py tests the API reference."""
+tests/docs/test_browser.py opens it in a browser; tests/docs/test_docs_page.py tests the API reference.
+"""
 
 from __future__ import annotations
 

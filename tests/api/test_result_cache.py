@@ -122,7 +122,7 @@ def vector_of(encoded: str) -> Any:
     return np.frombuffer(base64.b64decode(encoded), "<f4")
 
 
-# --- what is answered ---------------------------------------------------------------------------------------
+# --- cached answers -----------------------------------------------------------------------------------------
 
 
 def test_a_repeated_request_gets_the_same_bytes_without_the_engine(served: Served) -> None:
@@ -219,7 +219,7 @@ def test_two_models_do_not_share_the_results_of_a_text(served: Served, tmp_path:
             model.text.close()
 
 
-# --- what a request says ------------------------------------------------------------------------------------
+# --- Cache-Control headers ----------------------------------------------------------------------------------
 
 
 def test_no_cache_computes_again_and_keeps_the_result(served: Served) -> None:
@@ -470,7 +470,7 @@ def test_the_rows_of_large_requests_are_hashed_off_the_event_loop(
     assert threads.ran_on_loop("row_digests") == threads.ran_on_loop("split_output") == {False}
 
 
-# --- the store in memory ------------------------------------------------------------------------------------
+# --- the in-memory store ------------------------------------------------------------------------------------
 
 
 def row_of(size: int, byte: int = 0) -> CachedRow:

@@ -134,8 +134,7 @@ class Faults:
     # Requests.
 
     async def bombs(self) -> None:
-        """Requests that would take much memory or time if they ran as requested. None may be answered with
-        5xx."""
+        """Requests that would take much memory or time if they ran as requested. None may get a 5xx."""
         vectors = base64.b64encode(bytes(4 * 30_000)).decode()
         bodies: list[tuple[str, Any]] = [
             ("/v1/embeddings", {"input": ["x"] * 2048, "prompt": "the water " * 5000}),
@@ -215,8 +214,7 @@ class Faults:
     # Connections.
 
     async def disconnects(self) -> None:
-        """Clients that disconnect at a random moment: while they send the request, or while the answer
-        streams."""
+        """Clients that disconnect at a random moment, while they send the request or while they read."""
         body = json.dumps({"prompt": "water", "max_tokens": 60, "stream": True}).encode()
         request = _raw_request("/v1/completions", body)
         for _ in range(20):

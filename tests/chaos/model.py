@@ -14,8 +14,7 @@ POISON = "tool call"  # one token; no text of the load contains it
 
 
 def write_poisoned_llama(folder: Path) -> Path:
-    """Write a small Llama that embeds, scores and generates. `POISON` in a text makes its values
-    non-finite."""
+    """Write a small Llama that embeds, scores and generates. `POISON` in a text makes values non-finite."""
     from penstock.inputs.tokenizer import Tokenizer
 
     write_llama(folder)

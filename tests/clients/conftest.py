@@ -1,7 +1,8 @@
 """Servers for unmodified client packages, one for each kind of model. `make clients` runs these tests.
 
 Tiny seeded models stand in for published ones. If PENSTOCK_TEST_MODELS names a folder with the real
-`reranker-mini` or `smollm2`, those are used instead."""
+`reranker-mini` or `smollm2`, those are used instead.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +57,7 @@ Start = Callable[..., Server]
 @pytest.fixture(scope="session")
 def start(servers: ServerPool, tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Return a function that starts a server for a written model: `start("name", write, "--flag")`. Calls
-    with
-    the same flags share a server."""
+    with the same flags share a server."""
     folders: dict[str, Path] = {}
 
     def begin(name: str, write: Callable[[Path], Path], *flags: str) -> Server:

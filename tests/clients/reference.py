@@ -50,8 +50,7 @@ def check_ranking(found: list[tuple[int, float]], server: Server) -> None:
 
 @pytest.fixture
 def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch off the offline mode of `huggingface_hub`, which the tests set and which refuses loopback
-    too."""
+    """Leave `huggingface_hub`'s offline mode, which the tests set and which refuses loopback too."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

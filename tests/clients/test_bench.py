@@ -1,6 +1,7 @@
 """`penstock bench serve` with every backend, against a Penstock server.
 
-Models are served from folders with names that exist nowhere else, and no hub can be reached."""
+Models are served from folders with names that exist nowhere else, and no hub can be reached.
+"""
 
 from __future__ import annotations
 

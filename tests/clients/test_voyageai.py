@@ -1,5 +1,4 @@
-"""The unmodified `voyageai` package. It counts tokens with a tokenizer that it downloads; this is not
-tested."""
+"""The unmodified `voyageai` package. Counting tokens with its downloaded tokenizer is not tested."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Every answer must be right, or the request must fail with a typed error or a broken connection. Anything else
 is a defect: an answer of another request, a status that blames the caller, a stream with a wrong
-continuation."""
+continuation.
+"""
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ class Server:
 
     @contextmanager
     def stopped(self, module: str) -> Iterator[int]:
-        """Stop the only child that runs `module` with SIGSTOP, and continue it afterwards if it still
-        lives."""
+        """Stop the only child that runs `module` with SIGSTOP. Continue it afterwards if it is still
+        alive."""
         (pid,) = self.children(module)
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -164,8 +164,7 @@ def serving(
 @contextmanager
 def serving_here(folder: Path, **options: Any) -> Iterator[httpx.Client]:
     """Serve a model from this process, where torch is already imported. For tests of a model's answers that
-    do
-    not depend on processes. The options are fields of `EngineConfig`."""
+    do not depend on processes. The options are fields of `EngineConfig`."""
     with (
         serving_models({folder.name: folder}, {folder.name: options}) as address,
         httpx.Client(base_url=address, timeout=PATIENCE_S) as http,

@@ -1,5 +1,4 @@
-"""Several engines for one model: what clients see when one dies or hangs, and orders that reach all
-engines."""
+"""Several engines for one model: what clients see when one dies or hangs, and orders to all engines."""
 
 from __future__ import annotations
 

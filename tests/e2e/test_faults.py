@@ -1,5 +1,4 @@
-"""Processes that hang, are killed or fail to start; which folders they import from; and how a server
-stops."""
+"""Processes that hang, are killed or fail to start; what they import; and how a server stops."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Kills API processes: answers are never swapped, successors are served, and the engine drops abandoned
-work."""
+"""Killed API processes: no answer is swapped, successors are served, and the engine drops their work."""
 
 from __future__ import annotations
 

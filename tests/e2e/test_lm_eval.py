@@ -1,5 +1,4 @@
-"""Replays lm_eval's requests and reads the answers as lm_eval does. Runs lm_eval itself if it is
-installed."""
+"""Replays lm_eval's requests and reads the answers as it does. Also runs lm_eval, if installed."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ def test_log_likelihoods_equal_those_of_transformers(
 def test_an_end_token_after_the_prompt_does_not_change_its_log_likelihood(
     server: Server, model: Any, tokenizer: Tokenizer
 ) -> None:
-    """lm_eval drops the generated token, which may be the end token. It is an ordinary token for the
-    scores."""
+    """lm_eval drops the generated token, which may be the end token; the scores treat it like any other."""
     context, ending = pairs(model, tokenizer)[1]
     end = str(tokenizer.token_id("<|im_end|>"))
     for more in ({}, {"logit_bias": {end: 100.0}}):

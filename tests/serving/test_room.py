@@ -1,5 +1,4 @@
-"""Device memory that engines share: one engine at a time takes some, and others sleep if too little is
-free."""
+"""Device memory that engines share: one takes memory at a time, and others sleep to free some."""
 
 from __future__ import annotations
 

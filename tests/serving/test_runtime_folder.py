@@ -21,8 +21,7 @@ from penstock.serving.runtime_folder import (
 
 @pytest.fixture
 def parent() -> Iterator[Path]:
-    """A folder with a short path. Socket addresses have a length limit, and pytest's folders have long
-    names."""
+    """A folder with a short path: socket addresses are limited, and pytest's folders have long names."""
     folder = Path(f"/tmp/{PREFIX}test-{os.getpid()}")
     folder.mkdir(mode=0o700)
     yield folder

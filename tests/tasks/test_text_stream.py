@@ -1,5 +1,4 @@
-"""Text streams of generation jobs: stop strings end rows and free them, however the text is cut into
-pieces."""
+"""Text streams of generation jobs: stop strings end rows and free them, whatever the size of the pieces."""
 
 from __future__ import annotations
 

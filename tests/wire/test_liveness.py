@@ -26,8 +26,7 @@ class Watched:
         self.status = EngineStatus(PID, heartbeat_s=self.now_s)
 
     def run(self, seconds: float, *, beats: bool = False, **fields: float) -> str:
-        """Advance the clock while the engine publishes `fields`, with or without heartbeats. Return the last
-        verdict."""
+        """Advance the clock while the engine publishes `fields`, and return the reason of the last check."""
         reason, until_s = "", self.now_s + seconds
         while self.now_s < until_s:
             self.now_s += 0.5

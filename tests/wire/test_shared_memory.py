@@ -167,8 +167,7 @@ def test_nothing_is_shared_where_the_system_has_no_such_memory(
 
 
 class WideRunner:
-    """A runner that returns values counting up from each row's first token. Steps wait while the gate is
-    closed."""
+    """A runner whose values count up from each row's first token. Steps wait while the gate is closed."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
