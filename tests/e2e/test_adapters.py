@@ -83,7 +83,7 @@ def pages(server: Server) -> list[EngineStatus]:
 
 
 def has_run_adapters(page: EngineStatus) -> bool:
-    """Whether an engine holds two adapters in host memory, and at least one on the device."""
+    """Whether an engine holds two adapters in host memory, and has run steps with at least one."""
     return page.adapters_on_host >= 2 and page.adapters_on_device > 0
 
 

@@ -395,7 +395,7 @@ def _nesting(schema: Schema, rng: Rng) -> Case:
 
 
 def _rows(schema: Schema, rng: Rng) -> Case:
-    """Rows at the limits of a request, above them, or none, in any field that takes a list."""
+    """The maximum number of rows, one more, fewer, or none, in any field that takes a list."""
     path, body, example = _pick(schema, rng)
     size = rng.choice((0, 1, 127, 128, 1000, 2048, 2049))
     names = [

@@ -38,7 +38,7 @@ CHECKS = [
     response_headers_conformance,
     response_schema_conformance,
 ]
-_KINDS: tuple[Kind, ...] = ("varied", "varied", "positive", "negative")  # a kind's share of generated cases
+_KINDS: tuple[Kind, ...] = ("varied", "varied", "positive", "negative")  # repeated for a larger share
 _MAX_VARIED = 3  # maximum number of generated fields in an example
 
 

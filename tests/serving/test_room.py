@@ -1,4 +1,4 @@
-"""Device memory that engines share: one takes memory at a time, and others sleep to free some."""
+"""Shared device memory: one engine takes some at a time, and others sleep if too little is free."""
 
 from __future__ import annotations
 
