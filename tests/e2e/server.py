@@ -67,8 +67,7 @@ class Server:
 
     @contextmanager
     def stopped(self, module: str) -> Iterator[int]:
-        """Stop the only child that runs `module` with SIGSTOP. Continue it afterwards if it is still
-        alive."""
+        """Stop the only child that runs `module` with SIGSTOP. Continue it afterwards if it lives."""
         (pid,) = self.children(module)
         os.kill(pid, signal.SIGSTOP)
         try:

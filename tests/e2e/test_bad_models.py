@@ -98,8 +98,7 @@ BROKEN: dict[Callable[[Path], None], tuple[str, ...]] = {
     with_a_huge_header: ("not a readable safetensors file",),
 }
 
-# One folder for each stage of start-up: tokenizer, configuration, weight files, tensors (both in one
-# process).
+# One for each stage of start-up: tokenizer, configuration, weight files, tensors (both in one process).
 SERVED = [
     without_a_tokenizer,
     with_half_a_config,

@@ -26,7 +26,7 @@ QUEUED_ROWS, RUNNING_ROWS = "penstock_queue_rows", "penstock_running_rows"
 @pytest.fixture(scope="module")
 def server(llama_folder: Path) -> Iterator[Server]:
     flags = ("--device", "cpu", "--threads", "1", "--api-server-count", str(NUM_API_PROCESSES))
-    embeds = ("--pooler-config", '{"pooling_type": "LAST"}')  # embeddings by the last token
+    embeds = ("--pooler-config", '{"pooling_type": "LAST"}')  # so that scores come from its vectors
     with serving(str(llama_folder), *flags, *embeds) as running:
         yield running
 

@@ -214,8 +214,7 @@ class Schema:
     def holding(
         self, schema: Json, value: Json, kinds: tuple[str, ...] = ("integer", "number")
     ) -> list[Json]:
-        """Values of the schema in which `value` replaces one part of one of the `kinds`; one for each
-        part."""
+        """Values of the schema with `value` at one place of a type in `kinds`; one for each such place."""
         schema = self.resolve(schema)
         if several := schema.get("anyOf") or schema.get("oneOf"):
             return [found for each in several for found in self.holding(each, value, kinds)]
