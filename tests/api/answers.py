@@ -1,4 +1,4 @@
-"""Checks that an answer is what its route declares."""
+"""Check that an answer has the type that its route declares."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 def checked(response: Any, kind: Any) -> Any:
-    """The JSON of a successful answer, which has exactly the fields of its declared type."""
+    """Return the JSON of a successful answer, which must have exactly the fields of its declared type."""
     assert response.status_code == 200, response.text
     decoded = msgspec.json.decode(response.content, type=kind)
     assert msgspec.to_builtins(decoded) == response.json()

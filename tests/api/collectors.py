@@ -1,4 +1,4 @@
-"""Stand-ins for an OpenTelemetry collector, over gRPC and over HTTP. They keep the spans that they get."""
+"""Fake OpenTelemetry collectors, over gRPC and over HTTP, that record the spans they receive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Collector:
     url: str
     spans: list[Any] = field(default_factory=list)
     resources: list[dict[str, Any]] = field(default_factory=list)
-    headers: list[dict[str, str]] = field(default_factory=list)  # of each export
+    headers: list[dict[str, str]] = field(default_factory=list)  # request headers of each export
 
     def take(self, request: Any) -> None:
         for resource_spans in request.resource_spans:
@@ -32,7 +32,7 @@ class Collector:
 
 
 def attributes(owner: Any) -> dict[str, Any]:
-    """The attributes of a span or a resource."""
+    """Attributes of a span or a resource, by name."""
     return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in owner.attributes}
 
 

@@ -1,4 +1,4 @@
-"""The whole application in this process, on a local engine instead of an engine process."""
+"""The whole application in this process, with a local engine instead of an engine process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.types import PooledOutput, Request
 
 
 class CountingClient:
-    """Stands in for `EngineClient` and keeps the requests that it gets."""
+    """A replacement for `EngineClient` that records the requests it receives."""
 
     ready: Any = True
 
@@ -47,7 +47,7 @@ class CountingClient:
 
 @contextmanager
 def local_app(folder: Path, **options: Any) -> Iterator[tuple[TestClient, CountingClient]]:
-    """The application of a state, and its engine. The options are those of `local_state`."""
+    """Serve the state that `local_state` makes from these options. Yield a client and the engine."""
     with local_state(folder, **options) as (state, local), TestClient(build_app(state)) as http:
         yield http, local
 
@@ -61,7 +61,7 @@ def local_state(
     aliases: tuple[str, ...] = (),
     **options: Any,
 ) -> Iterator[tuple[ServerState, CountingClient]]:
-    """The state of a server that has one model, which runs in this process."""
+    """The state of a server with one model, which runs in this process."""
     config = EngineConfig(model=str(folder), served_model_name="model", device="cpu", threads=1, **options)
     described = describe(config)
     settings = settle(config, described)
@@ -79,7 +79,7 @@ def local_state(
 
 
 class WholeClient(CountingClient):
-    """Has everything that a handler asks an engine for: streams and comparisons too."""
+    """A replacement for `EngineClient` with all methods that handlers call, also streams and comparisons."""
 
     unavailable_reason = ""
 

@@ -1,4 +1,4 @@
-"""Notes which threads run a function, to show that long work leaves the event loop. Nothing is timed."""
+"""Record which threads run a function, to show that long work leaves the event loop. Nothing is timed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 def on_loop() -> bool:
-    """Whether this thread runs an event loop at the moment."""
+    """Whether an event loop is running on this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -20,7 +20,7 @@ def on_loop() -> bool:
 
 
 class LoopThreads:
-    """Wraps functions and notes for each call whether it ran on an event loop."""
+    """Wraps functions and records for each call whether it ran on an event loop."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch

@@ -1,4 +1,4 @@
-"""A server of several models in this process, for tests that say nothing of processes."""
+"""A server of several models in this process, for tests that do not depend on processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TINY: Options = {"device": "cpu", "threads": 1, "kv_cache_gb": 0.05}
 
 
 class SleepingModels:
-    """Stands in for the supervisor: the states of models are set by orders, and by tests."""
+    """A fake supervisor: orders and tests set the states of models."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -54,9 +54,11 @@ def serving_models(
     states: SleepingModels | None = None,
     **server: Any,
 ) -> Iterator[str]:
-    """Serve models under their names (None: the default model) and yield the address. `options` are further
-    fields of `EngineConfig` by name, `states` has the states of models, `server` are fields of
-    `ServerConfig`."""
+    """Serve models under their names (None: the default model) and yield the server's address.
+
+    `options` are further fields of `EngineConfig` by model name, `states` keeps the models' sleep states, and
+    `server` are fields of `ServerConfig`.
+    """
     with ExitStack() as stack:
         served: dict[str, ServedModel] = {}
         for name, folder in models.items():

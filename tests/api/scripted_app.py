@@ -1,4 +1,4 @@
-"""The application on a scripted engine, in this process or on a loopback port."""
+"""The application with a scripted engine, in this process or on a loopback port."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def make_state(
 
 @contextmanager
 def listening(state: ServerState) -> Iterator[str]:
-    """Serve from a thread of this process and yield the address."""
+    """Serve on a thread of this process and yield the address."""
     with server_thread(state) as (url, _, _):
         yield url
 
 
 @contextmanager
 def server_thread(state: ServerState) -> Iterator[tuple[str, uvicorn.Server, threading.Thread]]:
-    """Serve from a thread of this process; yield the address, the server and its thread."""
+    """Serve on a thread of this process; yield the address, the server and its thread."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""The access log: one line for every request, without inputs unless they are asked for."""
+"""The access log: one line per request, which contains the inputs only if they are requested."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logged(folder: Path, caplog: pytest.LogCaptureFixture, body: Any, **server: Any) -> list[Any]:
-    """The lines of one request."""
+    """Send one request and return its access log lines."""
     caplog.set_level(logging.INFO)
     with local_app(folder, server={"access_log": True, "root_path": "/api", **server}) as (http, _):
         headers = {"x-request-id": "r1", "authorization": "Bearer hunter2"}

@@ -1,4 +1,4 @@
-"""How requests of every dialect choose a LoRA adapter, and what is refused."""
+"""How requests of every dialect choose a LoRA adapter, and which choices are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TENANT = AdapterLaunch(0, "tenant", "/adapters/tenant", "digest", "/adapters/ten
 
 
 class Recorder(WholeClient):
-    """Keeps every request; those of adapters are answered without them."""
+    """An engine that records every request, and runs requests for adapters on the base model."""
 
     async def run(self, request: Request) -> PooledOutput:
         self.requests.append(request)
@@ -83,8 +83,8 @@ PAIR = {"query": TEXTS[0], "documents": TEXTS}
 EMBED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/embeddings", {"input": TEXTS}),
     ("/v1/embeddings", {"input": TEXTS, "chunking": "mean"}),
-    ("/v1/embeddings", {"input": TEXTS, "task": "x"}),  # Jina's, whose model has no tasks
-    ("/v1/embeddings", {"input": TEXTS, "output_dtype": "int8"}),  # Voyage's
+    ("/v1/embeddings", {"input": TEXTS, "task": "x"}),  # Jina's body; the model has no tasks
+    ("/v1/embeddings", {"input": TEXTS, "output_dtype": "int8"}),  # Voyage's body
     ("/pooling", {"input": TEXTS, "task": "token_embed"}),
     ("/embed", {"inputs": TEXTS}),
     ("/embed_all", {"inputs": TEXTS}),
@@ -100,7 +100,7 @@ EMBED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/rerank", PAIR),
     ("/v2/rerank", PAIR),
     ("/rerank", PAIR),
-    ("/rerank", {"query": TEXTS[0], "texts": TEXTS}),  # TEI's
+    ("/rerank", {"query": TEXTS[0], "texts": TEXTS}),  # TEI's body
     ("/api/rerank", PAIR),
     ("/", {"inputs": TEXTS[0]}),
     ("/models/tenant", {"inputs": TEXTS[0]}),
@@ -126,7 +126,7 @@ OTHERS: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def check_adapter(http: TestClient, local: Recorder, path: str, body: dict[str, Any]) -> None:
-    """Every request that a body makes carries the adapter, however the body names it."""
+    """Check that every engine request of a body carries the adapter, however the body names it."""
     for chosen in ({"model": "tenant"}, {"model": "model:tenant"}, {"adapter": "tenant"}):
         local.requests.clear()
         answer = http.post(path, json={**body, **chosen})
@@ -284,7 +284,7 @@ def test_a_key_for_an_adapter_allows_it_alone(embedder: tuple[TestClient, Record
         call.release_adapters()
     refusals = []
     call.key = ApiKey("k", models=frozenset({"other"}))
-    for name in ("tenant", "nobody"):  # one that exists and one that does not
+    for name in ("tenant", "nobody"):  # an adapter that exists, and one that does not
         with pytest.raises(ModelNotAllowed) as raised:
             call.model(body(model=name))
         refusals.append(raised.value.message.replace(name, "NAME"))
@@ -347,7 +347,7 @@ def test_models_list_adapters_with_their_parent(embedder: tuple[TestClient, Reco
 
 @contextmanager
 def adapted_app(made: Adapted) -> Iterator[TestClient]:
-    """The application on a real engine that has the adapter."""
+    """The application with a real engine that has the adapter."""
     with local_state(made.base, client=WholeClient, enable_lora=True) as (state, local):
         local.engine.load_adapter(0, str(made.adapters["tenant"]), "tenant").result(PATIENCE_S)
         (model,) = state.models.values()

@@ -1,4 +1,4 @@
-"""Requests that the queue has no room for are refused before they are tokenised."""
+"""Requests that do not fit into the queue are refused before they are tokenised."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ SETTINGS = {
     "max_queue_seconds": 5.0,
 }
 IDLE = EngineStatus(pid=1, tokens_per_s=1000)
-SLOW = EngineStatus(pid=1, queued_tokens=9000, tokens_per_s=1000)  # 9 s of small requests, and a share of 2
+SLOW = EngineStatus(pid=1, queued_tokens=9000, tokens_per_s=1000)  # 9 s of small requests
 FULL = EngineStatus(pid=1, queued_tokens=50_000, tokens_per_s=1e6)
 LARGE = EngineStatus(pid=1, queued_tokens=9000, queued_large_tokens=9000, tokens_per_s=1000)
 PROMPTS = EngineStatus(pid=1, queued_prompt_tokens=9000, prompt_tokens_per_s=1000)
 
 
 class PoolingEngine(ScriptedEngine):
-    """Answers pooling requests at once, or refuses them as an engine does."""
+    """An engine that answers pooling requests at once, or refuses them with a full queue."""
 
     refusal: QueueFull | None = None
 
@@ -53,7 +53,7 @@ class PoolingEngine(ScriptedEngine):
 
 
 class Served:
-    """An application whose engine publishes what the test writes."""
+    """An application whose engine status is published by the test."""
 
     def __init__(self, folder: Path, page: Path) -> None:
         create_status_page(page)
@@ -158,7 +158,7 @@ def test_a_refusal_of_the_engine_tells_when_to_come_back(served: Served) -> None
 
 
 def admission(tmp_path: Path, status: EngineStatus, clock: Callable[[], float] | None = None) -> Admission:
-    """An admission whose every look at the clock comes a second after the one before."""
+    """An admission check whose clock, by default, advances by a second at every reading."""
     create_status_page(tmp_path / "page")
     StatusWriter(tmp_path / "page").publish(status)
     return Admission(StatusReader(tmp_path / "page"), lambda: SETTINGS, clock or itertools.count().__next__)
@@ -191,7 +191,7 @@ def test_as_many_tokens_may_wait_as_the_engines_together_take(tmp_path: Path) ->
 
 def test_requests_that_are_still_tokenised_count_as_waiting(tmp_path: Path) -> None:
     door = admission(tmp_path, IDLE)
-    first = door.admit("Embed", 160_000)  # about 40,000 tokens, which the engine does not know of yet
+    first = door.admit("Embed", 160_000)  # about 40,000 tokens, which the engine does not count yet
     with pytest.raises(QueueTooSlow):
         door.admit("Embed", 20_000)
     with pytest.raises(QueueFull, match="about 40000 tokens are waiting"):

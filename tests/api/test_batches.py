@@ -1,4 +1,4 @@
-"""Files and batches over HTTP: what is stored, who sees it, and how every line is answered."""
+"""Files and batches over HTTP: what is stored, who can see it, and how every line is answered."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ OFTEN = {"COMMIT_S": 0.02, "CHECK_S": 0.02, "FIRST_DELAY_S": 0.01}
 
 
 class Engine(WholeClient):
-    """An engine that a test can let fail, or keep from answering."""
+    """An engine that a test can make fail or block."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
-        self.errors: list[Exception] = []  # of the next requests
+        self.errors: list[Exception] = []  # raised by the next requests, one each
         self.open = threading.Event()
         self.open.set()
         self.backgrounds: list[bool] = []
@@ -51,7 +51,7 @@ class Engine(WholeClient):
 
 
 class Site:
-    """A server, and clients of it."""
+    """A server and its clients."""
 
     def __init__(self, url: str, engine: Engine, folder: Path) -> None:
         self.url = url

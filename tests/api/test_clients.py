@@ -1,4 +1,4 @@
-"""Who a client is, and that one client leaves room for others."""
+"""How a client is identified, and that one client leaves capacity for others."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_clients_with_the_only_key_are_told_apart_like_those_without(state: Serv
 def clients_of_keys(
     state: ServerState, server: dict[str, Any], keys: Sequence[str] = ("one", "two")
 ) -> list[tuple[str, float]]:
-    """The clients and weights of requests with these keys, to a server with these settings."""
+    """The client names and weights of requests with these keys, on a server with these settings."""
     seen(state)
     with listening(ServerState(ServerConfig(**server), state.models)) as url:
         for key in keys:

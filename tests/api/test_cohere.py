@@ -1,4 +1,4 @@
-"""Cohere's routes: fields, answers and errors as its published reference has them."""
+"""Cohere's routes: fields, answers and errors as in Cohere's published reference."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def http(embedder: tuple[TestClient, CountingClient]) -> TestClient:
 
 
 def checked(http: TestClient, path: str, **body: Any) -> Any:
-    """The answer, which has the type that the route declares."""
+    """The answer of a route, after checking that it has the declared type."""
     answer = http.post(path, json=body)
     assert answer.status_code == 200, answer.text
     (route,) = [each for each in ROUTES if each.path == path]
@@ -56,7 +56,7 @@ def checked(http: TestClient, path: str, **body: Any) -> Any:
 
 
 def is_of(content: bytes, kind: Any) -> bool:
-    """Whether the answer has exactly the fields of a type."""
+    """Whether the answer has exactly the fields of the type."""
     try:
         decoded = msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError:

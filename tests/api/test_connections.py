@@ -1,4 +1,4 @@
-"""Connections under attack: each limit holds, its client gets an answer, and others are served."""
+"""Connections under attack: each limit holds, the offending client gets an answer, and others are served."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture(scope="module")
 def plain_url(folder: Path) -> Iterator[str]:
-    """A server that tests share: small limits on headers, one allowed host."""
+    """A shared server with small limits on headers and one allowed host."""
     limits = {"max_header_bytes": 4096, "max_headers": 20, "max_url_bytes": 500, "max_body_bytes": 100_000}
     engine = ScriptedEngine(lambda prompt, copy: [5, 6, 7])
     with serving(folder, engine, **limits, allowed_hosts=("mine.example",), access_log=True) as (url, _):
@@ -48,7 +48,7 @@ def plain_url(folder: Path) -> Iterator[str]:
 
 
 class Client:
-    """A client that sends what it likes."""
+    """A raw client that can send any bytes."""
 
     def __init__(self, url: str) -> None:
         self.socket = socket.create_connection(("127.0.0.1", urlsplit(url).port or 0), PATIENCE_S)
@@ -57,7 +57,7 @@ class Client:
         try:
             self.socket.sendall(data)
         except OSError:
-            pass  # the server has closed the connection, which the answer tells more about
+            pass  # the server closed the connection; its answer tells more
 
     def head(self, method: str = "POST", path: str = ROUTE, **headers: object) -> None:
         lines = [f"{name.replace('_', '-')}: {value}" for name, value in {"host": "x", **headers}.items()]
@@ -68,7 +68,7 @@ class Client:
         self.send(body)
 
     def answer(self) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body of one answer."""
+        """Read the status, headers and body of one answer."""
         with self.socket.makefile("rb") as file:
             status = int(file.readline().split()[1])
             headers: dict[str, str] = {}
@@ -83,7 +83,7 @@ class Client:
         return status, json.loads(body)["error"]
 
     def rest(self) -> bytes:
-        """Everything until the server closes."""
+        """Read everything until the server closes the connection."""
         parts = []
         try:
             while part := self.socket.recv(65536):
@@ -119,15 +119,15 @@ def serving(folder: Path, engine: ScriptedEngine, **server: Any) -> Iterator[tup
 
 
 def limits_met(url: str, limit: str) -> float:
-    """How often a limit was met. Metrics are written a little after the answer."""
+    """How often a limit was met. The server updates metrics shortly after the answer."""
     text = httpx.get(f"{url}/metrics").text
     name = f'penstock_connection_limits_total{{limit="{limit}"}}'
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
 def access_line(caplog: pytest.LogCaptureFixture, client: Client) -> logging.LogRecord:
-    """The one access log line of a client. It is written after the answer, and lines of other tests' clients
-    may come meanwhile."""
+    """The only access log line of a client. The server writes it after the answer, and lines of other tests'
+    clients may come in between."""
     assert client.answer()[0]
     address = ":".join(map(str, client.socket.getsockname()))
 
@@ -148,7 +148,7 @@ class TestHeaders:
     @pytest.mark.parametrize(
         ("sent", "status", "limit"),
         [
-            (b"GET / HTTP/1.1\r\nx: " + b"a" * 600_000, 431, "header_bytes"),  # without an end
+            (b"GET / HTTP/1.1\r\nx: " + b"a" * 600_000, 431, "header_bytes"),  # an endless header
             (b"GET / HTTP/1.1\r\nx: " + b"a" * 5000 + b"\r\n\r\n", 431, "header_bytes"),
             (b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 30 + b"\r\n", 431, "headers"),
             (b"GET /" + b"a" * 1000 + b" HTTP/1.1\r\n\r\n", 414, "url_bytes"),
@@ -226,7 +226,7 @@ class TestTime:
             client.head(content_length=len(BODY))
             client.send(BODY[:-1])
             other.head(content_length=len(BODY))
-            assert other.error()[0] == 408  # while the first has the seconds that its bytes give it
+            assert other.error()[0] == 408  # the first client's bytes extend its own time limit
             client.send(BODY[-1:])
             assert client.answer()[0] == 200
 
@@ -290,7 +290,7 @@ class TestBytes:
             client.send(b"20000\r\n" + bytes(0x20000) + b"\r\n0\r\n\r\n")
             assert client.error()[0] == 413
             client.post()
-            assert client.answer()[0] == 200  # the rest of the body was read and dropped
+            assert client.answer()[0] == 200  # the server read and dropped the rest of the body
             assert state.buffered.held == 0
 
     def test_a_large_answer_beyond_the_bytes_in_all_gets_503(
@@ -317,7 +317,7 @@ class TestBytes:
             wait_until(lambda: state.buffered.held == 8 * size - 100)
             assert len(httpx.get(f"{url}/metrics").content) == size
             second.head(content_length=1000)
-            second.send(bytes(900))  # so few bytes are always read
+            second.send(bytes(900))  # bodies up to `ALWAYS_READ_BYTES` are always read
             wait_until(lambda: state.buffered.held == 8 * size + 800)
             assert httpx.get(f"{url}/metrics").status_code == 503
 

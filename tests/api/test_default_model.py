@@ -1,4 +1,4 @@
-"""Which model answers a request that names none."""
+"""Which model answers a request that does not name one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a connection offers an endpoint beside ASGI: an answer in one write, and news of the client."""
+"""The direct path from endpoint to connection: an answer in one write, and a callback on disconnect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Transport:
-    """A transport that records what is written to it."""
+    """A fake transport that records what is written to it."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
@@ -60,7 +60,7 @@ def request(method: str = "POST", path: str = "/v1/completions", body: bytes = B
 def connected(
     folder: Path, use: Callable[[Connection, Transport], Coroutine[Any, Any, None]], **server: Any
 ) -> None:
-    """Use a connection of an API process, on its own event loop."""
+    """Run a test on a connection of an API process, on its own event loop."""
 
     async def main() -> None:
         engine = ScriptedEngine(lambda prompt, copy: [5, 6, 7])
@@ -78,7 +78,7 @@ def connected(
 
 async def until(is_true: Callable[[], object]) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not is_true():  # noqa: ASYNC110 — what is waited for is not made to be awaited
+        while not is_true():  # noqa: ASYNC110 — the condition has no awaitable event
             await asyncio.sleep(0.001)
 
 
@@ -148,7 +148,7 @@ def test_an_answer_waits_for_a_client_that_reads_slowly(folder: Path) -> None:
 
 def test_a_header_value_with_a_line_break_is_refused(folder: Path) -> None:
     async def use(connection: Connection, transport: Transport) -> None:
-        connection.data_received(request(body=BODY)[:-1])  # the request is not complete: nothing answers it
+        connection.data_received(request(body=BODY)[:-1])  # incomplete, so that no handler answers it
         assert not connection.cycle.respond(200, [(b"x-name", b"a\r\nset-cookie: b")], b"{}", head_only=False)
         assert not transport.written and not connection.cycle.response_started
 
@@ -170,7 +170,7 @@ def test_the_callback_for_an_ended_request_runs_once_even_if_set_afterwards(fold
 
 
 class Exchange:
-    """A request that a test can end."""
+    """A direct exchange whose disconnect callback the test calls."""
 
     def __init__(self) -> None:
         self.callback: Any = None

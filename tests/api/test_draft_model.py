@@ -1,4 +1,4 @@
-"""What a server says of its draft model."""
+"""What a server reports about its draft model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_server_reports_its_draft_model_and_its_time(tmp_path: Path) -> None
         answer = http.post("/v1/completions", json=body)
         assert answer.json()["usage"]["completion_tokens"] == 12, answer.text
         core = local.engine.core
-        assert EngineMetrics("model").publish(core)  # as an engine process does
+        assert EngineMetrics("model").publish(core)  # as the engine process does
         families = text_string_to_metric_families(http.get("/metrics").text)
         found = [
             sample.value

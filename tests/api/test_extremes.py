@@ -1,4 +1,4 @@
-"""Extreme numbers and values that cannot be sent back, on routes whose models the end-to-end servers lack."""
+"""Extreme numbers and values that cannot be encoded, on routes that the end-to-end servers do not cover."""
 
 from __future__ import annotations
 

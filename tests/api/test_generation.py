@@ -1,4 +1,4 @@
-"""`/v1/completions` and `/v1/chat/completions` as OpenAI's client and lm_eval use them."""
+"""`/v1/completions` and `/v1/chat/completions`, as OpenAI's client and lm_eval use them."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class TestOpenAI:
 
 
 class TestEvaluation:
-    """The shapes that lm_eval's local-completions sends, and what it reads of the answers."""
+    """The request bodies of lm_eval's local-completions, and the fields that it reads from the answers."""
 
     @pytest.mark.parametrize("max_tokens", [0, 1])
     def test_given_tokens_have_log_probabilities(
@@ -178,7 +178,7 @@ class TestEvaluation:
             made = logprobs["token_logprobs"][1 : len(ids)]
             assert made == pytest.approx([fake_logprob(token, 0) for token in ids[1:]])
             tops = logprobs["top_logprobs"][1 : len(ids)]
-            assert [max(top.values()) for top in tops] == made  # what lm_eval takes for greedy
+            assert [max(top.values()) for top in tops] == made  # lm_eval treats these tokens as greedy
             assert choice["text"].startswith(tokenizer.decode(ids))
             assert logprobs["text_offset"][2] == len("".join(logprobs["tokens"][:2]))
         assert answer["usage"]["completion_tokens"] == 2 * max_tokens
@@ -235,7 +235,7 @@ class TestCompletions:
             "rank": 1,
             "decoded_token": tokenizer.token_text(ids[1]),
         }
-        assert len(scores[1]) == 2  # the chosen one is the likeliest
+        assert len(scores[1]) == 2  # the chosen token is also the likeliest
 
     def test_tokens_can_be_returned_as_ids(self, http: TestClient, tokenizer: Tokenizer) -> None:
         ids = tokenizer.encode([SAID], add_special_tokens=False)[0].tolist()
@@ -255,7 +255,7 @@ class TestCompletions:
 
     @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
     def test_every_event_of_a_stream_has_the_same_form(self, http: TestClient, path: str) -> None:
-        """Events that hold only text are written from a template; events with usage are encoded whole."""
+        """Text-only events are written from a template; events with usage are encoded whole."""
         framed = chunks(http, path, stream_options={"include_usage": True}, request_id='a"b')
         options = {"include_usage": True, "continuous_usage_stats": True}
         whole = chunks(http, path, stream_options=options, request_id='a"b')
@@ -430,7 +430,7 @@ class TestBadInput:
     ) -> None:
         engine.pause = asyncio.Event()  # never set
         body = {"prompt": "find", "max_tokens": 60, "stream": True}
-        for timeout_s in (0.1, 1, 10):  # a busy machine may need more than the first to begin the stream
+        for timeout_s in (0.1, 1, 10):  # a busy machine may need longer than the first to begin the stream
             answer = http.post("/v1/completions", json=body | {"timeout": timeout_s})
             if answer.status_code == 200:
                 break
@@ -510,7 +510,7 @@ class TestLeaving:
         with httpx.Client() as http:
             body = {"messages": TALK, "stream": True, "ignore_eos": True}
             with http.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
-                pieces = answer.iter_bytes()  # closes the answer when it is forgotten
+                pieces = answer.iter_bytes()  # a reference keeps the answer open
                 next(pieces)
                 assert engine.open == 1 and state.in_flight == 1
         wait_until(lambda: engine.open == 0 and state.in_flight == 0)
@@ -532,7 +532,7 @@ class TestLeaving:
     def test_a_client_that_does_not_read_makes_the_stream_wait(
         self, state: ServerState, engine: ScriptedEngine
     ) -> None:
-        """While the transport is full nothing is written. Then all pending text leaves in one event."""
+        """While the transport is full, nothing is written. Then all pending text leaves in one event."""
         body = json.dumps({"prompt": "find", "max_tokens": 60, "stream": True}).encode()
         sent: list[bytes] = []
 
@@ -569,7 +569,7 @@ class TestLeaving:
             with http.stream(
                 "POST", f"{url}/v1/completions", json={"prompt": "find", "stream": True}
             ) as answer:
-                pieces = answer.iter_bytes()  # closes the answer when it is forgotten
+                pieces = answer.iter_bytes()  # a reference keeps the answer open
                 next(pieces)
                 second = httpx.post(f"{url}/v1/completions", json={"prompt": "find"})
                 assert second.status_code == 429

@@ -1,4 +1,4 @@
-"""What `huggingface_hub` posts to the server's address, compared with the pipelines of transformers."""
+"""What `huggingface_hub` posts to the server, compared with the pipelines of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images that are classified by labels of the request, in the project's own dialect and Hugging Face's."""
+"""Zero-shot classification of images, in Penstock's own and Hugging Face's dialects."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def wanted(clip: tuple[TestClient, Path]) -> list[dict[str, float]]:
 
 
 def check(got: dict[str, float], expected: dict[str, float]) -> None:
-    assert list(got) == list(expected)  # the best first
+    assert list(got) == list(expected)  # descending by score
     np.testing.assert_allclose(list(got.values()), list(expected.values()), atol=1e-5)
 
 
@@ -98,7 +98,7 @@ def test_the_list_of_models_says_that_it_takes_images_and_labels(clip: tuple[Tes
 def test_other_inputs_are_refused_in_words(
     clip: tuple[TestClient, Path], path: str, body: dict[str, Any], status: int, message: str
 ) -> None:
-    """Hugging Face's dialect has TEI's statuses: 413 for a value, 422 for a body of another shape."""
+    """Hugging Face's dialect has TEI's statuses: 413 for a bad value, 422 for a body of another shape."""
     answer = clip[0].post(path, json=body)
     assert answer.status_code == status and message in answer.text, answer.text
 

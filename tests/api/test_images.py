@@ -1,4 +1,4 @@
-"""Images in the bodies of every dialect: vectors, rankings and chat, and what is refused."""
+"""Images in the bodies of every dialect: vectors, rankings, chat and refusals."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def http(clip: tuple[Path, DualReference], tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def large_images(clip: tuple[Path, DualReference]) -> Iterator[TestClient]:
-    """The same model with the limits that a server has by default."""
+    """The same model with a server's default limits."""
     with local_app(clip[0], dtype="float32") as (client, _):
         yield client
 
@@ -181,7 +181,7 @@ UNUSABLE: dict[str, tuple[Any, str]] = {
 
 
 def as_uri(data: Any) -> Any:
-    """The bytes of a file in a data URI that claims a PNG; anything else as it is."""
+    """The bytes of a file as a data URI that claims to be a PNG; other values unchanged."""
     if not isinstance(data, bytes):
         return data
     return "data:image/png;base64," + base64.b64encode(data).decode()
@@ -209,19 +209,19 @@ def test_an_unusable_image_is_an_error_of_its_request_in_every_dialect(
         answer = client.post(path, json=body)
         assert answer.status_code == 400 or (answer.status_code == 422 and uri == 7), (path, answer.text)
         assert re.search(words, answer.text), (path, answer.text)
-    assert np.abs(vectors(large_images, "/v1/embeddings", input=[{"image": URIS[0]}])).max() > 0  # it lives
+    assert np.abs(vectors(large_images, "/v1/embeddings", input=[{"image": URIS[0]}])).max() > 0  # still up
 
 
 def test_unusual_image_formats_are_decoded_as_displayed(
     large_images: TestClient, clip: tuple[Path, DualReference]
 ) -> None:
-    """CMYK, alpha, a palette, grey and a rotated photograph: the vector is that of the displayed image."""
+    """CMYK, alpha, palette, grey and rotated images: the vector is that of the displayed image."""
     picture = noise(48, 32)
     cmyk, clear = picture.convert("CMYK"), noise(48, 32, "RGBA", seed=5)
     on_white = Image.new("RGBA", clear.size, "white")
     on_white.alpha_composite(clear)
     turned = Image.Exif()
-    turned[0x0112] = 6  # the camera was turned by 90 degrees
+    turned[0x0112] = 6  # Exif orientation: rotate by 90 degrees
     given = {
         encoded(cmyk, "TIFF"): cmyk.convert("RGB"),
         encoded(clear): on_white.convert("RGB"),
@@ -294,7 +294,7 @@ def test_messages_with_images_are_rendered_by_the_chat_template(qwen: TestClient
 def test_messages_are_inputs_where_the_model_has_no_chat_template(
     http: TestClient, clip: tuple[Path, DualReference]
 ) -> None:
-    """As vLLM's clients send them to CLIP."""
+    """vLLM's clients send messages to CLIP in this form."""
 
     def talk(*parts: Any) -> list[Any]:
         return [{"role": "user", "content": list(parts)}]
@@ -311,7 +311,7 @@ def test_messages_are_inputs_where_the_model_has_no_chat_template(
 
 
 def test_options_of_the_image_processor_are_refused(qwen: TestClient) -> None:
-    """They change what a model sees."""
+    """Such options change the model's input."""
     messages = [{"role": "user", "content": [url_part(URIS[0])]}]
     for path in ("/v1/embeddings", "/v1/chat/completions"):
         options = {"max_pixels": 100}
@@ -340,7 +340,7 @@ def test_a_model_of_texts_refuses_images(tmp_path: Path) -> None:
             ("/embeddings", {"input": URIS, "modality": "image"}),
         ):
             answer = client.post(path, json=body)
-            assert answer.status_code in (400, 422)  # as the dialect's errors are
+            assert answer.status_code in (400, 422)  # depends on the dialect
             assert "reads texts, not images" in answer.text
 
 

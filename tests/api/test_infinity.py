@@ -1,4 +1,4 @@
-"""The dialect of Infinity."""
+"""Infinity's dialect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dialect of Jina, on `/v1/embeddings` and `/v1/rerank`."""
+"""Jina's dialect, on `/v1/embeddings` and `/v1/rerank`."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_long_text_is_refused_unless_it_is_to_be_cut(http: TestClient, folder:
 
 
 def test_late_chunking_pools_the_parts_of_one_document(http: TestClient) -> None:
-    """The mean of the token vectors of each chunk, where the model reads the whole document."""
+    """Each vector is the mean of its chunk's token vectors, computed with the whole document as context."""
     found = vectors(http, late_chunking=True)
     document = " ".join(TEXTS)
     answer = http.post("/pooling", json={"input": document, "task": "token_embed", "normalize": False})

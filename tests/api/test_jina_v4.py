@@ -1,4 +1,4 @@
-"""jina-embeddings-v4 over HTTP: Jina's own names of tasks, images, and vectors for each token."""
+"""jina-embeddings-v4 over HTTP: Jina's task names, images, and one vector per token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of API keys: what they may hold, and what is said about those that cannot be used."""
+"""Files of API keys: their format, and the errors for files that cannot be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of clients: which are accepted, what they allow, and how they are limited and replaced."""
+"""API keys: which are accepted, what they allow, and how they are limited and replaced."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_admin_routes_want_an_admin_key_and_say_how_to_set_one() -> None:
         ring(api_keys=("plain",)).check(scope(x_api_key="plain"), needs_admin=True)
     keys = ring(api_keys=("plain",), admin_keys=("boss",))
     assert keys.check(scope(x_api_key="boss"), needs_admin=True).is_admin
-    assert keys.check(scope(x_api_key="boss")).is_admin  # it opens ordinary routes too
+    assert keys.check(scope(x_api_key="boss")).is_admin  # an admin key opens ordinary routes too
     with pytest.raises(Forbidden, match="key api-key-1 is none"):
         keys.check(scope(x_api_key="plain"), needs_admin=True)
     with pytest.raises(Unauthorized):
@@ -94,7 +94,7 @@ class TestReload:
             for broken in ("", "second key\n", "- {key: 1"):
                 file.write_text(broken)
                 keys.reload()
-                keys.reload()  # the same error is logged once
+                keys.reload()  # logs the same error only once
                 assert keys.find(b"second-key") and keys.find(b"third-key")
             file.unlink()
             keys.reload()
@@ -146,7 +146,7 @@ class Clock:
 
 @pytest.fixture(params=["one process", "two processes"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[KeyLimits, KeyLimits, Clock]]:
-    """The limits of one key, as two requests see them: in one process, or in two."""
+    """Two views of one key's limits, in the same process or in two processes."""
     clock = Clock()
     folders = [CounterFolder()] * 2
     if request.param == "two processes":
@@ -181,7 +181,7 @@ class TestLimits:
             with pytest.raises(KeyLimitReached, match="100 tokens per second") as refused:
                 each.take(150)
             assert refused.value.retry_after_s == 2
-        clock.now_s += 2  # as the answer has said
+        clock.now_s += 2  # the advertised retry-after time
         second.take(150)
         with pytest.raises(KeyLimitReached):
             first.take(100)
@@ -198,7 +198,7 @@ class TestLimits:
         clock.now_s += refused.value.retry_after_s
         first.take(10_000)
         with pytest.raises(KeyLimitReached) as refused:
-            second.check()  # before its body is read
+            second.check()  # runs before the body is read
         assert refused.value.retry_after_s == 10_000 / 100 - BURST_S
         clock.now_s += refused.value.retry_after_s
         second.check()
@@ -218,7 +218,7 @@ class TestLimits:
         second = KeyLimits("k", CounterFolder(tmp_path / "keys", 1, 2), 1, None)
         with pytest.raises(KeyLimitReached):
             second.enter()
-        KeyLimits("k", CounterFolder(tmp_path / "keys", 0, 2), 1, None)  # in place of the first
+        KeyLimits("k", CounterFolder(tmp_path / "keys", 0, 2), 1, None)  # the restarted first process
         second.enter()
 
 

@@ -1,4 +1,4 @@
-"""Pairs on classifiers, and labels that come with a request, through the whole application."""
+"""Text pairs for classifiers, and labels in requests, through the whole application."""
 
 from __future__ import annotations
 

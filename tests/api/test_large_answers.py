@@ -1,4 +1,4 @@
-"""Answers of many megabytes are right to the byte, and other requests do not wait for them."""
+"""Answers of many megabytes are correct to the byte, and do not delay other requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DTYPES = [OutputDtype.FLOAT32, OutputDtype.FLOAT16, OutputDtype.BFLOAT16, Output
 
 
 class NullClient:
-    """Answers at once, with values that identify their row."""
+    """An engine client that answers at once, with values that identify their row."""
 
     ready = True
 
@@ -55,7 +55,7 @@ def app() -> Iterator[Any]:
 
 
 class Exchange:
-    """One request to an ASGI application, and the pieces of its response."""
+    """One request to an ASGI application, and the messages of its response."""
 
     def __init__(self, app: Any, path: str, body: dict[str, Any]) -> None:
         self.app, self.path = app, path
@@ -145,7 +145,7 @@ def test_a_small_request_is_answered_while_large_answers_are_sent(app: Any, enco
 
 
 def test_numbers_of_a_large_answer_are_written_a_little_at_a_time(app: Any) -> None:
-    """Their size is known only when they are written. Other requests are answered meanwhile."""
+    """The size is unknown until the numbers are written. Other requests are answered in between."""
 
     async def beside() -> None:
         large = Exchange(app, "/pooling", tokens_of(8, "float"))

@@ -1,4 +1,4 @@
-"""Work whose duration grows with the input runs on another thread than the event loop, or is refused."""
+"""Work whose duration grows with the input leaves the event loop's thread, or is refused."""
 
 from __future__ import annotations
 

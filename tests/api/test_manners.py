@@ -1,4 +1,4 @@
-"""What every route does for clients that somebody else wrote: names, headers, fields, methods."""
+"""How every route treats third-party clients: model names, headers, fields and methods."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_header_holds_whatever_name_a_client_invents(http: TestClient, name: s
     [
         ("/v1/embeddings", b'{"unknown": 1, "input": "\xff\xfe"}'),
         ("/v1/embeddings", b'{"input": null, "input": "\xff"}'),
-        ("/classify", b'{"messages": [], "cache_salt": "\xed\xa0\x80"}'),  # another kind of body claims it
+        ("/classify", b'{"messages": [], "cache_salt": "\xed\xa0\x80"}'),  # `messages` selects its type
         ("/tokenize", b'{"messages": [], "unknown": 1, "model": "\xff"}'),
     ],
 )

@@ -1,4 +1,4 @@
-"""Metrics under the names that TEI and vLLM give them."""
+"""Metrics under the names of TEI and vLLM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def parsed(text: bytes) -> Samples:
-    """Samples under the names that the text has; the parser adds an ending to those of some counters."""
+    """Samples by the names in the text. The prometheus parser would append a suffix to some counters."""
     assert list(text_string_to_metric_families(text.decode()))
     found: Samples = {}
     for line in text.decode().splitlines():

@@ -1,4 +1,4 @@
-"""`/v1/models` tells what a model can do, exactly enough for a page to offer it."""
+"""`/v1/models` reports what a model can do, precisely enough for a page to offer it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON that is nested too deeply is refused; brackets in texts and wide bodies are not."""
+"""Deeply nested JSON is refused; brackets in texts and wide bodies are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dialect of Ollama."""
+"""Ollama's dialect."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The playground is self-contained, well-formed and safe, and matches the routes.
 
-tests/docs/test_browser.py opens it; tests/docs/test_docs_page.py is about the API reference.
+tests/docs/test_browser.py opens it in a browser; tests/docs/test_docs_page.py tests the API reference.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tests.checkpoints import write_bert
 
 SERVED = {spec.path for spec in ROUTES} | {"/openapi.json"}
 VOID = {"meta", "link", "input", "br", "hr", "img"}
-SVG = "http://www.w3.org/2000/svg"  # a name, which nothing loads
-OWN_PARAMS = {"second", "system"}  # fields of the page that become parts of a request's field
+SVG = "http://www.w3.org/2000/svg"  # an XML namespace, never fetched
+OWN_PARAMS = {"second", "system"}  # fields of the page that become parts of one request field
 
 
 class Outline(HTMLParser):
-    """The elements of a page; checks that tags close in the order in which they opened."""
+    """The elements of a page. Checks that tags are closed in the right order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

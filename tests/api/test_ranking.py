@@ -160,7 +160,7 @@ def test_a_thousand_documents_are_one_message(cross: Served, route: str) -> None
 
 
 def test_very_short_and_very_long_documents_share_a_request(cross: Served) -> None:
-    longest = " ".join(["water"] * (64 - 3 - 3))  # the limit, less [CLS], two [SEP] and the query
+    longest = " ".join(["water"] * (64 - 3 - 3))  # the limit without [CLS], two [SEP] and the query
     documents = ["oil", longest, "a", longest + " water"]
     rows = cross.post("/rerank", query=QUERY, documents=documents[:3])["results"]
     alone = cross.engine.score(QUERY, documents[:3])
@@ -173,7 +173,7 @@ def test_very_short_and_very_long_documents_share_a_request(cross: Served) -> No
     cut = cross.post("/rerank", query=QUERY, documents=documents, truncate_prompt_tokens=-1)["results"]
     scores = {row["index"]: row["relevance_score"] for row in cut}
     assert scores[3] == pytest.approx(scores[1], abs=1e-5)
-    for route in ("/v1/rerank", "/v2/rerank"):  # as Jina and Cohere do
+    for route in ("/v1/rerank", "/v2/rerank"):  # the routes of Jina and Cohere
         assert len(cross.post(route, query=QUERY, documents=documents)["results"]) == 4
 
 

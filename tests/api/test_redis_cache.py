@@ -1,4 +1,4 @@
-"""Results in Redis: shared between processes, checked when they are read, never in the way of a request."""
+"""Results in Redis are shared between processes, are checked when read, and never delay a request."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ needs_server = pytest.mark.skipif(PROGRAM is None, reason="needs redis-server")
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine must not look like a slow Redis."""
+    """Raise the lookup timeout, so that a busy machine does not look like a slow Redis."""
     monkeypatch.setattr(redis_cache, "LOOKUP_TIMEOUT_S", PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
 def socket_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Redis of the test's own, on a socket file."""
+    """A Redis server for these tests, on a Unix socket."""
     folder = tmp_path_factory.mktemp("redis")
     path = folder / "s"
     options = {
@@ -57,7 +57,7 @@ def socket_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def database(socket_path: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A client of the empty database. Servers read the password from their environment."""
+    """A client of the emptied database. Servers read the password from their environment."""
     monkeypatch.setenv("PENSTOCK_REDIS_PASSWORD", PASSWORD)
     with redis.Redis(unix_socket_path=socket_path, password=PASSWORD) as client:
         client.flushall()
@@ -70,14 +70,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class LoadedClient(CountingClient):
-    """An engine whose revision is that of the files that it has loaded."""
+    """An engine client whose revision is that of the loaded files."""
 
     revision = ""
     engine_settings: dict[str, Any] = {}
 
 
 class Served:
-    """A server with a result cache, as another process would be."""
+    """A server with a result cache, as in a process of its own."""
 
     def __init__(self, folder: Path, url: str, **server: Any) -> None:
         self._state = local_state(folder, client=LoadedClient, server={"result_cache_redis": url, **server})
@@ -109,7 +109,7 @@ class Served:
         self.http.portal.call(self.store.settled)
 
     def warm(self) -> None:
-        """Have the model's revision computed: until it is known, nothing is read or written."""
+        """Compute the model's revision. Until it is known, the cache is neither read nor written."""
         self.embed("warm-up")
         self.settle()
 
@@ -129,7 +129,7 @@ def test_servers_share_results(folder: Path, socket_path: str, database: Any) ->
         second.engine.requests.clear()
         assert second.embed(*TEXTS) == (vectors, 3) and not second.engine.requests
         database.flushall()
-        assert second.embed(*TEXTS) == (vectors, 3)  # memory has them too
+        assert second.embed(*TEXTS) == (vectors, 3)  # from the in-memory store
         second.embed(*TEXTS, "see how they look")
         second.settle()
         (key,) = database.keys()
@@ -277,7 +277,7 @@ def test_a_store_is_left_alone_after_failures_and_tried_again() -> None:
     assert breaker.is_open
     now_s += PAUSE_S
     assert not breaker.is_open
-    breaker.on_failure(OSError("lost"))  # one failure is enough now
+    breaker.on_failure(OSError("lost"))  # one more failure opens the breaker again
     assert breaker.is_open
     now_s += PAUSE_S
     breaker.on_success()

@@ -1,4 +1,4 @@
-"""The result cache: known rows are answered with the same bytes and without the engine, others never are."""
+"""The result cache: cached rows are answered with the same bytes and without the engine, others never are."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CACHED = {"result_cache_mb": 8}
 
 
 class RevisedClient(CountingClient):
-    """An engine that knows the revision of its model."""
+    """An engine client that reports the revision of its model."""
 
     revision = "first"
     engine_settings: dict[str, Any] = {}
@@ -69,7 +69,7 @@ class Served:
         self.engine = engine
 
     def post(self, path: str, headers: dict[str, str] | None = None, **body: Any) -> tuple[Any, int | None]:
-        """The answer, without what differs between equal requests, and how many rows the cache gave."""
+        """The answer without its id and time stamp, and the number of rows from the cache."""
         answer = self.http.post(path, json=body, headers=headers)
         assert answer.status_code == 200, answer.text
         hits = answer.headers.get("x-cache-hits")
@@ -83,7 +83,7 @@ class Served:
         return self.post("/v1/embeddings", headers, input=texts, encoding_format="base64", **more)
 
     def rows_run(self) -> list[int]:
-        """The number of rows of each request that reached the engine since the last call."""
+        """The number of rows in each request that reached the engine since the last call."""
         counts = [request.num_rows for request in self.engine.requests]
         self.engine.requests.clear()
         return counts
@@ -122,7 +122,7 @@ def vector_of(encoded: str) -> Any:
     return np.frombuffer(base64.b64decode(encoded), "<f4")
 
 
-# --- what is answered ---------------------------------------------------------------------------------------
+# --- cached answers -----------------------------------------------------------------------------------------
 
 
 def test_a_repeated_request_gets_the_same_bytes_without_the_engine(served: Served) -> None:
@@ -165,7 +165,7 @@ def test_usage_counts_rows_from_the_cache_too(served: Served) -> None:
 )
 def test_whatever_changes_an_answer_separates_entries(served: Served, other: dict[str, Any]) -> None:
     plain, _ = served.embed(*TEXTS)
-    assert served.embed(*TEXTS, **other)[1] in (0, 1)  # a text of four tokens is not cut to four
+    assert served.embed(*TEXTS, **other)[1] in (0, 1)  # one text has only four tokens
     changed, hits = served.embed(*TEXTS, **other)
     assert hits == 4
     assert served.embed(*TEXTS) == (plain, 4)
@@ -219,7 +219,7 @@ def test_two_models_do_not_share_the_results_of_a_text(served: Served, tmp_path:
             model.text.close()
 
 
-# --- what a request says ------------------------------------------------------------------------------------
+# --- Cache-Control headers ----------------------------------------------------------------------------------
 
 
 def test_no_cache_computes_again_and_keeps_the_result(served: Served) -> None:
@@ -333,7 +333,7 @@ def test_an_output_larger_than_the_cache_is_not_taken_apart(
 
 
 def test_a_found_row_of_another_shape_is_computed_again(served: Served) -> None:
-    """Only a store that others write to could hold one."""
+    """Possible only in a store that others write to."""
     answer, _ = served.embed(*TEXTS)
     assert served.state.result_cache is not None
     wrong = CachedRow((("<f4", (3,)),), (bytes(12),))
@@ -470,7 +470,7 @@ def test_the_rows_of_large_requests_are_hashed_off_the_event_loop(
     assert threads.ran_on_loop("row_digests") == threads.ran_on_loop("split_output") == {False}
 
 
-# --- the store in memory ------------------------------------------------------------------------------------
+# --- the in-memory store ------------------------------------------------------------------------------------
 
 
 def row_of(size: int, byte: int = 0) -> CachedRow:
@@ -574,9 +574,9 @@ def test_a_row_of_another_key_or_secret_or_format_is_not_read(monkeypatch: pytes
     ("layout", "part", "does_fit"),
     [
         (("<f4", (2,)), np.array([1, 2], "<f4").tobytes(), True),
-        (("<f4", (3,)), np.array([1, 2, 3], "<f4").tobytes(), False),  # the model has two dimensions
+        (("<f4", (3,)), np.array([1, 2, 3], "<f4").tobytes(), False),  # the model has 2 dimensions
         (("<f4", (2,)), b"1234", False),  # too short
-        (("<f2", (2,)), np.array([1, 2], "<f2").tobytes(), False),  # not what was asked for
+        (("<f2", (2,)), np.array([1, 2], "<f2").tobytes(), False),  # not the requested dtype
         (("|O", (1,)), bytes(8), False),
         (("<f4", (-1, -2)), bytes(8), False),
         (("<f4", (2, 1, 1)), bytes(8), False),
@@ -619,7 +619,7 @@ def test_a_cache_is_made_only_where_it_is_configured(folder: Path) -> None:
 
 
 def test_kept_rows_are_nothing_that_the_garbage_collector_has_to_visit() -> None:
-    """A process freezes the store before it serves; its entries must not grow what a collection visits."""
+    """A process freezes its heap before it serves; cache entries must not make collections longer."""
     store = MemoryStore(1 << 20)
     store.put([b"a"], [row_of(10)])
     (entry,) = store._entries.values()

@@ -1,4 +1,4 @@
-"""The OpenAPI document is valid, and says of every route what it takes and answers."""
+"""The OpenAPI document is valid and describes the body and the answer of every route."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def operations(document: Json) -> Iterator[tuple[str, str, Json]]:
             yield method, path, operation
 
 
-# --- what every route declares ------------------------------------------------------------------------------
+# --- declarations of routes ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("route", "kind"), KINDS, ids=NAMES)
@@ -133,7 +133,7 @@ def test_a_key_is_part_of_the_document(document: Json) -> None:
     assert "security" not in document["paths"]["/health"]["get"]
 
 
-# --- a route of its own -------------------------------------------------------------------------------------
+# --- a route of this test -----------------------------------------------------------------------------------
 
 
 class Inner(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Some hundred requests that schemathesis derives from the document; `make schema-test` sends thousands."""
+"""About a hundred requests that schemathesis derives from the document; `make schema-test` has thousands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every example of every route works with a model of some kind, and its answer is as its type says."""
+"""Every example of every route works with a suitable model, and its answer has the declared type."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.fuzz.fleet import KINDS
 
 SERVER = {"enable_tokenizer_info_endpoint": True, "admin_keys": ("operator",)}
 App = Callable[[str], TestClient]
-STORED = ("/v1/files", "/v1/batches")  # what their examples name has to be stored first: test_batches.py
+STORED = ("/v1/files", "/v1/batches")  # their examples name stored files: see test_batches.py
 CALLS = [
     (route, kind)
     for route in ROUTES
@@ -45,7 +45,7 @@ class Obedient:
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    """The application with a tiny model of a kind, made when it is first asked for."""
+    """Return the application for a kind of tiny model, building it on first use."""
     made: dict[str, TestClient] = {}
     with ExitStack() as stack:
 
@@ -66,7 +66,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
 
 
 def undocumented(answer: Any, decoded: Any, path: str = "") -> list[str]:
-    """The fields of an answer that its type does not have."""
+    """The fields of an answer that are missing from its type."""
     if isinstance(answer, dict) and isinstance(decoded, dict):
         extra = [f"{path}.{name}" for name in answer if name not in decoded and answer[name] is not None]
         inside = [(name, decoded[name]) for name in answer if name in decoded]

@@ -1,4 +1,4 @@
-"""Why an engine cannot be reached, in words for clients."""
+"""The reasons that clients get when an engine cannot be reached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Static models behind the HTTP API."""
+"""Static models over HTTP."""
 
 from __future__ import annotations
 

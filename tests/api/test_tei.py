@@ -1,4 +1,4 @@
-"""TEI's routes, field by field, with its answers, errors and headers."""
+"""TEI's routes, field by field: answers, errors and headers."""
 
 from __future__ import annotations
 

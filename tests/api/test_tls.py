@@ -1,4 +1,4 @@
-"""TLS: which files are accepted, how clients prove who they are, and how certificates are renewed."""
+"""TLS: which files are accepted, how clients authenticate, and how certificates are renewed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def locked_key(authority: Authority) -> tuple[Path, Path]:
 
 @contextmanager
 def tls_server(**config: Any) -> Iterator[tuple[str, ServerTls]]:
-    """A server that speaks TLS, in a thread; its address, and its certificates."""
+    """Serve TLS from a thread; yield the address and the certificates."""
     state = ServerState(ServerConfig(**config), {})
     tls = ServerTls(state.config)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -69,7 +69,7 @@ def trusting(authority: Authority, client: tuple[Path, Path] | None = None) -> s
 
 
 def shown_by(url: str, context: ssl.SSLContext) -> str:
-    """The name in the certificate that the server shows to a new connection."""
+    """The name in the certificate that the server sends on a new connection."""
     address = httpx.URL(url)
     with (
         socket.create_connection((address.host, address.port or 0), PATIENCE_S) as plain,
@@ -129,7 +129,7 @@ def test_a_renewed_certificate_is_shown_and_a_damaged_one_is_not(
         context = trusting(authority)
         assert shown_by(url, context) == "server"
         renewed = authority.sign("renewed")
-        shutil.copy(renewed[0], certificate)  # its key comes later
+        shutil.copy(renewed[0], certificate)  # the matching key is copied later
         tls.reload()
         assert shown_by(url, context) == "server" and "does not belong to the certificate" in caplog.text
         shutil.copy(renewed[1], key)
@@ -139,7 +139,7 @@ def test_a_renewed_certificate_is_shown_and_a_damaged_one_is_not(
         no_name.check_hostname = False
         with (
             socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), PATIENCE_S) as plain,
-            no_name.wrap_socket(plain) as secure,  # a client that names no host
+            no_name.wrap_socket(plain) as secure,  # a client without a host name (no SNI)
         ):
             assert "renewed" in str(secure.getpeercert())
 

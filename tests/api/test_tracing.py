@@ -1,4 +1,4 @@
-"""OpenTelemetry traces, as collectors over gRPC and HTTP receive them."""
+"""OpenTelemetry traces, as gRPC and HTTP collectors receive them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ needs_otel = pytest.mark.skipif(not tracing.is_installed(), reason="the extra ot
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of the machine that runs the tests changes nothing."""
+    """Remove OpenTelemetry variables of the machine that runs the tests."""
     for name in ("EXPORTER_OTLP_ENDPOINT", "EXPORTER_OTLP_PROTOCOL", "SERVICE_NAME", "TRACES_SAMPLER"):
         monkeypatch.delenv(f"OTEL_{name}", raising=False)
 
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that ends waits until its last spans are sent, however busy the machine is."""
+    """Let a server wait until its last spans are sent, however busy the machine is."""
     monkeypatch.setattr(tracing, "MAX_CLOSE_S", PATIENCE_S)
 
 
@@ -56,7 +56,7 @@ def collector(no_haste: None) -> Iterator[Collector]:
 
 
 def embed(folder: Path, server: dict[str, Any], *headers: dict[str, str], texts: Any = SECRET) -> None:
-    """Serve an embedding for each set of headers. The spans have been sent when this returns."""
+    """Serve one embedding request per set of headers. All spans are sent when this returns."""
     with local_app(folder, server=server) as (http, _):
         for each in headers or ({},):
             http.post("/v1/embeddings", json={"input": texts}, headers=each)
@@ -205,14 +205,14 @@ def test_a_collector_that_never_answers_does_not_hold_up_the_end(
     tracer.begin(scope, "/x", 1.0)._span.end()
     tracer.close()
     assert "the last spans are lost" in caplog.text
-    assert released.wait(PATIENCE_S)  # the export is given up
+    assert released.wait(PATIENCE_S)  # the export was abandoned
 
 
 @needs_otel
 def test_requests_succeed_without_a_trace_collector(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "MAX_CLOSE_S", 0.01)
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and does not listen
+        taken.bind(("127.0.0.1", 0))  # bound, but not listening
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with local_app(folder, server={"otlp_endpoint": url}) as (http, _):
             assert http.post("/v1/embeddings", json={"input": "a"}).status_code == 200

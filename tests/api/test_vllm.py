@@ -1,4 +1,4 @@
-"""vLLM's dialect: conversations on pooling routes, its spellings, and its routes about the server."""
+"""vLLM's dialect: conversations on pooling routes, vLLM's spellings, and its server routes."""
 
 from __future__ import annotations
 

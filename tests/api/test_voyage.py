@@ -1,4 +1,4 @@
-"""The dialect of Voyage."""
+"""Voyage's dialect."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def vectors(http: TestClient, **body: Any) -> np.ndarray:
 
 def plain(http: TestClient, **body: Any) -> np.ndarray:
     answer = http.post("/v1/embeddings", json={"input": TEXTS, **body})
-    assert "id" in answer.json()  # OpenAI's shape
+    assert "id" in answer.json()  # only OpenAI's answer has an id
     return np.array([item["embedding"] for item in answer.json()["data"]])
 
 

@@ -1,4 +1,4 @@
-"""Whatever moment a process is killed at, every line of a batch is answered exactly once."""
+"""Every line of a batch is answered exactly once, whenever the process is killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROUP = 3
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """Stands in for the death of the process."""
 
 
 def make_batch(store: BatchStore) -> BatchRecord:
@@ -51,7 +51,7 @@ def answer(line: int) -> LineAnswer:
 
 
 def run(folder: Path) -> None:
-    """What a leader does with a batch: open it where it was left, and answer the lines that are left."""
+    """Run a batch as its leader does: resume it, and answer the remaining lines."""
     store = BatchStore(folder)
     try:
         journal = Journal(store, store.batch("batch_1"))

@@ -1,4 +1,4 @@
-"""Lines of an input file are checked one at a time, and errors say which line is wrong and why."""
+"""Lines of an input file are checked one by one, and errors give the line and the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forms are read piece by piece; whatever a client sends, it is refused in words or stored as it is."""
+"""Forms are read piece by piece. Whatever a client sends is stored unchanged or refused with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and batches are found by their owner, page by page, and deleted when they are old."""
+"""Owners find their files and batches page by page, and old ones are deleted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong while the load runs: killed and stopped processes, hostile clients, poisoned rows."""
+"""Faults injected during the load: killed and stopped processes, hostile clients, poisoned rows."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.chaos.model import POISON
 from tests.e2e.server import API, ENGINE, Server
 
 HANG_TIMEOUT_S = 2.0  # the server's --engine-hang-timeout
-MAX_RECOVERY_S = 5.0  # from a kill, or from the end of the hang time-out, to the next right answer
+MAX_RECOVERY_S = 5.0  # until the next right answer, after a kill or after the hang time-out
 Fault = Callable[[], Awaitable[None]]
 
 
 @dataclass
 class Recovery:
-    """How long the server gave no right answer after a fault."""
+    """The time without a right answer after a fault."""
 
     fault: str
     seconds: float
@@ -37,7 +37,7 @@ class Recovery:
 
 @dataclass
 class Faults:
-    """Draws one fault after another; each leaves the server as it should be left: able to serve."""
+    """Injects one random fault after another. The server must be able to serve again after each."""
 
     server: Server
     load: Load
@@ -64,7 +64,7 @@ class Faults:
         }
 
     async def run(self, until_s: float) -> None:
-        first = list(self._weights)  # every kind once, then by weight
+        first = list(self._weights)  # each kind once, then by weight
         self._draw.shuffle(first)
         while time.monotonic() < until_s:
             fault = first.pop() if first else self._draw.choices(*zip(*self._weights.items(), strict=True))[0]
@@ -80,7 +80,7 @@ class Faults:
         await self._recovers("kill -9 of the engine", MAX_RECOVERY_S)
 
     async def hang_engine(self) -> None:
-        """Stop the engine and leave it so: the supervisor has to replace it."""
+        """Stop the engine and do not continue it: the supervisor has to replace it."""
         self._signal(ENGINE, signal.SIGSTOP)
         await self._recovers("SIGSTOP of the engine", HANG_TIMEOUT_S + MAX_RECOVERY_S)
 
@@ -113,7 +113,7 @@ class Faults:
         return pid
 
     async def _recovers(self, fault: str, allowed_s: float) -> None:
-        """Measure until an answer is right again; the checking clients go on meanwhile."""
+        """Measure the time to the next right answer; the checking clients keep running."""
         began = time.monotonic()
         draw = random.Random(0)
         while True:
@@ -134,7 +134,7 @@ class Faults:
     # Requests.
 
     async def bombs(self) -> None:
-        """Requests that would take much memory or time if they were run as they ask. None is answered 5xx."""
+        """Requests that would take much memory or time if they ran as requested. None may get a 5xx."""
         vectors = base64.b64encode(bytes(4 * 30_000)).decode()
         bodies: list[tuple[str, Any]] = [
             ("/v1/embeddings", {"input": ["x"] * 2048, "prompt": "the water " * 5000}),
@@ -158,7 +158,7 @@ class Faults:
         await self._all_answered("bomb", self._draw.sample(raw, 4), allowed=range(200, 500))
 
     async def grammars(self) -> None:
-        """Grammars that overflow a stack, take for ever or are not grammars."""
+        """Grammars that overflow a stack, take forever to compile or are invalid."""
         rules = "\n".join(f"r{i}: r{i + 1}" for i in range(2900))
         schema: dict[str, Any] = {"$defs": {}, "$ref": "#/$defs/d0"}
         for i in range(2000):
@@ -177,7 +177,7 @@ class Faults:
         await self._all_answered("grammar", self._draw.sample(raw, 3), allowed=range(200, 500))
 
     async def poison(self) -> None:
-        """Rows that make the model's values not finite: each fails alone, by its own typed error."""
+        """Rows whose values become non-finite. Each fails alone, with its own typed error."""
         text = f"water {POISON} river"
         bodies: list[tuple[str, Any]] = [
             ("/v1/embeddings", {"input": text}),
@@ -214,23 +214,23 @@ class Faults:
     # Connections.
 
     async def disconnects(self) -> None:
-        """Clients that leave at any moment: while they send the request, or while the answer streams."""
+        """Clients that disconnect at a random moment, while they send the request or while they read."""
         body = json.dumps({"prompt": "water", "max_tokens": 60, "stream": True}).encode()
         request = _raw_request("/v1/completions", body)
         for _ in range(20):
             with _connected(self.server.port) as connection:
                 connection.sendall(request[: self._draw.randint(1, len(request))])
                 await asyncio.sleep(self._draw.uniform(0, 0.05))
-                if self._draw.random() < 0.5:  # with a reset
+                if self._draw.random() < 0.5:  # disconnect with a TCP reset
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
 
     async def slow_readers(self) -> None:
-        """Clients that ask for large answers and do not read them."""
+        """Clients that request large answers and do not read them."""
         body = json.dumps({"input": [f"text {i}" for i in range(512)]}).encode()
         await self._hold([_raw_request("/v1/embeddings", body)] * 8)
 
     async def slow_senders(self) -> None:
-        """Headers and bodies that never end."""
+        """Clients whose headers and bodies never end."""
         header = b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nX-Fill: "
         half = (
             b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20000000\r\n\r\n"

@@ -1,4 +1,4 @@
-"""Clients whose every answer is checked against what the idle server answered before the faults began."""
+"""Clients that check every answer against those of the idle server before the faults."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 WORDS = ("water", "river", "pipe", "valve", "pump", "gate", "flow", "turbine", "basin", "weir", "sluice")
-TOLERANCE = 1e-3  # of unit vectors; two texts of the corpus differ by far more
+TOLERANCE = 1e-3  # absolute, for unit vectors; two texts of the corpus differ by far more
 HANG_S = 60.0
-REFUSALS = (408, 429, 503)  # typed errors that a client may get while processes die or queues are full
+REFUSALS = (408, 429, 503)  # typed errors, allowed while processes die or queues are full
 Vectors = NDArray[np.float64]
 
 
@@ -30,11 +30,11 @@ def corpus(seed: int, count: int) -> list[str]:
 
 @dataclass
 class Tally:
-    """What clients saw. A violation is a broken promise, with enough detail to look into it."""
+    """What clients saw. A violation is a broken promise, with enough detail to investigate it."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
-    latencies_s: list[float] = field(default_factory=list)  # of right answers
+    latencies_s: list[float] = field(default_factory=list)  # of right answers only
 
     def right(self, kind: str, seconds: float) -> None:
         self.outcomes[f"{kind}: right"] += 1
@@ -49,16 +49,16 @@ class Tally:
 
 
 class WrongAnswer(Exception):
-    """A 200 whose content is not that of the request."""
+    """An answer with wrong content, an unexpected status or a wrong end."""
 
 
 class Refused(Exception):
-    """A typed error that a client may get."""
+    """A typed error that clients are allowed to get."""
 
 
 @dataclass
 class Reference:
-    """The right answers."""
+    """The expected answers, from an idle server."""
 
     texts: list[str]
     vectors: Vectors
@@ -67,7 +67,8 @@ class Reference:
 
 
 async def learn(client: httpx.AsyncClient, texts: list[str]) -> Reference:
-    """Ask an idle server. Exit if two texts have almost equal vectors: a swap of them would go unnoticed."""
+    """Record the answers of an idle server. Exit if two texts have almost equal vectors, since a swap of them
+    would go unnoticed."""
     vectors = np.concatenate([await _embed(client, texts[at : at + 32]) for at in range(0, len(texts), 32)])
     nearest = np.sort(np.linalg.norm(vectors[:, None] - vectors[None], axis=2), axis=1)[:, 1]
     if nearest.min() < 10 * TOLERANCE:
@@ -82,7 +83,7 @@ async def learn(client: httpx.AsyncClient, texts: list[str]) -> Reference:
 
 
 class Load:
-    """Requests of every kind, one after another in each of several clients, until told to stop."""
+    """Clients that send requests of every kind, one after another, until `stopping` is set."""
 
     def __init__(self, url: str, reference: Reference, tally: Tally) -> None:
         self._url, self._reference, self._tally = url, reference, tally

@@ -1,4 +1,4 @@
-"""A checkpoint that does everything on one engine, and has a poisoned token."""
+"""A checkpoint that supports every kind of request on one engine, and has a poisoned token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POISON = "tool call"  # one token; no text of the load contains it
 
 
 def write_poisoned_llama(folder: Path) -> Path:
-    """A small Llama that embeds, scores and generates. `POISON` in a text makes its values not finite."""
+    """Write a small Llama that embeds, scores and generates. `POISON` in a text makes values non-finite."""
     from penstock.inputs.tokenizer import Tokenizer
 
     write_llama(folder)
@@ -22,7 +22,7 @@ def write_poisoned_llama(folder: Path) -> Path:
     file = folder / "model.safetensors"
     weights = load_file(file)
     weights["model.embed_tokens.weight"][token_id] = torch.nan
-    weights["lm_head.weight"][token_id] = 0.0  # other tokens have larger logits: it is never generated
+    weights["lm_head.weight"][token_id] = 0.0  # below other tokens' logits, so that it is never generated
     save_file(weights, file, metadata={"format": "pt"})
     write_modules(folder, [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")])
     hidden_size = weights["model.norm.weight"].numel()

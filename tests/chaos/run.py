@@ -1,12 +1,12 @@
-"""Chaos: every fault at once under a load whose every answer is checked. `make chaos` runs it.
+"""Chaos test: random faults during a load whose answers are all checked. `make chaos` runs it.
 
     python -m tests.chaos.run --minutes 10
     python -m tests.chaos.run --minutes 2 --seed 7 --save benchmarks/results
 
-It starts a server on loopback: two API processes before one engine that embeds, scores and generates. Random
-faults meet a load of eight clients. The promises: each answer is right or a typed error, none is swapped, no
-process exceeds its memory bound, and the server answers again within 5 s of a kill. Exit code 1: a promise
-was broken; each violation is printed.
+It starts a server on loopback: two API processes, and one engine that embeds, scores and generates. Eight
+clients send requests while faults are injected. The promises: each answer is right or a typed error, answers
+are never swapped, no process exceeds its memory bound, and the server answers again within 5 s of a kill. If
+a promise is broken, the exit code is 1 and each violation is printed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from tests.chaos.model import write_poisoned_llama
 from tests.e2e.server import API, ENGINE, Server, serving
 
 NUM_CLIENTS = 8
-MAX_MIB = {"engine": 1200, "api": 700, "supervisor": 250, "other": 700}  # of resident memory, at any moment
+MAX_MIB = {"engine": 1200, "api": 700, "supervisor": 250, "other": 700}  # resident memory at any moment
 
 
 @dataclass
 class Memory:
-    """The largest resident memory of each kind of process, in MiB, sampled until the end."""
+    """The peak resident memory of each kind of process, in MiB, sampled until the run ends."""
 
     server: Server
     peaks: dict[str, float] = field(default_factory=dict)
@@ -67,7 +67,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _peak_mib(pid: int) -> float | None:
-    """The peak of a process's own memory and what it has mapped of shared memory."""
+    """The peak resident memory of a process, including the shared memory that it has mapped."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -94,7 +94,7 @@ async def chaos(server: Server, seconds: float, seed: int) -> tuple[Tally, Fault
 
 
 def check_rest(server: Server, tally: Tally) -> None:
-    """After the faults the server is idle, complete, and stops as it should."""
+    """Check that the server becomes idle, has all its processes, and stops cleanly after the faults."""
     server.wait_ready()
     for name in ("penstock_queue_rows", "penstock_running_rows", "penstock_comparisons"):
         server.wait_for_metric(name, 0)

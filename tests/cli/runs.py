@@ -1,4 +1,4 @@
-"""Runs the command line for tests: in this process, or as a process of its own."""
+"""Runs the command line for tests, in this process or in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NULL = ("--device", "null")
 
 
 def invoke(*args: object) -> Result:
-    """Run a command in this process. Exceptions other than an exit are raised."""
+    """Run a command in this process. Exceptions other than exits are re-raised."""
     result = CliRunner().invoke(app, [str(arg) for arg in args])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -26,7 +26,7 @@ def invoke(*args: object) -> Result:
 
 
 def error_of(*args: object) -> str:
-    """The one line that a command prints when its input is wrong."""
+    """The one-line error that a command prints for wrong input."""
     result = invoke(*args)
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
@@ -44,7 +44,7 @@ def run(*args: object, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]
 
 
 def peak_memory(*args: object) -> int:
-    """Peak resident memory in bytes of a command that must succeed."""
+    """Peak resident memory in bytes of a command, which must succeed."""
     process = spawn(*args, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -53,13 +53,13 @@ def peak_memory(*args: object) -> int:
 
 
 def run_interrupted(signal_number: int, parts: int, *args: object) -> subprocess.CompletedProcess[bytes]:
-    """`penstock embed` that sends itself a signal once it has saved `parts` parts and computed one more."""
+    """Run `penstock embed`, which sends itself a signal after saving `parts` parts and computing one more."""
     command = [sys.executable, "-c", _SIGNALS_ITSELF, str(signal_number), str(parts), *map(str, args)]
     return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=False)
 
 
 def run_killed(parts: int, *args: object) -> None:
-    """The same with SIGKILL."""
+    """Interrupt `penstock embed` with SIGKILL."""
     assert run_interrupted(signal.SIGKILL, parts, *args).returncode == -signal.SIGKILL
 
 

@@ -1,4 +1,4 @@
-"""`--adapter` and `--lora-modules`: which adapter a command uses, and what it leaves in the output."""
+"""`--adapter` and `--lora-modules`: which adapter a command uses, and how it affects the output."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_one_flag_takes_several_modules() -> None:
 
 
 def test_json_adapters_follow_one_flag_where_a_file_names_the_models(tmp_path: Path) -> None:
-    """A further value is an adapter if it is JSON, and a model otherwise."""
+    """Another value is an adapter if it is JSON, and a model otherwise."""
     (tmp_path / "models.yaml").write_text("models: [{model: x}]")
     given = ['{"name": "a", "path": "/a"}', '{"name": "b", "path": "/b"}']
     command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]

@@ -66,7 +66,7 @@ def test_a_file_without_usable_keys_is_refused(tmp_path: Path, content: bytes | 
     with pytest.raises(ConfigError, match=words) as refused:
         read_key_file(str(file))
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_key_file("")  # for example the value of a variable that is not set
+        read_key_file("")  # for example from an unset variable
     assert "--api-key-file" in refused.value.message and "cret" not in refused.value.message
 
 

@@ -1,4 +1,4 @@
-"""`penstock doctor`: a status for every fact, no exceptions, and an exit code that says whether it serves."""
+"""`penstock doctor`: a status for every fact, no exceptions, and an exit code for whether it can serve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock embed` from end to end: the engine's own vectors, in every format, through any interruption."""
+"""`penstock embed` end to end: the engine's own vectors, in every format, after any interruption."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def output(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def lines(tmp_path: Path) -> Path:
-    """A thousand short texts, for runs on the null device."""
+    """A thousand short lines, for runs on the null device."""
     file = tmp_path / "lines.txt"
     file.write_text("".join(f"line {i}\n" for i in range(1000)))
     return file
@@ -188,7 +188,7 @@ def test_a_run_that_is_killed_and_resumed_writes_the_same_rows(tmp_path: Path) -
     resumed = invoke("embed", source, "-o", broken, *args, "--resume")
     assert resumed.exit_code == 0, resumed.output
     assert f"{done:,} rows were embedded before" in resumed.stderr
-    assert resumed.stderr.startswith(f"{len(rows) - done:,} rows, ")  # nothing was computed twice
+    assert resumed.stderr.startswith(f"{len(rows) - done:,} rows, ")  # no row was embedded twice
 
     assert invoke("embed", source, "-o", whole, *args).exit_code == 0
     assert pq.read_table(broken)["key"].to_pylist() == [row["key"] for row in rows]
@@ -205,7 +205,7 @@ def test_a_run_that_is_killed_repeatedly_still_completes(tmp_path: Path) -> None
         run_killed(parts, *args)
         assert not output.exists()
     assert len(list(folder.glob("0*"))) == 90
-    assert invoke(*args[:-3], "--batch-rows", 1111, "--resume").exit_code == 0  # another size is allowed
+    assert invoke(*args[:-3], "--batch-rows", 1111, "--resume").exit_code == 0  # the size may change
     assert ids(output) == list(range(20_000))
     assert not folder.exists()
 

@@ -1,4 +1,4 @@
-"""Flags: one for each field of a configuration, the same for all commands, and complete in help."""
+"""Flags: one per configuration field, equal for all commands, and complete in the help."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_internal_fields_exist() -> None:
 def test_defaults_of_flags_are_those_of_the_configuration(group: ConfigFlags) -> None:
     empty = group.config()
     for flag in group.flags:
-        if flag.field == "api_server_count":  # auto depends on the machine
+        if flag.field == "api_server_count":  # "auto" depends on the machine
             assert group.default(flag) == "auto"
             continue
         default = group.default(flag)

@@ -33,7 +33,7 @@ class Stop(Exception):
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
-    """Run `penstock serve` as far as its configurations."""
+    """Run `penstock serve` until its configurations are built, and return them."""
     for name in ("MODEL_ID", "PORT", "VLLM_API_KEY", "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
 

@@ -1,4 +1,4 @@
-"""`penstock generate` and `penstock chat` over a scripted engine."""
+"""`penstock generate` and `penstock chat` with a scripted engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedEngine:
-    """Replaces the real engine; answers begin with the prompt's last two tokens."""
+    """Replace the real engine with one whose answers begin with the prompt's last two tokens."""
     tokenizer = Tokenizer(folder)
     said = continue_with(tokenizer, " was long 🙂", " other")
     scripted = ScriptedEngine(lambda prompt, copy: [*prompt[-2:], *said(prompt, copy)])
@@ -88,7 +88,7 @@ def test_many_prompts_keep_their_order(folder: Path, engine: ScriptedEngine, tmp
 
 @contextmanager
 def stdin_of(content: bytes) -> Iterator[None]:
-    """Replaces this process's file descriptor 0, which commands read instead of `sys.stdin`."""
+    """Replace file descriptor 0 of this process, which commands read instead of `sys.stdin`."""
     kept = os.dup(0)
     with tempfile.TemporaryFile() as file:
         file.write(content)
@@ -107,7 +107,7 @@ def test_prompts_are_read_from_stdin_and_sent_as_messages(folder: Path, engine: 
         result = invoke(*args)
     assert result.exit_code == 0, result.output
     assert result.stdout.count("was long 🙂\n") == 2
-    oil, water = sorted(prompts_of(folder, engine))  # they reach the engine in any order
+    oil, water = sorted(prompts_of(folder, engine))  # prompts reach the engine in any order
     assert "system\nbe brief" in water and "user\nthe water" in water
     assert "system\nbe brief" in oil and "user\nan oil" in oil
 

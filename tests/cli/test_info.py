@@ -1,4 +1,4 @@
-"""`penstock info`: facts of the default model and of folders made for the purpose."""
+"""`penstock info`: facts about the default model and about folders that the tests write."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def facts(*args: object) -> dict[str, Any]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The default model's folder without its weights, to be changed at will."""
+    """A copy of the default model's folder without its weights, for tests to change."""
     return Path(
         shutil.copytree(default_folder(), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     )
 
 
 def write_weights(file: Path, **shapes: tuple[int, ...]) -> int:
-    """A safetensors file of zeros; how many values it holds."""
+    """Write a safetensors file of zeros, and return its number of values."""
     header, offset = {}, 0
     for name, shape in shapes.items():
         size = 4
@@ -92,7 +92,7 @@ def test_torch_is_not_imported_for_the_null_device() -> None:
 def test_parameters_are_counted_over_shards_and_dense_layers(model: Path) -> None:
     count = write_weights(model / "a.safetensors", first=(3, 5), position_ids=(1, 512)) - 512
     count += write_weights(model / "b.safetensors", second=(7,))
-    write_weights(model / "other.safetensors", unused=(100,))  # no part of the model: the index leaves it out
+    write_weights(model / "other.safetensors", unused=(100,))  # not in the index, so not part of the model
     index = {
         "weight_map": {"first": "a.safetensors", "position_ids": "a.safetensors", "second": "b.safetensors"}
     }

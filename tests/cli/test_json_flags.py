@@ -11,7 +11,7 @@ JSON = ("--pooler-config", "--hf-overrides")
 
 
 def joined(*args: str) -> dict[str, object]:
-    """The JSON object of --pooler-config."""
+    """Parse flags and return the JSON object of `--pooler-config`."""
     out = with_json_keys(list(args), JSON)
     assert out[-2] == "--pooler-config"
     return json.loads(out[-1])  # type: ignore[no-any-return]

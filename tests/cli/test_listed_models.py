@@ -1,4 +1,4 @@
-"""Models that a command line or the file of --config lists."""
+"""Models that a command line or a `--config` file lists."""
 
 from __future__ import annotations
 

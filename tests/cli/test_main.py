@@ -94,7 +94,7 @@ def test_ctrl_c_exits_with_130_and_no_traceback(tmp_path: Path) -> None:
         stdin=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdin is not None and process.stderr is not None
-    process.stdin.write(b"some text\n" * 200)  # then it waits for more
+    process.stdin.write(b"some text\n" * 200)  # more rows could follow
     process.stdin.flush()
     folder = tmp_path / "out.jsonl.parts"
     deadline_s = time.monotonic() + 120

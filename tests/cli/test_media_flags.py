@@ -1,4 +1,4 @@
-"""Flags about images: what they accept, and what they say about the rest."""
+"""Flags for images: accepted values, and errors for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock plan`: its figures, its samples, and what it says to those who misuse it."""
+"""`penstock plan`: its figures, its samples, and its errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plan(*args: object) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def bert_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configuration of a model that was measured, without weights."""
+    """The configuration of a model with measured rates, without weights."""
     folder = with_config(tmp_path_factory.mktemp("bert-base"), **BERT_BASE)
     (folder / "modules.json").unlink(missing_ok=True)
     return folder
@@ -70,7 +70,7 @@ def test_a_sample_gives_the_lengths(tiny: Path, tmp_path: Path) -> None:
     )
     made = plan("--docs", "30", "--sample", sample, "--model", tiny, "--rate", "1k")
     limit = 64
-    lengths = [4, 20, limit]  # with [CLS] and [SEP]
+    lengths = [4, 20, limit]  # including [CLS] and [SEP]
     assert made["tokens"]["total"] == pytest.approx(10 * sum(lengths))
     assert made["tokens"]["from_sample"]
     assert made["network"]["text_bytes"] == pytest.approx(10 * (9 + 72 + 3600))

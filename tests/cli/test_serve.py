@@ -16,7 +16,7 @@ from penstock.errors import ConfigError
         ("null", 6, False, 3),
         ("auto", 3, True, 1),
         ("cuda", 1, True, 1),
-        ("auto", 16, False, 1),  # the engine will compute on these cores
+        ("auto", 16, False, 1),  # the engine computes on these cores
         ("cpu", 16, True, 1),
     ],
 )

@@ -1,7 +1,7 @@
 """Servers for unmodified client packages, one for each kind of model. `make clients` runs these tests.
 
-Tiny seeded models stand in for published ones. PENSTOCK_TEST_MODELS names a folder with real ones, of which
-`reranker-mini` and `smollm2` are used where they exist.
+Tiny seeded models stand in for published ones. If PENSTOCK_TEST_MODELS names a folder with the real
+`reranker-mini` or `smollm2`, those are used instead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LABELS = ("negative", "neutral", "positive")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark these tests, and leave them out unless they are asked for: `-m clients`."""
+    """Mark these tests, and deselect them unless they are selected with `-m clients`."""
     own = [item for item in items if HERE in item.path.parents]
     for item in own:
         item.add_marker(pytest.mark.clients)
@@ -56,7 +56,8 @@ Start = Callable[..., Server]
 
 @pytest.fixture(scope="session")
 def start(servers: ServerPool, tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """Start a server for a written model: `start("name", write, "--flag")`. Equal flags share one."""
+    """Return a function that starts a server for a written model: `start("name", write, "--flag")`. Calls
+    with the same flags share a server."""
     folders: dict[str, Path] = {}
 
     def begin(name: str, write: Callable[[Path], Path], *flags: str) -> Server:
@@ -69,7 +70,7 @@ def start(servers: ServerPool, tmp_path_factory: pytest.TempPathFactory) -> Star
 
 @pytest.fixture(scope="session")
 def embedder(servers: ServerPool) -> Server:
-    """all-MiniLM-L6-v2, which is real."""
+    """A server of the real all-MiniLM-L6-v2."""
     return servers.get(*FLAGS)
 
 
@@ -90,7 +91,7 @@ def truncating_embedder(servers: ServerPool) -> Server:
 
 @pytest.fixture(scope="session")
 def reranker(start: Start) -> Server:
-    """The real reranker-mini has two labels, of which the second one is relevance."""
+    """A reranker. The real reranker-mini has two labels; the second one is relevance."""
     if real_model("reranker-mini") is not None:
         return start("reranker-mini", write_cross_encoder, "--pooler-config", '{"score_labels": [1, 0]}')
     return start("reranker-mini", write_cross_encoder)
@@ -122,7 +123,7 @@ def sparse(start: Start) -> Server:
 
 @pytest.fixture(scope="session")
 def tiny_embedder(start: Start) -> Server:
-    """A BERT of a few layers, for what needs no real vectors."""
+    """A BERT of a few layers, for tests that do not need real vectors."""
     return start("bert", write_bert)
 
 

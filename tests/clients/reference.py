@@ -1,4 +1,4 @@
-"""What clients of the default model and of rerankers must receive."""
+"""Expected results of clients of the default model and of rerankers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _reference(texts: tuple[str, ...]) -> np.ndarray:
 
 
 def check_vectors(found: Any, texts: list[str] = TEXTS) -> None:
-    """The vectors are those of sentence-transformers."""
+    """Check that the vectors equal those of sentence-transformers."""
     np.testing.assert_allclose(np.array(found, np.float32), _reference(tuple(texts)), atol=1e-5)
 
 
@@ -42,7 +42,7 @@ def ranking(server: Server) -> list[tuple[int, float]]:
 
 
 def check_ranking(found: list[tuple[int, float]], server: Server) -> None:
-    """The best documents, with the scores that every other dialect gives."""
+    """Check for the best documents, with the scores that every other dialect gives."""
     expected = ranking(server)[: len(found)]
     assert [index for index, _ in found] == [index for index, _ in expected]
     np.testing.assert_allclose([score for _, score in found], [score for _, score in expected], atol=1e-5)
@@ -50,7 +50,7 @@ def check_ranking(found: list[tuple[int, float]], server: Server) -> None:
 
 @pytest.fixture
 def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`huggingface_hub` in its offline mode, which the tests set, refuses loopback too."""
+    """Leave `huggingface_hub`'s offline mode, which the tests set and which refuses loopback too."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -61,7 +61,7 @@ def name_of(server: Server) -> str:
 
 
 def chat_answer(server: Server, prompt: str, max_tokens: int) -> str:
-    """The greedy answer to one message."""
+    """The greedy answer to a single message."""
     messages = [{"role": "user", "content": prompt}]
     answer = server.post("/v1/chat/completions", messages=messages, max_tokens=max_tokens, temperature=0)
     return str(answer.json()["choices"][0]["message"]["content"])

@@ -1,6 +1,6 @@
-"""`penstock bench serve` with every backend, against a server of Penstock's.
+"""`penstock bench serve` with every backend, against a Penstock server.
 
-Models are served from folders under names that exist nowhere else, and no hub can be reached.
+Models are served from folders with names that exist nowhere else, and no hub can be reached.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.e2e.server import Server
 
 NO_HUB = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_DISABLE_TELEMETRY": "1"}
 RANKING = ("--dataset-name", "random-rerank")
-FITTING: dict[BackendName, tuple[str, ...]] = {  # the fixture of a server, and flags
+FITTING: dict[BackendName, tuple[str, ...]] = {  # the fixture of a server, and further flags
     BackendName.OPENAI_EMBEDDINGS: ("tiny_embedder",),
     BackendName.OPENAI_EMBEDDINGS_CHAT: ("generator",),
     BackendName.VLLM_POOLING: ("late",),
@@ -83,7 +83,7 @@ def test_prompts_of_the_servers_tokenizer_have_the_wanted_length(embedder: Serve
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["tokenizer_id"] == f"{embedder.url}/tokenize"
-    assert abs(result["total_input_tokens"] - NUM_PROMPTS * TOKENS) <= 2  # a text may not encode as planned
+    assert abs(result["total_input_tokens"] - NUM_PROMPTS * TOKENS) <= 2  # lengths may differ a little
 
 
 @pytest.mark.parametrize(

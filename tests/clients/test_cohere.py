@@ -1,4 +1,4 @@
-"""The `cohere` package, unmodified: clients of versions 1 and 2, synchronous and asynchronous."""
+"""The unmodified `cohere` package: clients of versions 1 and 2, synchronous and asynchronous."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class TestEmbed:
             reference = np.asarray(quantize_embeddings(expected, precision=kind), dtype=int)
             reference_bits = np.unpackbits((reference + (128 if kind == "binary" else 0)).astype(np.uint8))
             differs = bits != reference_bits
-            assert np.abs(expected.ravel()[differs]).max(initial=0) < 1e-5  # only signs of values near 0
+            assert np.abs(expected.ravel()[differs]).max(initial=0) < 1e-5  # signs may differ near 0
         scaled = vectors * (127 / np.abs(vectors).max(axis=1, keepdims=True))
         np.testing.assert_allclose(np.array(found.int8), scaled, atol=0.51)
         np.testing.assert_array_equal(np.array(found.uint8), np.array(found.int8) + 128)

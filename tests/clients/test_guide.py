@@ -1,4 +1,4 @@
-"""The examples of the page "Use your client", as far as their packages are installed."""
+"""The examples of the page "Use your client" whose packages are installed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False
-    except ValueError:  # imported before, by a loader that leaves no trace
+    except ValueError:  # already imported by a loader that sets no `__spec__`
         return True
 
 
@@ -51,7 +51,7 @@ def test_an_example_of_the_guide_runs(block: Block, embedder: Server) -> None:
 
 
 def num_answered(server: Server) -> float:
-    """How many requests the server has answered with 200."""
+    """The number of requests that the server has answered with 200."""
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     found = [line for line in lines if line.startswith("penstock_requests_total") and 'status="200"' in line]
     return sum(float(line.rsplit(" ", 1)[1]) for line in found if "/metrics" not in line)

@@ -1,4 +1,4 @@
-"""The `huggingface_hub` package's InferenceClient, unmodified, against every kind of model."""
+"""The InferenceClient of the unmodified `huggingface_hub` package, with every kind of model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def client_of(server: Server) -> Any:
 
 @pytest.fixture(scope="module", autouse=True)
 def online() -> Iterator[None]:
-    """The client refuses every address while HF_HUB_OFFLINE is set."""
+    """Unset HF_HUB_OFFLINE, with which the client refuses every address."""
     from huggingface_hub import constants
 
     with pytest.MonkeyPatch.context() as patch:
@@ -216,7 +216,7 @@ def test_the_async_client_gets_the_same(
         return huggingface_hub.AsyncInferenceClient(model=server.url, token="unused")
 
     async def ask() -> list[Any]:
-        writer = client(generator)  # the stream ends with its client
+        writer = client(generator)  # a reference: the stream ends when its client is collected
         pieces = await writer.text_generation("The water", max_new_tokens=4, stream=True)
         return [
             (await client(embedder).feature_extraction(TEXTS)).tolist(),

@@ -1,4 +1,4 @@
-"""The `infinity_client` package, unmodified."""
+"""The unmodified `infinity_client` package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""litellm with every provider whose dialect the server speaks."""
+"""litellm with every provider whose dialect the server supports."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ pytest.importorskip("llama_index.core")
 
 @pytest.fixture(scope="session")
 def any_name(servers: Any) -> Server:
-    """The default model under every name, for clients that accept only names that they know."""
+    """A server of the default model under every name, for clients that accept only names they know."""
     return servers.get("--device", "cpu", "--threads", "1", "--any-model-name")
 
 

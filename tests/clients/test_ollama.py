@@ -1,4 +1,4 @@
-"""The `ollama` package, unmodified."""
+"""The unmodified `ollama` package."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ GREEDY = {"temperature": 0, "num_predict": 12}
 
 @pytest.fixture(scope="module")
 def said(generator: Server) -> str:
-    """What the model says through the route of OpenAI's clients."""
+    """The model's answer through OpenAI's chat route."""
     body = {"messages": TALK, "temperature": 0, "max_tokens": GREEDY["num_predict"]}
     answer = generator.post("/v1/chat/completions", **body)
     return str(answer.json()["choices"][0]["message"]["content"])

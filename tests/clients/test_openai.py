@@ -1,4 +1,4 @@
-"""The `openai` package, unmodified."""
+"""The unmodified `openai` package."""
 
 from __future__ import annotations
 

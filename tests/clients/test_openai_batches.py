@@ -1,4 +1,4 @@
-"""Files and batches with the `openai` package, unmodified."""
+"""Files and batches with the unmodified `openai` package."""
 
 from __future__ import annotations
 

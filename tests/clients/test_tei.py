@@ -1,4 +1,4 @@
-"""TEI's routes on real servers, as clients written for TEI call them: plain JSON over HTTP."""
+"""TEI's routes on real servers, with plain JSON over HTTP as TEI's clients send it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def expected() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def ranker(start: Start) -> Server:
-    """A classifier with one label, which is what TEI calls a reranker."""
+    """A classifier with one label, which TEI calls a reranker."""
     return start("tiny-reranker", write_cross_encoder)
 
 

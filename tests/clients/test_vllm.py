@@ -1,4 +1,4 @@
-"""What clients of vLLM send: the `openai` package with vLLM's fields, and plain HTTP."""
+"""Requests of vLLM's clients: the `openai` package with vLLM's fields, and plain HTTP."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The `voyageai` package, unmodified. It counts tokens with a tokenizer that it downloads, which is not
-tested here."""
+"""The unmodified `voyageai` package. Counting tokens with its downloaded tokenizer is not tested."""
 
 from __future__ import annotations
 
@@ -84,7 +83,7 @@ def test_wrong_requests_raise_what_the_package_promises(embedder: Server, name: 
 
 
 def test_chunks_know_their_document(embedder: Server, name: str, reference: Any) -> None:
-    """The mean of the token vectors of each chunk, where the model reads the whole document."""
+    """Each vector is the mean of its chunk's token vectors, computed with the whole document as context."""
     answer = client_of(embedder).contextualized_embed([DOCUMENT, ["Water."]], model=name)
     assert [len(result.embeddings) for result in answer.results] == [3, 1]
     document = " ".join(DOCUMENT)

@@ -19,7 +19,7 @@ STRICT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def servers() -> Iterator[ServerPool]:
-    """Servers that modules share if they ask for the same flags."""
+    """Running servers, shared by modules that request the same flags."""
     pool = ServerPool()
     yield pool
     pool.close()
@@ -33,7 +33,7 @@ def server(servers: ServerPool) -> Server:
 
 @pytest.fixture(scope="session")
 def null_server(servers: ServerPool) -> Server:
-    """A server without a model: two API processes that ask for a key."""
+    """A server on the null device with two API processes that require a key."""
     return servers.get("--device", "null", "--api-key", "secret", "--api-server-count", "2")
 
 
@@ -70,7 +70,7 @@ def shared_gates(tmp_path_factory: pytest.TempPathFactory) -> Gates:
 
 @pytest.fixture(scope="session")
 def gated_server(shared_gates: Gates) -> Iterator[Server]:
-    """A server on the null device that runs one row a step; `shared_gates` hold its steps back."""
+    """A server on the null device that runs one row per step; `shared_gates` can hold its steps."""
     flags = ("--device", "null", "--max-num-seqs", "1", "--max-queue-seconds", "0")
     with serving(*flags, environment=shared_gates.environment) as running:
         yield running

@@ -1,4 +1,4 @@
-"""Files by which a test holds back the engine of a server on the null device, instead of keeping it busy."""
+"""Gates: files by which a test holds a server's engine on the null device, instead of keeping it busy."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ HOOKS = Path(__file__).parent / "hooks"
 
 
 class Gates:
-    """Closed gates hold back steps that were launched, or an engine process that starts."""
+    """Gate files for an engine. A closed gate holds launched steps, the next launch, or an engine's start."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment of a server whose engine looks at these gates."""
+        """Environment of a server whose engine polls these gates."""
         path = os.pathsep.join([str(HOOKS), *filter(None, [os.environ.get("PYTHONPATH")])])
         return os.environ | {"PYTHONPATH": path, "PENSTOCK_TEST_GATES": str(self.folder)}
 
     @contextmanager
     def no_step_finishes(self) -> Iterator[None]:
-        """Keep every step in flight. Deadlines, cancellations and new requests are handled as ever."""
+        """Keep every step in flight. The engine still handles deadlines, cancellations and new requests."""
         with self._closed("steps"):
             yield
 
@@ -37,13 +37,13 @@ class Gates:
 
     @contextmanager
     def no_launch_returns(self) -> Iterator[None]:
-        """Keep the engine's loop in its next launch, as a graph capture does."""
+        """Block the engine's loop in its next launch, as a graph capture does."""
         with self._closed("launches"):
             yield
 
     @contextmanager
     def engines_crash_at_start(self) -> Iterator[None]:
-        """Let every engine process raise an exception while it loads the model."""
+        """Make every engine process raise an exception while it loads the model."""
         with self._closed("crash-at-start"):
             yield
 
@@ -54,7 +54,7 @@ class Gates:
         wait_until(lambda: not permit.exists())
 
     def fail_next_step(self, message: str) -> None:
-        """Lose the device at the next launch."""
+        """Make the next launch fail as if the device were lost."""
         (self.folder / "device-failure").write_text(message)
 
     @contextmanager

@@ -1,7 +1,8 @@
-"""A load of every kind of request on one server, each answer checked against one from a quiet server.
+"""A mixed load on one server, whose answers are checked against those of the idle server.
 
-An answer is right, or the request fails with a typed error or a broken connection. Anything else is a defect:
-an answer of another request, a status that blames the caller, a stream that does not continue as it should.
+Every answer must be right, or the request must fail with a typed error or a broken connection. Anything else
+is a defect: an answer of another request, a status that blames the caller, a stream with a wrong
+continuation.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.waiting import PATIENCE_S, wait_until
 
 WORDS = ("water", "river", "stone", "light", "paper", "house", "green", "seven", "music", "glass", "winter")
 ACCEPTED_ERRORS = (408, 429, 503)
-NUM_DISTINCT = 6  # requests of each kind
+NUM_DISTINCT = 6  # requests per kind
 
 
 def _text(seed: int, length: int) -> str:
@@ -33,7 +34,7 @@ def _text(seed: int, length: int) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """One request, and what a quiet server answers."""
+    """One request, and the answer of an idle server."""
 
     kind: str
     path: str
@@ -60,11 +61,11 @@ def _cases() -> Iterator[Case]:
 
 
 class _Refused(Exception):
-    """A typed error, which a server under faults may answer."""
+    """A typed error, which is allowed while the server has faults."""
 
 
 def ask(http: httpx.Client, case: Case) -> Any:
-    """The values or the text of an answer."""
+    """Send a request and return the values or the text of its answer."""
     with http.stream("POST", case.path, json=case.body) as answer:
         if answer.status_code in ACCEPTED_ERRORS:
             raise _Refused
@@ -78,7 +79,7 @@ def ask(http: httpx.Client, case: Case) -> Any:
 
 
 def _read_stream(answer: httpx.Response, case: Case) -> str:
-    """The text of a whole stream; of one that breaks off, what came must be a beginning of the right text."""
+    """Read the text of a stream. If the stream breaks off, its text must be a prefix of the expected text."""
     text = ""
     try:
         for line in answer.iter_lines():
@@ -103,7 +104,7 @@ def _read_stream(answer: httpx.Response, case: Case) -> str:
 
 @dataclass
 class Load:
-    """Threads that send requests until they are stopped. The first defect stops all."""
+    """Threads that send requests until stopped. The first defect stops all of them."""
 
     server: Server
     cases: list[Case]
@@ -116,7 +117,7 @@ class Load:
         while not self._stopping.is_set() and not self.defects:
             case = draw.choice(self.cases)
             try:
-                # A connection for each request: each reaches any of the API processes.
+                # A new connection for each request, so that requests reach all API processes.
                 with self.server.client(headers={"Connection": "close"}) as http:
                     case.check(ask(http, case))
                 self.counts[case.kind] += 1
@@ -126,7 +127,7 @@ class Load:
                 self.defects.append(error)
 
     def wait_for_answers(self, count: int) -> None:
-        """Wait until this many further requests were answered."""
+        """Wait until `count` more requests have been answered."""
         goal = self.num_answered + count
         wait_until(lambda: self.num_answered >= goal or self.defects, lambda: str(self.counts))
         self.raise_defect()
@@ -144,7 +145,7 @@ class Load:
 
 
 def reference_cases(server: Server) -> list[Case]:
-    """The cases with the answers of a quiet server, no two of them alike."""
+    """The cases with the answers of an idle server. All answers of a kind differ."""
     with server.client() as http:
         found = [Case(case.kind, case.path, case.body, ask(http, case)) for case in _cases()]
     for kind in ("embed", "rerank", "maxsim"):
@@ -174,6 +175,6 @@ def running_load(server: Server, cases: list[Case], num_threads: int, seed: int)
 
 
 def wait_until_idle(server: Server) -> None:
-    """Wait until the engine holds nothing: neither rows nor comparisons, nor KV cache blocks."""
+    """Wait until the engine holds no rows, comparisons or KV cache blocks."""
     for gauge in ("queue_rows", "queue_tokens", "running_rows", "kv_blocks", "comparisons"):
         server.wait_for_metric(f"penstock_{gauge}", 0)

@@ -1,4 +1,4 @@
-"""Real servers for tests, on loopback. Each is ended by its process id."""
+"""Real servers for tests, on loopback ports. Each is terminated by its process id."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Server:
 
     @cached_property
     def port(self) -> int:
-        """The port that the server chose, which it logs when it is ready."""
+        """The port that the server chose and logged when it became ready."""
         return int(next(found[1] for line in self.log if (found := _READY.search(line))))
 
     @property
@@ -41,7 +41,7 @@ class Server:
 
     @cached_property
     def http(self) -> httpx.Client:
-        """A client that tests share: to make one costs more than most requests."""
+        """A shared client: creating one costs more than most requests."""
         return self.client()
 
     def client(self, **options: Any) -> httpx.Client:
@@ -51,7 +51,7 @@ class Server:
         return self.http.post(path, json=body)
 
     def children(self, module: str) -> list[int]:
-        """Process ids of this server's children that run `module`."""
+        """Process ids of the server's children that run `module`."""
         found = []
         for folder in Path("/proc").iterdir():
             if not folder.name.isdigit():
@@ -67,7 +67,7 @@ class Server:
 
     @contextmanager
     def stopped(self, module: str) -> Iterator[int]:
-        """Stop the only child that runs `module` by a signal; continue it afterwards if it still lives."""
+        """Stop the only child that runs `module` with SIGSTOP. Continue it afterwards if it lives."""
         (pid,) = self.children(module)
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -78,12 +78,12 @@ class Server:
 
     @property
     def runtime_folder(self) -> Path:
-        """The folder in which the server's processes meet, as seen by what the supervisor has mapped."""
+        """The server's runtime folder, found in the supervisor's memory maps."""
         maps = Path(f"/proc/{self.process.pid}/maps").read_text().splitlines()
         return Path(next(line.split()[-1] for line in maps if line.endswith("/engine.status"))).parents[1]
 
     def engines(self) -> list[int]:
-        """Process ids of engines that serve or start, without one that stands by."""
+        """Process ids of engines that serve or start, without the standby engine."""
         found = []
         for pid in self.children(ENGINE):
             with contextlib.suppress(OSError):
@@ -92,7 +92,7 @@ class Server:
         return found
 
     def kill(self, module: str) -> None:
-        """Kill the only child that runs `module`, and wait until another has taken its place."""
+        """Kill the only child that runs `module`, and wait until it has been replaced."""
         (pid,) = self.children(module)
         os.kill(pid, signal.SIGKILL)
         self.wait_for(lambda: self.children(module) not in ([], [pid]))
@@ -117,7 +117,7 @@ class Server:
         self.wait_for(lambda: any(words in line for line in list(self.log)))
 
     def wait_ready(self) -> None:
-        """Wait until requests are served, for example after a process was killed."""
+        """Wait until the server is ready, for example after a process was killed."""
 
         def ready() -> bool:
             try:
@@ -128,7 +128,7 @@ class Server:
         self.wait_for(ready)
 
     def terminate(self) -> int:
-        """End the server as an operator would; return its exit code."""
+        """Terminate the server with SIGTERM, as an operator would, and return its exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(PATIENCE_S)
 
@@ -162,8 +162,8 @@ def serving(
 
 @contextmanager
 def serving_here(folder: Path, **options: Any) -> Iterator[httpx.Client]:
-    """Serve a model from this process, where torch is imported already: for tests of what a kind of model
-    answers, which say nothing of processes. The options are fields of `EngineConfig`."""
+    """Serve a model from this process, where torch is already imported. For tests of a model's answers that
+    do not depend on processes. The options are fields of `EngineConfig`."""
     with (
         serving_models({folder.name: folder}, {folder.name: options}) as address,
         httpx.Client(base_url=address, timeout=PATIENCE_S) as http,

@@ -1,4 +1,4 @@
-"""LoRA adapters in a server with two engines and two API processes: vLLM's routes, names, restarts."""
+"""LoRA adapters in a server with two engines and two API processes: vLLM's routes, names and restarts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
 
 @pytest.fixture(scope="module")
 def expected(bert: Adapted) -> dict[str, Vectors]:
-    """What each adapter gives, by the checkpoints that PEFT has merged; `base` without an adapter."""
+    """Vectors of each adapter, computed with checkpoints merged by PEFT; `base` is without an adapter."""
     found = {}
     for name, folder in {"base": bert.base, **bert.merged}.items():
         with Engine(str(folder), device="cpu", threads=1) as engine:
@@ -83,7 +83,7 @@ def pages(server: Server) -> list[EngineStatus]:
 
 
 def has_run_adapters(page: EngineStatus) -> bool:
-    """Whether an engine has two adapters in host memory, and has run steps with some."""
+    """Whether an engine holds two adapters in host memory, and has run steps with at least one."""
     return page.adapters_on_host >= 2 and page.adapters_on_device > 0
 
 
@@ -106,7 +106,7 @@ def test_an_adapter_is_loaded_everywhere_before_the_answer_and_gone_after_it(
     answer = load(server, "tenant-b", bert.adapters["b"])
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
     assert answer.text == "Success: LoRA adapter 'tenant-b' added successfully."
-    for _ in range(4):  # connections of their own reach both API processes, and rows both engines
+    for _ in range(4):  # new connections reach both API processes, and their rows both engines
         with server.client() as client:
             body = {"model": "tenant-b", "input": TEXTS}
             rows = client.post("/v1/embeddings", json=body).json()["data"]

@@ -1,4 +1,4 @@
-"""Bad requests for embeddings: the status, and the field that is named."""
+"""Bad embedding requests: the status, and the field that the error names."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_body_of_100_mb_is_a_413_with_or_without_a_content_length(http: httpx.
     try:
         assert http.post("/v1/embeddings", content=chunks()).status_code == 413
     except httpx.WriteError:
-        pass  # the server may close a body that it has refused
+        pass  # the server may close the connection after it refuses the body
 
 
 def test_detokenize_reverses_tokenize(http: httpx.Client) -> None:

@@ -1,4 +1,4 @@
-"""Several engines for one model: what clients notice when one dies or hangs, and orders that reach all."""
+"""Several engines for one model: what clients see when one dies or hangs, and orders to all engines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def server(gates: Gates, llama_folder: Path) -> Iterator[Server]:
 
 
 def engines(server: Server, model: int = 0) -> list[EngineStatus]:
-    """The pages of both engines of a model."""
+    """The status of both engines of a model."""
     folder = server.runtime_folder / str(model)
     return [StatusReader(folder / name).read() for name in ("engine.status", "engine1.status")]
 
@@ -50,7 +50,7 @@ def order(server: Server, action: str, **body: Any) -> httpx.Response:
 
 
 def embed_both(server: Server, pool: ThreadPoolExecutor) -> list[Any]:
-    """Requests that are in flight on both engines."""
+    """Submit requests and wait until both engines run some of them."""
     waiting = [pool.submit(server.post, ROUTE, input=f"text {number}") for number in range(6)]
     server.wait_for(lambda: all(page.step_began_s for page in engines(server)))
     return waiting

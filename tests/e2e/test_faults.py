@@ -1,4 +1,4 @@
-"""Processes that hang, are killed or cannot start; what they may import; and how a server ends."""
+"""Processes that hang, are killed or fail to start; what they import; and how a server stops."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_process_that_stands_by_replaces_a_killed_engine() -> None:
         server.wait_for(lambda: server.engines() == [standby])
         server.wait_ready()
         assert server.post(ROUTE, input="a").status_code == 200
-        server.wait_for(lambda: len(server.children(ENGINE)) == 2)  # the next one stands by
+        server.wait_for(lambda: len(server.children(ENGINE)) == 2)  # a new standby engine
 
 
 # Hangs.
@@ -64,7 +64,7 @@ def test_a_process_that_stands_by_replaces_a_killed_engine() -> None:
 def test_a_stopped_engine_answers_503_and_serves_again_when_it_continues(
     gates: Gates, background: ThreadPoolExecutor
 ) -> None:
-    flags = (*NULL, "--max-num-seqs", "1", "--engine-hang-timeout", "0")  # 0: it is never replaced
+    flags = (*NULL, "--max-num-seqs", "1", "--engine-hang-timeout", "0")  # 0: never replaced
     with serving(*flags, environment=gates.environment) as server:
         with gates.no_step_finishes():
             waiting = background.submit(server.post, ROUTE, input=["a", "b"])
@@ -78,7 +78,7 @@ def test_a_stopped_engine_answers_503_and_serves_again_when_it_continues(
                 assert server.metric(ENGINE_UP) == 0
                 assert server.metric(QUEUED_ROWS) == 1
             server.wait_ready()
-            server.wait_for_metric(QUEUED_ROWS, 0)  # the engine drops what was given up
+            server.wait_for_metric(QUEUED_ROWS, 0)  # the engine drops abandoned requests
         assert server.post(ROUTE, input="d").status_code == 200
         assert server.metric(ENGINE_UP) == 1
         server.wait_for_metric(RUNNING_ROWS, 0)
@@ -158,7 +158,7 @@ def test_an_engine_that_cannot_start_three_times_ends_the_server(gates: Gates) -
     assert ran.stderr.count("RuntimeError: crashed at the start") == 3
 
 
-# What is imported.
+# Imports.
 
 POISON = "import os, pathlib; pathlib.Path(os.environ['POISONED']).touch(); raise SystemExit(9)\n"
 
@@ -179,7 +179,7 @@ def test_a_server_runs_no_module_of_its_working_folder(tmp_path: Path, llama_fol
     assert not marker.exists()
 
 
-# The end.
+# Shutdown.
 
 
 def test_nothing_is_left_of_a_server_whose_supervisor_is_killed() -> None:
@@ -203,7 +203,7 @@ def test_a_second_signal_ends_a_draining_server_at_once(gates: Gates, background
             server.process.send_signal(signal.SIGINT)
             assert server.process.wait(PATIENCE_S) == 128 + signal.SIGINT
             if not isinstance(waiting.exception(PATIENCE_S), httpx.TransportError):
-                assert waiting.result().status_code == 503  # the engine ended before the API process
+                assert waiting.result().status_code == 503  # the engine exited before the API process
         assert all(is_gone(pid) for pid in children) and not folder.exists()
 
 

@@ -1,4 +1,4 @@
-"""Hostile requests get a reply that is right or a 4xx. `make fuzz` sends many more of them."""
+"""Hostile requests get a correct answer or a 4xx. `make fuzz` sends many more of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXTREMES = (2**64, -(2**64), 2**63, -1, 1e308)
 
 @pytest.fixture(scope="module", params=["server", "llama_server"])
 def target(request: pytest.FixtureRequest) -> Server:
-    """An embedder, and a model that generates."""
+    """The embedding server or the generating server, as the parameter names it."""
     server: Server = request.getfixturevalue(request.param)
     return server
 
@@ -30,7 +30,7 @@ def schema(target: Server) -> Schema:
 
 
 def send(server: Server, cases: Iterator[Case]) -> list[tuple[Case, Outcome]]:
-    """Send all cases, a few at a time; the outcomes are in the order of the replies."""
+    """Send all cases, several at a time, and return the outcomes in the order of the replies."""
     outcomes: list[tuple[Case, Outcome]] = []
 
     async def worker() -> None:
@@ -55,7 +55,7 @@ def faults(outcomes: list[tuple[Case, Outcome]]) -> list[str]:
 def test_random_requests_get_no_5xx_no_empty_reply_and_no_long_echo(target: Server, schema: Schema) -> None:
     outcomes = send(target, (make_case(schema, 0, "short", number) for number in range(NUM_CASES)))
     assert len(outcomes) == NUM_CASES
-    assert {outcome.status for _, outcome in outcomes} >= {None, 200, 400, 405}  # they reach the routes
+    assert {outcome.status for _, outcome in outcomes} >= {None, 200, 400, 405}  # the routes are reached
     assert faults(outcomes) == []
 
 
@@ -70,7 +70,7 @@ def test_an_extreme_number_in_any_field_of_any_route_is_no_5xx(
     ]
     fields = {(case.route, case.name) for case in cases}
     assert {("/rerank", "top_n"), ("/v1/completions", "logit_bias"), ("/v1/embeddings", "input")} <= fields
-    half = cases[EXTREMES.index(value) % 2 :: 2]  # every field gets every other value
+    half = cases[EXTREMES.index(value) % 2 :: 2]  # each field gets every second value
     assert faults(send(target, iter(half))) == []
 
 

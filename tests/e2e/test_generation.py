@@ -1,4 +1,4 @@
-"""A server with a small Llama generates the text of transformers, read with OpenAI's client."""
+"""A server with a small Llama generates the same text as transformers, read with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_greedy_text_equals_that_of_the_offline_engine(client: openai.OpenAI, fo
 
 
 def test_embeddings_and_streams_share_the_engine(client: openai.OpenAI, folder: Path) -> None:
-    """Both run at once, and neither changes the other's answers."""
+    """Both run concurrently, and neither changes the other's answers."""
     texts = ["the water was", "deep and cold", "a turbine " * 20]
 
     def embed() -> list[list[float]]:
@@ -96,7 +96,7 @@ def test_embeddings_and_streams_share_the_engine(client: openai.OpenAI, folder: 
 
 
 def test_prompt_log_probabilities_equal_those_of_transformers(client: openai.OpenAI, folder: Path) -> None:
-    """The request that local-completions of lm_eval sends."""
+    """lm_eval's local-completions sends this request."""
     answer = client.completions.create(
         model="llama", prompt=PROMPT, max_tokens=1, temperature=0, logprobs=1, echo=True
     )

@@ -1,4 +1,4 @@
-"""Bad requests to the routes that generate get a clear error, and none of them leaves memory held."""
+"""Bad requests to the generating routes get a clear error, and none of them leaks memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_nothing_is_held(server: Server) -> None:
 
 
 def check_refused(answer: httpx.Response, status: int, param: str | None, words: str) -> None:
-    """Check an error in OpenAI's shape: message, type, field and code."""
+    """Check an error of OpenAI's shape: message, type, field and code."""
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert error.keys() >= {"message", "type", "param", "code"}
@@ -238,7 +238,7 @@ def test_a_client_that_disconnects_from_constrained_output_leaves_nothing_behind
 
 
 def test_the_engine_refuses_a_grammar_that_needs_an_unknown_token(http: httpx.Client) -> None:
-    """The grammar is valid, so only the engine, which knows the vocabulary, can refuse it."""
+    """The grammar is valid. Only the engine has the vocabulary, so only the engine can refuse it."""
     pytest.importorskip("llguidance")
     for stream in (False, True):
         body = {"prompt": PROMPT, "guided_grammar": "start: <|no_such_token|>", "stream": stream}

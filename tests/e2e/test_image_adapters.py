@@ -1,4 +1,4 @@
-"""Images and LoRA adapters in the requests of one server: vectors and chat, beside plain requests."""
+"""Images and LoRA adapters in the requests of one server: vectors and chat, mixed with plain requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ URIS = ["data:image/png;base64," + base64.b64encode(encoded(picture)).decode() f
 class Models:
     base: Path
     adapters: dict[str, Path]
-    merged: dict[str, Path]  # by PEFT
+    merged: dict[str, Path]  # merged by PEFT
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_one_image_gives_each_adapter_its_own_vector_whatever_came_before(
         ) as engine:
             wanted[name] = engine.embed([*PICTURES, "a text"])
     inputs = [{"image": URIS[0]}, {"image": URIS[1]}, {"text": "a text"}]
-    for name in ("one", "vl", "two", "one", "vl"):  # the second time from caches
+    for name in ("one", "vl", "two", "one", "vl"):  # the repeated adapters come from caches
         assert np.abs(embed(server, name, input=inputs) - wanted[name]).max() < 1e-3
     assert np.abs(wanted["one"] - wanted["two"]).max() > 1e-2
 
@@ -92,7 +92,7 @@ def test_one_image_gives_each_adapter_its_own_vector_whatever_came_before(
 def test_chat_about_an_image_is_answered_by_the_adapter_that_it_names(server: Server, models: Models) -> None:
     seen = {name: logprobs(server.http, name, 0) for name in ("vl", "one", "two")}
     assert len({tuple(np.round(values, 3)) for values in seen.values()}) == 3
-    for name in ("two", "vl", "one"):  # with the prefixes of the others in the cache
+    for name in ("two", "vl", "one"):  # with the other adapters' prefixes in the cache
         assert np.abs(np.array(logprobs(server.http, name, 0)) - seen[name]).max() < 1e-4
     merged = models.merged["one"]
     with serving_here(merged, dtype="float32", enable_generation=True) as http:

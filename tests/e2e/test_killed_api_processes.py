@@ -1,4 +1,4 @@
-"""API processes are killed: no answer is swapped, no successor is refused, and the engine drops the work."""
+"""Killed API processes: no answer is swapped, successors are served, and the engine drops their work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.e2e.mixed_load import reference_cases, running_load, wait_until_idle
 from tests.e2e.server import API, Server, serving
 
 NUM_API_PROCESSES = 3
-NUM_KILLS = int(os.environ.get("PENSTOCK_TEST_KILLS", "2"))  # more of them for a long run
+NUM_KILLS = int(os.environ.get("PENSTOCK_TEST_KILLS", "2"))  # set it higher for a long run
 SEED = int(os.environ.get("PENSTOCK_TEST_SEED", "0"))
 ROUTE = "/v1/embeddings"
 QUEUED_ROWS, RUNNING_ROWS = "penstock_queue_rows", "penstock_running_rows"
@@ -26,7 +26,7 @@ QUEUED_ROWS, RUNNING_ROWS = "penstock_queue_rows", "penstock_running_rows"
 @pytest.fixture(scope="module")
 def server(llama_folder: Path) -> Iterator[Server]:
     flags = ("--device", "cpu", "--threads", "1", "--api-server-count", str(NUM_API_PROCESSES))
-    embeds = ("--pooler-config", '{"pooling_type": "LAST"}')  # so that it scores by its vectors
+    embeds = ("--pooler-config", '{"pooling_type": "LAST"}')  # so that scores come from its vectors
     with serving(str(llama_folder), *flags, *embeds) as running:
         yield running
 
@@ -49,8 +49,8 @@ def test_under_a_mixed_load_every_answer_is_right_or_a_typed_error(server: Serve
 
 
 def test_the_work_of_a_killed_process_leaves_the_engine_and_its_successor_is_served(gates: Gates) -> None:
-    """Before, a successor counted its requests from 0 again: the engine refused them as duplicates, or gave
-    them the results of its predecessor's requests."""
+    """A successor once counted its requests from 0 again. The engine refused them as duplicates, or answered
+    them with results of its predecessor's requests."""
     flags = ("--device", "null", "--max-num-seqs", "1")
 
     def lost(server: Server, name: str) -> None:

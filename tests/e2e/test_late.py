@@ -1,4 +1,4 @@
-"""Token vectors of a late-interaction model through a server."""
+"""Token vectors of a late-interaction model, served over HTTP."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_token_vectors_equal_those_of_the_offline_engine(
     numbers = post(late_http, task="token_embed", **options).json()["data"]
     texts = post(late_http, encoding_format="base64", **options).json()[
         "data"
-    ]  # token_embed is the model's first task
+    ]  # without a task: token_embed, the model's first
     for row, as_numbers, as_text in zip(expected, numbers, texts, strict=True):
         np.testing.assert_allclose(as_numbers["data"], row, atol=1e-5)
         raw = np.frombuffer(base64.b64decode(as_text["data"]), dtype="<f4").reshape(-1, DIM)

@@ -1,4 +1,4 @@
-"""The requests of lm_eval, replayed, and what it reads of the answers. lm_eval itself runs if installed."""
+"""Replays lm_eval's requests and reads the answers as it does. Also runs lm_eval, if installed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def scoring(prompt: Any) -> dict[str, Any]:
 
 
 def read_scores(answer: Any, contexts: list[int]) -> list[Scored]:
-    """Read scores as `parse_logprobs` does. The last token was generated and does not count."""
+    """Read scores as lm_eval's `parse_logprobs` does. The last token was generated and does not count."""
     out = []
     for choice, begin in zip(sorted(answer["choices"], key=itemgetter("index")), contexts, strict=True):
         own = choice["logprobs"]["token_logprobs"][begin:-1]
@@ -97,7 +97,7 @@ def test_log_likelihoods_equal_those_of_transformers(
 def test_an_end_token_after_the_prompt_does_not_change_its_log_likelihood(
     server: Server, model: Any, tokenizer: Tokenizer
 ) -> None:
-    """The generated token, which lm_eval drops, may be the end token. It counts like any other."""
+    """lm_eval drops the generated token, which may be the end token; the scores treat it like any other."""
     context, ending = pairs(model, tokenizer)[1]
     end = str(tokenizer.token_id("<|im_end|>"))
     for more in ({}, {"logit_bias": {end: 100.0}}):
@@ -161,7 +161,7 @@ def test_lm_eval_finds_the_log_likelihoods_of_transformers(
     server: Server, folder: Path, model: Any, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     tasks = Path(__file__).resolve().parents[2] / "benchmarks" / "lm_eval_tasks"
-    own = tmp_path / "tokenizer"  # transformers reads end tokens only as plain strings
+    own = tmp_path / "tokenizer"  # transformers needs the end token as a plain string
     own.mkdir()
     (own / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     settings = {"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}

@@ -1,4 +1,4 @@
-"""Long texts over HTTP: one vector from chunks, and late chunks with their offsets."""
+"""Long texts over HTTP: one vector from chunks, and late chunking with offsets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server in operation: health, metrics, limits, priorities, failures, restarts and shutdown."""
+"""A running server: health, metrics, limits, priorities, failures, restarts and shutdown."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_server_with_an_api_key_refuses_other_keys(null_server: Server) -> Non
 def test_several_api_processes_share_one_engine(null_server: Server) -> None:
     assert len(null_server.children(API)) == 2
     headers = {"Authorization": "Bearer secret", "Connection": "close"}
-    for _ in range(20):  # each new connection reaches either process
+    for _ in range(20):  # a new connection may reach either process
         answer = null_server.http.post(ROUTE, json={"input": "a"}, headers=headers)
         assert answer.status_code == 200, answer.text
         assert len(answer.json()["data"][0]["embedding"]) == 384
@@ -97,7 +97,7 @@ def test_an_api_process_imports_no_torch_and_stays_small(server: Server) -> None
 
 @pytest.fixture
 def background() -> Iterator[ThreadPoolExecutor]:
-    """Threads for requests that wait; they are joined when every gate is open again."""
+    """Threads for blocked requests, joined after every gate is open again."""
     with ThreadPoolExecutor(4) as threads:
         yield threads
 
@@ -106,7 +106,7 @@ def background() -> Iterator[ThreadPoolExecutor]:
 def held_server(
     gated_server: Server, shared_gates: Gates, background: ThreadPoolExecutor
 ) -> Iterator[Server]:
-    """A server with one row in flight that does not finish. Later rows wait in its queue."""
+    """A server with one row in flight that does not finish. Later rows wait in the queue."""
     with shared_gates.no_step_finishes():
         first = background.submit(gated_server.post, ROUTE, input="first")
         gated_server.wait_for_metric(RUNNING_ROWS, 1)
@@ -140,7 +140,7 @@ def test_urgent_requests_overtake_waiting_ones(
     held_server.wait_for_metric(QUEUED_ROWS, 3)
     urgent = background.submit(held_server.post, ROUTE, input="d", priority=-100)
     held_server.wait_for_metric(QUEUED_ROWS, 4)
-    for _ in range(2):  # the row that was in flight, and the next one
+    for _ in range(2):  # the row in flight, then the urgent one
         shared_gates.finish_one_step()
     assert urgent.result(PATIENCE_S).status_code == 200
     assert not patient.done()
@@ -230,11 +230,11 @@ def test_a_signal_writes_a_profile_of_the_next_steps(tmp_path: Path) -> None:
     folder = tmp_path / "profiles"
     with serving("--device", "null", "--profile", str(folder), "--profile-steps", "1") as server:
         server.process.send_signal(signal.SIGUSR2)
-        for _ in range(15):  # fewer steps than it takes to write a profile without a signal
+        for _ in range(15):  # too few steps to write a profile without the signal
             assert server.post(ROUTE, input="a").status_code == 200
             if traces := list(folder.glob("*.json")):
                 break
-            time.sleep(1)  # the signal is still on its way to the engine
+            time.sleep(1)  # the signal has not reached the engine yet
         (trace,) = traces
         assert "step: 1 rows" in trace.read_text()
         assert server.post(ROUTE, input="a").status_code == 200
@@ -287,7 +287,7 @@ def run_serve(*flags: str) -> subprocess.CompletedProcess[str]:
     [
         (["no/such/folder/here"], "neither a folder nor a hub id"),
         (["--dtype", "float99"], "float99"),
-        pytest.param(["--max-model-len", "100000"], "512", marks=thorough),  # found where a bad dtype is
+        pytest.param(["--max-model-len", "100000"], "512", marks=thorough),  # same stage as dtype
         (["--pooler-config", '{"pooling_type": "best"}'], "best"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A real server behind keys, TLS, an admin port and Unix sockets."""
+"""A real server with keys, TLS, an admin port and Unix sockets."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class Guarded:
         return found[1]
 
     def ask(self, path: str, key: str | None = None, *, admin: bool = False) -> httpx.Response:
-        """Ask on a new connection, which reaches either of the API processes."""
+        """Send a request on a new connection, which may reach either API process."""
         url = (self.admin_url if admin else self.url) + path
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         with httpx.Client(verify=self.context, timeout=PATIENCE_S, headers=headers) as http:
             return http.post(url, json=BODY) if path.endswith(ROUTE) else http.get(url)
 
     def always(self, path: str, key: str, status: int) -> bool:
-        """Whether several new connections get this status, so that both processes have answered."""
+        """Whether several new connections get this status. They are enough to reach both API processes."""
         return all(self.ask(path, key).status_code == status for _ in range(8))
 
 
@@ -152,7 +152,7 @@ class TestGuarded:
 
 def test_a_server_listens_on_a_unix_socket_and_removes_it(tmp_path: Path) -> None:
     path = tmp_path / "penstock.sock"
-    listen_unix(str(path), 0o600).close()  # a socket that a dead server has left
+    listen_unix(str(path), 0o600).close()  # the socket file of a dead server
     environment = {**os.environ, "PENSTOCK_API_KEY": "first,second"}
     with serving(
         "--device", "null", "--uds", str(path), "--admin-port", "0", environment=environment

@@ -1,4 +1,4 @@
-"""Rankings from a server: Cohere's client, concurrent requests and vectors in the request."""
+"""Rankings over HTTP: Cohere's client, concurrent requests and vectors in the request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result cache of a real server: it survives an engine that dies, and forgets one with other weights."""
+"""A real server's result cache: its entries outlive an engine that dies, but not a change of the weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import httpx
 from tests.checkpoints import BERT_CONFIG, bert_tensors, write_bert
 from tests.e2e.server import ENGINE, Server, serving
 
-# A Redis that is not there: requests are served all the same.
+# No Redis listens there: requests are served nevertheless.
 REDIS = ("--result-cache-redis", "redis://:hunter2@127.0.0.1:1/0") if find_spec("redis") else ()
 TEXTS = ["the long water", "people write many words"]
 
@@ -39,7 +39,7 @@ def test_a_new_engine_keeps_results_only_if_its_weights_are_the_same(tmp_path: P
         assert same.headers["x-cache-hits"] == "2" and same.json()["data"] == first.json()["data"]
 
         write_bert(folder, tensors=bert_tensors(BERT_CONFIG, seed=1))
-        assert embed(server).headers["x-cache-hits"] == "2"  # the engine has the old weights
+        assert embed(server).headers["x-cache-hits"] == "2"  # the engine still has the old weights
         server.kill(ENGINE)
         server.wait_ready()
         other = embed(server)

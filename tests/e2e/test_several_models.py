@@ -1,4 +1,4 @@
-"""Several models in one server: names, orders of the operator, crashes that leave the others serving."""
+"""Several models in one server: names, the operator's orders, and crashes that leave the others serving."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def states(server: Server) -> dict[str, str]:
 
 
 def engine_pid(server: Server, name: str) -> int:
-    """The process id of a model's engine, as its status page says."""
+    """The process id of a model's engine, from its status page."""
     number = {"first": 0, "second": 1}[name]
     return StatusReader(server.runtime_folder / str(number) / "engine.status").read().pid
 

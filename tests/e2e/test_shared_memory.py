@@ -1,4 +1,4 @@
-"""Large answers pass through memory that the engine shares with API processes, which gets all of it back."""
+"""Large answers pass through memory that the engine shares with API processes. All of it is freed again."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_large_answers_give_their_memory_back_also_if_clients_disconnect() -> No
             f"POST /pooling HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
         )
         assert slow.recv(100).startswith(b"HTTP/1.1 200")
-        server.wait_for_metric(GAUGE, 12 * TOKENS * WIDTH * 4)  # the slow client still reads it
+        server.wait_for_metric(GAUGE, 12 * TOKENS * WIDTH * 4)  # the slow client still holds its blocks
         for _ in range(5):
             disconnect_early(server)
         check(http, "base64")

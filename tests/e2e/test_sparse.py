@@ -25,7 +25,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def sparse_http(folder: Path) -> Iterator[httpx.Client]:
-    if folder.name == "m3":  # all of its outputs cross from one process to another
+    if folder.name == "m3":  # in separate processes, so that all its outputs cross the wire
         with serving(str(folder), "--device", "cpu", "--threads", "1") as server:
             yield server.http
     else:

@@ -1,4 +1,4 @@
-"""A server that systemd has started says when it is ready, that it is alive, and that it stops."""
+"""A server started by systemd reports that it is ready, that it is alive, and that it stops."""
 
 from __future__ import annotations
 

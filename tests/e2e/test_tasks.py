@@ -1,4 +1,4 @@
-"""Every task of one model through one server, alone and concurrently."""
+"""Every task of one model through one server, one at a time and concurrently."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_concurrent_tasks_answer_as_each_does_alone(classifier: Server, engine: 
 
 
 def test_rows_of_several_tasks_share_one_step(engine: Engine) -> None:
-    """The plan of one step has a variant for each task, and every row."""
+    """The plan of the step contains every row, and one variant per task."""
     from penstock.scheduler.plan import build_plan
     from penstock.scheduler.scheduler import Budget, Scheduler
     from penstock.types import PoolingParams, Task

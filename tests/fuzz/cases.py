@@ -1,7 +1,7 @@
 """Seeded requests that try to break a server: mutated bodies, odd HTTP, and bytes that are not HTTP at all.
 
-Bodies are derived from the server's own OpenAPI schema, so a new route or field is covered without a change
-here. A case depends only on (seed, server, number), so any of them can be repeated alone.
+Bodies are derived from the server's own OpenAPI schema, so that new routes and fields are covered without a
+change here. A case depends only on (seed, server, number), so each can be repeated on its own.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ Rng = random.Random
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request as the bytes that go over the socket."""
+    """One request, as the bytes that are sent over the socket."""
 
-    name: str  # what was done to the request
+    name: str  # the kind of mutation
     route: str
     raw: bytes
     method: str = "POST"
-    is_complete: bool = True  # an incomplete request is abandoned; nobody owes it a reply
+    is_complete: bool = True  # an incomplete request is abandoned and needs no reply
 
 
 WORDS = ("water", "time", "people", "word", "long", "find", "oil", "the")
 TEXT = "the long water"
 
-ADAPTER = "tenant"  # of the server that has one
+ADAPTER = "tenant"  # the adapter's name on the server that has one
 
-# Bodies that succeed, for routes whose schema alone does not say what makes sense together.
+# Valid bodies for routes whose schema does not say which fields belong together.
 EXAMPLES: dict[str, Json] = {
     "/score": {"queries": TEXT, "documents": ["water", "oil"]},
     "/v1/score": {"text_1": TEXT, "text_2": ["water", "oil"]},
@@ -47,7 +47,7 @@ EXAMPLES: dict[str, Json] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 4},
 }
 
-# Values that most models accept, so that a case gets beyond the checks at the door.
+# Values that most models accept, so that a case passes the first checks.
 ACCEPTED: dict[str, tuple[Json, ...]] = {
     "truncate_prompt_tokens": (-1, 8),
     "truncation_side": ("left",),
@@ -120,7 +120,7 @@ STRINGS = (
     "-1",
     "0x10",
 )
-# Written into the JSON as they are; most are not JSON.
+# Written into the JSON verbatim; most are not valid JSON.
 TOKENS = (
     b"NaN",
     b"Infinity",
@@ -162,7 +162,7 @@ class Schema:
         return all(body.get("properties") for body in self.bodies(path))
 
     def _content(self, path: str) -> Json:
-        """The JSON that a POST to the path takes; None if it takes none."""
+        """The JSON content of a POST to the path; None if the route takes no JSON."""
         body = self.document["paths"][path].get("post", {}).get("requestBody", {})
         return body.get("content", {}).get("application/json")
 
@@ -172,19 +172,19 @@ class Schema:
         return schema
 
     def bodies(self, path: str) -> list[Json]:
-        """The schemas of the bodies that a route takes."""
+        """Schemas of the bodies that a route accepts."""
         schema = self._content(path)["schema"]
         return [self.resolve(each) for each in schema.get("anyOf", [schema])]
 
     def example(self, path: str, body: Json) -> dict[str, Json]:
-        """A small body that the route accepts, unless its model lacks the task."""
+        """A small body that the route accepts, unless the model lacks the task."""
         shown = self._content(path).get("examples", {}).get(body.get("title"))
         known = EXAMPLES.get(path, {} if shown is None else shown["value"])
         missing = {name: self.plausible(body["properties"][name]) for name in body.get("required", [])}
         return {**missing, **{name: value for name, value in known.items() if name in body["properties"]}}
 
     def plausible(self, schema: Json, rng: Rng | None = None) -> Json:
-        """A value of the schema's type; the simplest one without `rng`."""
+        """A value of the schema's type, random with `rng` and the simplest one without."""
         schema = self.resolve(schema)
         kinds = schema.get("anyOf") or schema.get("oneOf")
         if kinds:
@@ -214,7 +214,7 @@ class Schema:
     def holding(
         self, schema: Json, value: Json, kinds: tuple[str, ...] = ("integer", "number")
     ) -> list[Json]:
-        """Values of the schema that hold `value` at each place of one of the `kinds`, one place each."""
+        """Values of the schema with `value` at one place of a type in `kinds`; one for each such place."""
         schema = self.resolve(schema)
         if several := schema.get("anyOf") or schema.get("oneOf"):
             return [found for each in several for found in self.holding(each, value, kinds)]
@@ -245,7 +245,7 @@ class Schema:
 
 
 def numeric_bodies(schema: Schema, path: str, value: Json) -> Iterator[tuple[str, dict[str, Json]]]:
-    """For every field of a route that can hold a number: its name, and a body where it holds `value`."""
+    """Yield the name of every field that can hold a number, with a body in which the field holds `value`."""
     for body in schema.bodies(path):
         example = schema.example(path, body)
         for name, field in body["properties"].items():
@@ -254,14 +254,14 @@ def numeric_bodies(schema: Schema, path: str, value: Json) -> Iterator[tuple[str
 
 
 def make_case(schema: Schema, seed: int, server: str, number: int) -> Case:
-    """The case of this number. The same arguments give the same bytes."""
+    """The case with this number. Equal arguments give equal bytes."""
     rng = random.Random(f"{seed}/{server}/{number}")
     (kind,) = rng.choices(tuple(_KINDS), tuple(_KINDS.values()))
     return kind(schema, rng)
 
 
 class _Splices:
-    """Bytes that are no JSON, put into JSON."""
+    """Pieces that are not valid JSON, inserted into JSON."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -298,7 +298,7 @@ def _http(
 
 
 def _pick(schema: Schema, rng: Rng) -> tuple[str, Json, dict[str, Json]]:
-    """A route, the schema of one of its bodies, and a body that it accepts, with a few optional fields."""
+    """A random route, the schema of one of its bodies, and an accepted body with a few optional fields."""
     path = rng.choice(schema.posts)
     body = rng.choice(schema.bodies(path))
     example = schema.example(path, body)
@@ -348,7 +348,7 @@ def _any_type(schema: Schema, rng: Rng) -> Case:
 
 
 def _token(schema: Schema, rng: Rng) -> Case:
-    """A number or string that JSON does not have."""
+    """A number or string that JSON does not allow."""
     path, body, example = _pick(schema, rng)
     splices, name = _Splices(), rng.choice(list(body["properties"]))
     put = splices.put(rng.choice(TOKENS))
@@ -358,7 +358,7 @@ def _token(schema: Schema, rng: Rng) -> Case:
 
 
 def _text(schema: Schema, rng: Rng) -> Case:
-    """Odd or long text wherever the schema has text."""
+    """Odd or long text in a field for text."""
     path, body, example = _pick(schema, rng)
     name = rng.choice(list(body["properties"]))
     long = rng.choice(("a", "long ", "\x00", "日本", "👩‍👩‍👧", "\u0301", "{", "[MASK]")) * rng.choice(
@@ -394,7 +394,7 @@ def _nesting(schema: Schema, rng: Rng) -> Case:
 
 
 def _rows(schema: Schema, rng: Rng) -> Case:
-    """As many rows as a request may have, one more, or none, in whatever field takes a list."""
+    """The maximum number of rows, one more, fewer, or none, in any field that takes a list."""
     path, body, example = _pick(schema, rng)
     size = rng.choice((0, 1, 127, 128, 1000, 2048, 2049))
     names = [
@@ -435,7 +435,7 @@ def _keys(schema: Schema, rng: Rng) -> Case:
 
 
 def _damaged(schema: Schema, rng: Rng) -> Case:
-    """A valid body, cut or with bytes changed; or bytes that never were JSON."""
+    """A valid body that was cut, extended or changed, or bytes that are not JSON."""
     path, _, example = _pick(schema, rng)
     raw = bytearray(json.dumps(example).encode())
     choice = rng.randrange(6)
@@ -527,7 +527,7 @@ def _paths(schema: Schema, rng: Rng) -> Case:
 
 
 def _wire(schema: Schema, rng: Rng) -> Case:
-    """Broken HTTP framing that is still owed a reply."""
+    """Broken HTTP framing that still needs a reply."""
     path, _, example = _pick(schema, rng)
     body = json.dumps(example).encode()
     host = [(b"host", b"localhost")]
@@ -566,7 +566,7 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def _png(width: int, height: int, *, is_whole: bool = True) -> bytes:
-    """A grey picture; without its rows if it is not whole."""
+    """A grey picture, or one with truncated rows."""
     rows = (b"\0" + b"\x7f" * width) * height if is_whole else b"\0"
     head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     data = _chunk(b"IHDR", head) + _chunk(b"IDAT", zlib.compress(rows)) + _chunk(b"IEND", b"")
@@ -574,7 +574,7 @@ def _png(width: int, height: int, *, is_whole: bool = True) -> bytes:
 
 
 def _picture(rng: Rng) -> Json:
-    """A reference to an image; about half of them can be read."""
+    """A reference to an image. About half of them can be decoded."""
     good = _png(rng.randint(1, 40), rng.randint(1, 40))
     file = rng.choice(
         (
@@ -610,7 +610,7 @@ def _picture(rng: Rng) -> Json:
 
 
 def _image(schema: Schema, rng: Rng) -> Case:
-    """Images as each dialect sends them, with some of them odd."""
+    """Images in the form of each dialect, some of them odd."""
     del schema
     image, other = _picture(rng), _picture(rng)
     url = {"type": "image_url", "image_url": rng.choice(({"url": image}, image))}
@@ -637,7 +637,7 @@ def _image(schema: Schema, rng: Rng) -> Case:
 
 
 def _adapter(schema: Schema, rng: Rng) -> Case:
-    """Adapters by every kind of name, on every route."""
+    """Adapters under every form of name, on every route."""
     path, body, example = _pick(schema, rng)
     names = (ADAPTER, f"{ADAPTER}:query", f"model:{ADAPTER}", f"{ADAPTER}:{ADAPTER}", ":", f"{ADAPTER}:", "")
     for name in ("model", "adapter", "adapter_id"):
@@ -647,7 +647,7 @@ def _adapter(schema: Schema, rng: Rng) -> Case:
 
 
 def _pipelined(schema: Schema, rng: Rng) -> Case:
-    """Several requests at once; the first answer is judged, and the client leaves during the others."""
+    """Several requests in one write. The first answer is judged; the client disconnects during the others."""
     raw = []
     for _ in range(rng.choice((2, 5, 20, 64, 66))):
         path, _, example = _pick(schema, rng)
@@ -663,14 +663,14 @@ def _pipelined(schema: Schema, rng: Rng) -> Case:
 
 
 def _abandoned(schema: Schema, rng: Rng) -> Case:
-    """A request that stops in the middle; the client leaves."""
+    """A request that stops in the middle, where the client disconnects."""
     path, _, example = _pick(schema, rng)
     raw = _http(path, json.dumps(example).encode())
     return Case("abandoned", path, raw[: rng.randrange(1, len(raw))], is_complete=False)
 
 
 def _left(schema: Schema, rng: Rng) -> Case:
-    """A whole request whose client leaves before the answer."""
+    """A complete request whose client disconnects before the answer."""
     path, _, example = _pick(schema, rng)
     return Case("left", path, _http(path, json.dumps(example).encode()), is_complete=False)
 
@@ -699,5 +699,5 @@ _KINDS: dict[Callable[[Schema, Rng], Case], float] = {
 
 
 def as_case(name: str, path: str, body: bytes) -> Case:
-    """A body as a plain HTTP request."""
+    """A plain HTTP request with this body."""
     return Case(name, path, _http(path, body))

@@ -1,4 +1,4 @@
-"""One request over a socket of its own, and what became of it."""
+"""Sends one request on its own connection and judges the outcome."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import httptools
 
 from tests.fuzz.cases import Case
 
-MAX_REPLY_S = 60.0  # a reply that takes longer counts as a hang
-SLOW_S = 1.0  # a reply that takes longer is listed, as it may be what slowed others
-MAX_ERROR_BYTES = 16_384  # an error that is longer echoes what the client sent
+MAX_REPLY_S = 60.0  # slower replies count as hangs
+SLOW_S = 1.0  # slower replies are listed, since they may have delayed others
+MAX_ERROR_BYTES = 16_384  # longer errors echo what the client sent
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`fault` says which promise was broken; None if none was."""
+    """The status of a reply, and in `fault` the promise that it broke, if any."""
 
     status: int | None
     fault: Literal["5xx", "closed", "hang", "echo", "not JSON", "schema"] | None = None
@@ -28,7 +28,7 @@ class Outcome:
 
 
 class _Reply:
-    """Collects the final reply of a connection; informational replies are skipped."""
+    """Collects the final reply of a connection. Informational replies are skipped."""
 
     def __init__(self, is_head: bool) -> None:
         self.is_complete = False
@@ -43,7 +43,7 @@ class _Reply:
             self.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
-        if self.is_complete:  # of a pipelined request
+        if self.is_complete:  # this is the reply to a pipelined request
             return
         self.status = self.parser.get_status_code()
         self.is_complete = self._is_head and self.status >= 200
@@ -61,7 +61,7 @@ class _Reply:
 
 
 async def exchange(port: int, case: Case, max_reply_s: float = MAX_REPLY_S) -> Outcome:
-    """Send the case and judge the reply."""
+    """Send the case and judge its reply."""
     began_s = time.monotonic()
     outcome = await _exchange(port, case, max_reply_s)
     return replace(outcome, seconds=time.monotonic() - began_s)
@@ -81,7 +81,7 @@ async def _exchange(port: int, case: Case, max_reply_s: float) -> Outcome:
     except OSError as error:
         if not reply.is_complete:
             return Outcome(None, "closed", str(error))
-    except httptools.HttpParserError as error:  # what follows the reply belongs to a pipelined request
+    except httptools.HttpParserError as error:  # bytes after the reply belong to pipelined requests
         if not reply.is_complete:
             return Outcome(None, "not JSON", f"the reply is not HTTP: {error}")
     finally:
@@ -107,7 +107,7 @@ async def _read(reader: asyncio.StreamReader, reply: _Reply) -> None:
 
 
 def judge(status: int, body: bytes, headers: dict[bytes, bytes]) -> Outcome:
-    """What the promises say about a reply."""
+    """Judge a reply by the promises."""
     shown = body[:300].decode("latin-1")
     if status >= 500:
         return Outcome(status, "5xx", shown)

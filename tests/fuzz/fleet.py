@@ -1,4 +1,4 @@
-"""The servers that are fuzzed: one for each kind of model, started as a user starts them."""
+"""The servers to fuzz: one for each kind of model, started as users start them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TEXT = "the long water"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server, the share of all cases that it gets, and the request that the probe repeats."""
+    """A server, its share of all cases, and the request that the probe repeats."""
 
     name: str
     share: float
     route: str
     body: dict[str, Any]
     write: Callable[[Path], Path] | None = None  # None: the default model
-    more_flags: tuple[str, ...] = ()  # {folder} is where the model was written
+    more_flags: tuple[str, ...] = ()  # {folder} stands for the model's folder
 
     def flags(self, folder: Path) -> tuple[str, ...]:
         model = () if self.write is None else (str(self.write(folder / self.name)),)
@@ -71,14 +71,14 @@ TARGETS = (
 
 
 def _classifier(folder: Path) -> Path:
-    """A model for natural-language inference that reads messages too."""
+    """Write a model for natural-language inference that also has a chat template."""
     folder = STAND_INS["nli"](folder)
     template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     write_json(folder / "tokenizer_config.json", {"chat_template": template})
     return folder
 
 
-# One tiny model of each kind, for what needs every route to succeed somewhere.
+# One tiny model of each kind, for tests that need every route to succeed somewhere.
 KINDS: dict[str, Callable[[Path], Path]] = {
     "embedder": STAND_INS["prompts"],
     "generator": STAND_INS["llama"],

@@ -18,7 +18,7 @@ _FLOATS = [
     0.0, -0.0, 0.5, 1.0, 1.5, 2.0, -2.0, 1e-6, 1e-45, 1e-308, 5e-324, 1e38, 3.5e38, 1e308, -1e308, 1e-7,
     0.999999,
 ]  # fmt: skip
-# JSON that the encoder would not write.
+# JSON that the encoder cannot write.
 _RAW = [
     "NaN",
     "Infinity",
@@ -39,14 +39,14 @@ _SURROGATES = [r'"\ud800"', r'"\udc00\ud800"', r'"x\udfff"']
 
 
 class _Raw:
-    """JSON text that goes into the body as it is."""
+    """JSON text that is written into the body verbatim."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
 
 def bodies(seed: int) -> Iterator[tuple[str, bytes]]:
-    """Endless (route, body). Most bodies are valid but for one to three fields."""
+    """Yield endless (route, body) pairs. Most bodies are valid except for one to three fields."""
     draw = random.Random(seed)
     while True:
         yield _one(draw)
@@ -83,7 +83,7 @@ def _encoded(value: Any) -> bytes:
 
 
 def _broken(draw: random.Random) -> bytes:
-    """A body that is not the JSON of an object."""
+    """A body that is not a JSON object."""
     depth = draw.choice([10, 500, 2000, 20_000])
     return draw.choice(
         [

@@ -1,7 +1,7 @@
-"""When hostile requests are sent: at a steady rate, with quiet phases in between.
+"""Paces hostile requests: a steady rate, with quiet phases in between.
 
-The quiet phases measure the idle server throughout the run, so whatever else slows the machine down slows
-both figures. They follow from the clock alone; the probe is another process and reads the same clock.
+The quiet phases measure the idle server throughout the run, so that a slow machine affects both figures. They
+follow from the clock alone, since the probe is another process that reads the same clock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CYCLE_S = FUZZ_S + SETTLE_S + QUIET_S
 
 @dataclass(slots=True)
 class Pacer:
-    rate: float  # cases a second, while it is not quiet
+    rate: float  # cases per second outside quiet phases
     began_s: float = field(default_factory=time.monotonic)
     _due_s: float = 0.0
 
@@ -31,7 +31,8 @@ class Pacer:
         return self._due_s - now_s
 
     def split(self, probe: ProbeResult) -> tuple[ProbeResult, ProbeResult]:
-        """The probe's requests in quiet phases, and all others with its wrong answers."""
+        """Split the probe's requests into those in quiet phases and all others, which keep the wrong
+        answers."""
         quiet = ProbeResult()
         busy = ProbeResult(num_wrong=probe.num_wrong, wrong=probe.wrong)
         for due_s, latency_ms in zip(probe.due_s, probe.latencies_ms, strict=True):

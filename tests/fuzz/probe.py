@@ -1,7 +1,7 @@
 """A well-behaved client: one small request at a fixed pace, each answer checked against the idle server's.
 
-Runs as a process of its own, so that the load generator's interpreter does not delay it. It stops when its
-standard input ends and prints one JSON object.
+It is a separate process, so that the load generator's interpreter does not delay it. It stops when its
+standard input ends, and prints one JSON object.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 
 PACE_S = 0.05
-NUM_WARMUP = 20  # requests before the first that counts
-TOLERANCE = 1e-5  # of a component, whatever else is in the batch
+NUM_WARMUP = 20  # unmeasured requests before the first measured one
+TOLERANCE = 1e-5  # per component, whatever else is in the batch
 
 
 @dataclass(slots=True)
 class ProbeResult:
     latencies_ms: list[float] = field(default_factory=list)
-    due_s: list[float] = field(default_factory=list)  # when each request was due, by the monotonic clock
+    due_s: list[float] = field(default_factory=list)  # when each request was due, on the monotonic clock
     num_wrong: int = 0
     wrong: list[str] = field(default_factory=list)  # the first few
     reference: Any = None  # the right answer
@@ -45,7 +45,7 @@ class ProbeResult:
 def probing(port: int, route: str, body: dict[str, Any], reference: Any = None) -> Iterator[ProbeResult]:
     """Probe a server while the block runs; the result is filled in when it ends.
 
-    Without a `reference` the first answer is right.
+    Without a `reference`, the first answer is taken as right.
     """
     given = [str(port), route, json.dumps(body), json.dumps(reference)]
     words = [sys.executable, "-m", "tests.fuzz.probe", *given]
@@ -70,7 +70,7 @@ def _ask(port: int, route: str, body: bytes) -> tuple[int, bytes]:
 
 
 def _equals(first: Any, other: Any) -> bool:
-    """Whether two answers agree: numbers within the tolerance, all else exactly. Ids and times differ."""
+    """Whether two answers agree: numbers within the tolerance, all else exactly. Ids and times may differ."""
     if isinstance(first, dict):
         names = set(first) - {"id", "created"}
         return isinstance(other, dict) and all(_equals(first[name], other.get(name)) for name in names)
@@ -107,7 +107,7 @@ def main(words: Sequence[str]) -> None:
         now_s = time.monotonic()
         result.latencies_ms.append(
             (now_s - due_s) * 1000
-        )  # from when it was due: a stall delays all behind it
+        )  # since the due time: a stall delays all later requests
         result.due_s.append(due_s)
         if wrong:
             result.num_wrong += 1

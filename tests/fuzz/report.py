@@ -1,4 +1,4 @@
-"""What a fuzzing run found: counts, faults with how to repeat them, and the table that is saved."""
+"""Results of a fuzzing run: counts, faults with commands to repeat them, and the saved table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from tests.fuzz.exchange import SLOW_S, Outcome
 from tests.fuzz.probe import ProbeResult
 
-MAX_SLOWDOWN = 3.0  # of another client's p99, against the idle server
+MAX_SLOWDOWN = 3.0  # limit of another client's p99 relative to the idle server
 MAX_SHOWN = 20
 MAX_SLOWEST = 5
 
@@ -29,7 +29,7 @@ class Run:
     slowest: list[tuple[float, str, str, str]] = field(default_factory=list)  # seconds, kind, route, repeat
     idle: ProbeResult = field(default_factory=ProbeResult)
     busy: ProbeResult = field(default_factory=ProbeResult)
-    memory_mb: tuple[int, int] = (0, 0)  # of all processes, before and after
+    memory_mb: tuple[int, int] = (0, 0)  # all processes together, before and after
     seconds: float = 0.0
 
     def count(self, kind: str, route: str, outcome: Outcome, repeat: str = "") -> None:
@@ -52,7 +52,7 @@ class Run:
         return self.busy.p99_ms / self.idle.p99_ms
 
     def broken(self) -> list[str]:
-        """The promises that this run broke."""
+        """Describe the promises that this run broke."""
         found = [f"{count} × {fault}" for fault, count in self.faults.items()]
         if self.busy.num_wrong:
             found.append(f"{self.busy.num_wrong} wrong answers to another client: {self.busy.wrong}")

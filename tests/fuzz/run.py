@@ -1,7 +1,7 @@
 """`make fuzz`: hostile requests against every route of a server for each kind of model.
 
-Fails if a reply is 5xx, a connection is closed without a reply, a request hangs, an error echoes what it was
-sent, another client gets a wrong answer, or its p99 grows beyond three times that of the idle server.
+Fails if a reply is 5xx, a connection is closed without a reply, a request hangs, an error echoes its input,
+another client gets a wrong answer, or that client's p99 exceeds three times that of the idle server.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from tests.fuzz.report import MAX_SHOWN, Run, save, table
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 IDLE_S = 5.0
 Attack = Callable[[Run, Pacer], None]
-NICENESS = 5  # of the load generator: it must not take the servers' cores
+NICENESS = 5  # priority of the load generator, so that it does not take the servers' cores
 
 
 def main() -> int:
     options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the servers too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end too
     work = Path(tempfile.mkdtemp(prefix="penstock-fuzz-"))
     targets = [each for each in TARGETS if not options.servers or each.name in options.servers]
     if options.case:
@@ -108,7 +108,7 @@ def _fuzz(
 
 
 def _probe_idle(server: Server, target: Target) -> ProbeResult:
-    """Probe the server while nobody else uses it."""
+    """Probe the server while it is otherwise idle."""
     with probing(server.port, target.route, target.body) as idle:
         time.sleep(IDLE_S)
     return idle
@@ -116,7 +116,7 @@ def _probe_idle(server: Server, target: Target) -> ProbeResult:
 
 @contextmanager
 def _niced(attack: Callable[[], None]) -> Iterator[None]:
-    """Run the attack on a thread of low priority, and wait for it."""
+    """Run the attack on a low-priority thread, and wait for it."""
     failed: list[BaseException] = []
 
     def body() -> None:
@@ -143,7 +143,7 @@ def _send_all(
     run: Run,
     pacer: Pacer,
 ) -> None:
-    """Send the cases at a steady rate, a few at a time."""
+    """Send the cases at a steady rate, several at a time."""
     numbers = iter(range(num_cases))
 
     async def worker() -> None:
@@ -197,7 +197,7 @@ def _show(run: Run, server: Server, work: Path) -> None:
 
 
 def _repeat(which: str, seed: int, work: Path) -> int:
-    """Send one case again and show what comes back, with the server's log."""
+    """Send one case again, and print its outcome and the server's log."""
     name, number = which.split("/")
     (target,) = [each for each in TARGETS if each.name == name]
     with serving(*target.flags(work)) as server:

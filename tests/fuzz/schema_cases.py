@@ -1,6 +1,6 @@
 """Requests that schemathesis derives from a server's OpenAPI document, with checks of the answers.
 
-Bodies are of four kinds: the examples as they are, examples with some generated fields, bodies that fit the
+Bodies are of four kinds: unchanged examples, examples with some generated fields, bodies that match the
 schema, and bodies that do not. The first two kinds mostly succeed.
 """
 
@@ -30,7 +30,7 @@ from tests.fuzz.pacing import Pacer
 
 Json = Any
 Kind = Literal["example", "varied", "positive", "negative"]
-Report = Callable[[str, str, Outcome, str], None]  # kind, route, outcome, how to repeat it
+Report = Callable[[str, str, Outcome, str], None]  # kind, route, outcome, command to repeat it
 Call = Callable[[schemathesis.Case], schemathesis.Response]
 CHECKS = [
     status_code_conformance,
@@ -38,21 +38,21 @@ CHECKS = [
     response_headers_conformance,
     response_schema_conformance,
 ]
-_KINDS: tuple[Kind, ...] = ("varied", "varied", "positive", "negative")  # shares of the generated cases
-_MAX_VARIED = 3  # generated fields in an example
+_KINDS: tuple[Kind, ...] = ("varied", "varied", "positive", "negative")  # repeated for a larger share
+_MAX_VARIED = 3  # maximum number of generated fields in an example
 
 
 def load(document: Json, url: str | None = None) -> schemathesis.BaseSchema:
-    """The document as schemathesis reads it; requests go to `url`."""
+    """Load the document into schemathesis; requests go to `url`."""
     schema = schemathesis.openapi.from_dict(document)
     if url is not None:
         schema.config.update(base_url=url)
-    schema.config.output.sanitization.update(enabled=False)  # it hides every field with "token" in its name
+    schema.config.output.sanitization.update(enabled=False)  # it redacts every field with "token" in its name
     return schema
 
 
 def run_schema_cases(url: str, num_cases: int, first_seed: int, pacer: Pacer | None, report: Report) -> int:
-    """Send at least `num_cases` over all routes of a server, and return how many were sent."""
+    """Send at least `num_cases` over all routes of a server, and return the number sent."""
     session = requests.Session()
     document = session.get(f"{url}/openapi.json", timeout=MAX_REPLY_S).json()
 
@@ -117,7 +117,7 @@ def _exchange(case: schemathesis.Case, call: Call) -> Outcome:
 
 
 def _violation(case: schemathesis.Case, response: schemathesis.Response) -> str:
-    """How an answer does not fit the document; empty if it does."""
+    """How an answer violates the document; empty if it does not."""
     try:
         case.validate_response(response, checks=CHECKS)
     except FailureGroup as failures:
@@ -137,7 +137,7 @@ def _definition(document: Json, operation: schemathesis.APIOperation) -> Json:
 
 
 def _examples(document: Json, operation: schemathesis.APIOperation) -> Iterator[tuple[str, Json]]:
-    """The examples of an operation, each with the name of the schema that it belongs to."""
+    """Examples of an operation, each with the name of its schema."""
     content = _definition(document, operation).get("requestBody", {}).get("content", {})
     for name, each in content.get("application/json", {}).get("examples", {}).items():
         yield name, each["value"]
@@ -153,7 +153,7 @@ def _example_cases(document: Json, operation: schemathesis.APIOperation) -> Iter
 
 
 def _own_fields(document: Json, name: str) -> set[str]:
-    """The fields of the schema of this name, which may have its module in front of it."""
+    """Fields of the schema with this name, which may have a module prefix."""
     schemas = document["components"]["schemas"]
     found = schemas.get(name) or next(each for full, each in schemas.items() if full.endswith(f".{name}"))
     return set(found["properties"])
@@ -172,7 +172,7 @@ def _strategy(
     fields = {name: _own_fields(document, name) for name, _ in examples}
 
     def vary(case: schemathesis.Case, random: Random) -> schemathesis.Case:
-        """Put some generated fields into an example. `model` is left out: no server has a random one."""
+        """Put some generated fields into an example, but not `model`, since no server has a random one."""
         name, example = random.choice(examples)
         given = case.body if isinstance(case.body, dict) else {}
         optional = sorted(fields[name].intersection(given) - {"model"})

@@ -1,7 +1,7 @@
 """`make schema-test`: schemathesis over the OpenAPI document of a server for each kind of model.
 
-Fails if a reply is 5xx, an answer, its status, its content type or its headers do not fit the document, or a
-route never succeeds on any server.
+Fails if a reply is 5xx, if an answer's content, status, content type or headers do not match the document, or
+if a route never succeeds on any server.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UPLOADED_PATHS = ("/v1/files/", "/v1/batches/")
 
 
 class Tally:
-    """What came back, by dialect and by route."""
+    """Counts of the answers, by dialect and by route."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self.dialects = {
@@ -39,7 +39,7 @@ class Tally:
             for method, operation in methods.items()
         }
         self.cases: Counter[str] = Counter()  # by dialect
-        self.answers: Counter[tuple[str, str]] = Counter()  # by dialect and class of status
+        self.answers: Counter[tuple[str, str]] = Counter()  # by dialect and status class
         self.kinds: Counter[tuple[str, bool]] = Counter()  # by kind and whether it succeeded
         self.succeeded: set[str] = set()  # routes
         self.faults: dict[tuple[str, str, str], tuple[int, str]] = {}  # count, and how to repeat the first
@@ -59,8 +59,8 @@ class Tally:
 
     @property
     def never_succeeded(self) -> list[str]:
-        """Routes without a success, except those of operators, as the servers have no admin key, and those
-        that need an upload."""
+        """Routes without a success, except admin routes (the servers have no admin key) and those that need
+        an upload."""
         return sorted(
             route
             for route in set(self.dialects) - self.succeeded - set(UPLOAD_ROUTES)

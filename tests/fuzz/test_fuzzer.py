@@ -1,4 +1,4 @@
-"""The fuzzer notices what it is there to notice."""
+"""The fuzzer detects every kind of fault."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reply(status: int, body: bytes, kind: bytes = b"application/json") -> bytes:
 
 
 async def answered_with(raw: bytes | None, case: Case, max_reply_s: float = 60.0) -> Outcome:
-    """The outcome of a case at a server that sends `raw` and closes; with None it never answers."""
+    """Send a case to a server that replies with `raw` and closes, or that never answers if `raw` is None."""
     over = asyncio.Event()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -94,7 +94,7 @@ def test_every_numeric_field_is_found_wherever_it_is_nested(schema: Schema) -> N
     assert {("/rerank", "top_n"), ("/v1/maxsim", "query_scales"), ("/detokenize", "tokens")} <= found
     without = set(schema.posts) - {
         path for path, _ in found
-    }  # which take no number, or bodies of other routes
+    }  # these take no number, or bodies of other routes
     orders = {f"/v1/admin/models/{action}" for action in ("load", "unload", "sleep", "wake")}
     orders |= {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
     assert without <= {"/tokenize", "/v1/tokenize", "/api/show", "/invocations", "/vertex"} | orders

@@ -1,4 +1,4 @@
-"""Reading ahead: in order, at most two items ahead, and without threads left behind."""
+"""Read-ahead: in order, at most two items ahead, and without leaking threads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_next_item_is_read_while_this_one_is_used() -> None:
             yield number
 
     for used, _ in enumerate(read_ahead(items()), start=1):
-        assert len(read) <= used + 2  # one waits in the queue, and the thread holds one
+        assert len(read) <= used + 2  # one item waits in the queue, another in the thread
         if used == 1:
             for _ in range(3):
                 assert has_read.acquire(timeout=PATIENCE_S)

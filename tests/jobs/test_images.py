@@ -1,4 +1,4 @@
-"""Folders of images and PDF files: a row an image, a row a page."""
+"""Folders of images and PDF files: one row per image or page."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_texts_and_images_in_one_input_are_refused(tmp_path: Path, photos: Path)
 def test_a_link_keeps_its_name_and_files_of_other_types_are_named(
     tmp_path: Path, photos: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The hub's cache has links to files whose names are hashes."""
+    """Files in the hub's cache are links to files whose names are hashes."""
     blob = tmp_path / "0f3a"
     (photos / "0.png").rename(blob)
     (photos / "0.png").symlink_to(blob)

@@ -1,4 +1,4 @@
-"""Inputs of several files, folders, patterns, Lance datasets and URIs."""
+"""Inputs from several files, folders, patterns, Lance datasets and URIs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def refused(*inputs: object, form: InputFormat | None = None) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Seven rows in three files of three formats, and files that are not read."""
+    """Seven rows in three files of three formats, and two files that are not read."""
     folder = tmp_path / "in"
     (folder / "deep").mkdir(parents=True)
     write_jsonl(folder / "a.jsonl", [{"text": f"t{i}"} for i in range(3)])

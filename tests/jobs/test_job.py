@@ -1,4 +1,4 @@
-"""Jobs from end to end: kinds of vectors, bad rows, folders, stores, and resuming at any point."""
+"""Jobs end to end: kinds of vectors, bad rows, folders, stores, and resuming after any interruption."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXTS = ["a river", "a turbine that turns", "the gate", "water flows down the pi
 
 
 class Killed(BaseException):
-    """Stands for the moment in which a process is gone."""
+    """Stands in for the death of the process."""
 
 
 @pytest.fixture
@@ -170,12 +170,12 @@ def test_a_run_killed_at_any_commit_repeats_no_row_and_loses_none(
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(PartWriter, "commit", dies)
         run(Job(**job))
-    run(Job(**{**job, "batch_rows": 5}))  # blocks are cut as the first run said
+    run(Job(**{**job, "batch_rows": 5}))  # blocks keep the size of the first run
     assert [row["id"] for row in read_jsonl(tmp_path / "out.jsonl")] == list(range(9))
 
 
 class FakeStore:
-    """A store in memory, which `--to` would open."""
+    """An in-memory store, in place of one that `--to` opens."""
 
     rows: dict[Any, dict[str, Any]] = {}
     opened: list[tuple[pa.Schema, Stamp]] = []

@@ -1,4 +1,4 @@
-"""An unfinished output: what survives which interruption, and what is refused."""
+"""An unfinished output: what survives an interruption, and which runs are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLUMNS = VectorColumns({VectorKind.DENSE: 2}, OutputDtype.FLOAT32, Stamp(model=
 
 
 class Killed(BaseException):
-    """Stands for the moment in which a process is gone."""
+    """Stands in for the death of the process."""
 
 
 def flags(resume: bool, overwrite: bool, settings: dict[str, Any]) -> RunFlags:
@@ -168,7 +168,7 @@ def test_an_existing_output_is_replaced_only_with_overwrite_and_only_at_the_end(
     with open_output(output, overwrite=True) as run:
         add(run, 0)
     assert output.read_text() == "old"
-    with open_output(output, resume=True) as run:  # the permission was given to the run that is resumed
+    with open_output(output, resume=True) as run:  # the resumed run already had the permission
         run.finish()
     assert ids(output) == [0]
 
@@ -213,7 +213,7 @@ def test_outputs_that_cannot_be_written_are_refused(tmp_path: Path, monkeypatch:
         check_output(tmp_path / "none" / "out.jsonl", resume=False, overwrite=False)
     with pytest.raises(BadValue, match="is a folder"):
         check_output(tmp_path, resume=False, overwrite=False)
-    monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere, so chmod shows nothing
+    monkeypatch.setattr("os.access", lambda *_: False)  # root can write anywhere, so chmod has no effect
     with pytest.raises(BadValue, match="is not writable"):
         check_output(tmp_path / "out.jsonl", resume=False, overwrite=False)
 

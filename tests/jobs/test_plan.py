@@ -1,4 +1,4 @@
-"""What a resumed run reads: all that is missing, cut at the same places."""
+"""Rows that a resumed run reads: all missing ones, with the same chunk boundaries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_ranges_end_where_files_end_and_skip_what_is_committed() -> None:
 
 
 def test_a_chunk_of_which_a_piece_is_missing_is_read_again() -> None:
-    done = {Span(0, 4), Span(7, 3)}  # of 0-4, 4-7, 7-10
+    done = {Span(0, 4), Span(7, 3)}  # of the pieces 0-4, 4-7 and 7-10
     assert missing_ranges((20,), CUT, None, done) == [RowRange(0, 20)]
     assert missing_ranges((20,), CUT, None, {*done, Span(4, 3)}) == [RowRange(10, 20)]
 

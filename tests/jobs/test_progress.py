@@ -1,4 +1,4 @@
-"""What a job says where no terminal shows a bar."""
+"""Progress lines of a job without a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs: what each format gives, which columns are chosen, and what bad input is told."""
+"""Inputs: the rows of each format, the choice of columns, and errors for bad input."""
 
 from __future__ import annotations
 

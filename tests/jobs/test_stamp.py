@@ -1,4 +1,4 @@
-"""Stamps: what makes vectors incomparable, in words."""
+"""Stamps: which settings make vectors incomparable, and how the difference is described."""
 
 from __future__ import annotations
 

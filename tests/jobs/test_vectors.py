@@ -1,4 +1,4 @@
-"""Outputs: parts and their join, for both formats."""
+"""Outputs: parts and how they are joined, for both formats."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def columns_of(dtype: OutputDtype = OutputDtype.FLOAT32, **widths: int) -> Vecto
 def joined(
     folder: Path, form: OutputFormat, columns: list[dict[str, Any]], dtype: OutputDtype = OutputDtype.FLOAT32
 ) -> tuple[Path, np.ndarray]:
-    """Write one part for each dict of columns, then join them; the vectors come back too."""
+    """Write one part for each dict of columns, then join the parts. Return the file and the vectors."""
     writer = vector_format(form, columns_of(dtype))
     parts, vectors = [], []
     for number, carried in enumerate(columns):

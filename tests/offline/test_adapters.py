@@ -1,4 +1,4 @@
-"""LoRA adapters in Python: `Engine(enable_lora=True)`, compared with checkpoints that PEFT has merged."""
+"""LoRA adapters in Python: `Engine(enable_lora=True)`, compared with checkpoints merged by PEFT."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_call_that_runs_keeps_its_adapter(bert: Adapted, engine: Engine) -> No
     with engine.local.adapters.hold("c") as adapter_id:
         engine.unload_adapter("c")
         assert adapter_id in engine.local.engine.core.adapters._known  # type: ignore[union-attr]
-    engine.embed(TEXTS)  # behind the order to unload it
+    engine.embed(TEXTS)  # runs after the unload order
     assert adapter_id not in engine.local.engine.core.adapters._known  # type: ignore[union-attr]
 
 
@@ -136,7 +136,7 @@ def test_an_engine_without_lora_says_how_to_open_it(bert: Adapted) -> None:
 
 @pytest.fixture
 def small(bert: Adapted) -> Iterator[Engine]:
-    """An engine that keeps one adapter in memory, and has two."""
+    """An engine with two adapters that keeps only one in memory."""
     modules = bert.modules("a", "b")
     options: dict[str, Any] = {"max_loras": 1, "max_cpu_loras": 1, "lora_modules": modules}
     with opened(bert.base, enable_lora=True, **options) as engine:
@@ -158,7 +158,7 @@ def test_a_request_whose_adapter_is_read_from_disk_holds_up_no_other(
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(small.embed, TEXTS, adapter="a")
         wait_until(lambda: reads == ["a"])
-        small.embed(TEXTS)  # others run meanwhile
+        small.embed(TEXTS)  # other calls run meanwhile
         assert not waiting.done()
         may_read.set()
         found = waiting.result(PATIENCE_S)
@@ -174,7 +174,7 @@ def test_an_adapter_is_read_again_from_copies_of_its_files_and_not_from_others(
     shutil.copytree(bert.adapters["a"], folder)
     small.load_adapter("changing", str(folder))
     found = small.embed(TEXTS, adapter="changing")
-    small.embed(TEXTS, adapter="b")  # it leaves the device and host memory
+    small.embed(TEXTS, adapter="b")  # evicts the first adapter from device and host memory
     shutil.rmtree(folder)
     shutil.copytree(bert.adapters["a"], folder)
     os.utime(folder / "adapter_model.safetensors", (0, 0))

@@ -110,7 +110,7 @@ def test_a_text_without_the_damaged_row_is_still_answered(nan_engine: Engine) ->
 
 @pytest.fixture(scope="module")
 def nan_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """One word's embedding is NaN."""
+    """An engine whose embedding of one word is NaN."""
     tensors = bert_tensors(BERT_CONFIG)
     folder = write_bert(tmp_path_factory.mktemp("models") / "nan")
     with Engine(str(folder), device="cpu", threads=1) as reader:
@@ -239,7 +239,7 @@ def test_a_cancelled_task_leaves_the_async_engine_usable(folder: Path) -> None:
     async def main() -> np.ndarray:
         async with AsyncEngine(str(folder), device="cpu", threads=1) as shared:
             tasks = [asyncio.create_task(shared.embed(TEXTS)) for _ in range(20)]
-            await asyncio.sleep(0)  # each has begun, and none can have ended
+            await asyncio.sleep(0)  # all tasks have begun, and none can have finished
             for task in tasks[::2]:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Offline and server answers are the same for the same request: embeddings, scores and generated text."""
+"""Offline and server answers are equal for the same request: embeddings, scores and generated text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHAT = [{"role": "user", "content": "the water"}]
 
 
 class Both:
-    """One loaded model behind both doors."""
+    """One loaded model, behind an offline engine and an HTTP application."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.engine = Engine(str(folder), device="cpu", threads=1, **options)

@@ -27,7 +27,7 @@ SETTINGS = resolve(EngineConfig(device="null"), ModelFacts(max_model_len=16), Ma
 
 @pytest.fixture
 def open_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[EngineCore], LocalEngine]]:
-    """Makes a local engine around a core."""
+    """Return a function that makes a local engine around a core."""
     opened: list[LocalEngine] = []
 
     def make(core: EngineCore) -> LocalEngine:
@@ -49,7 +49,7 @@ def open_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[EngineCore]
 def open_engine(
     open_core: Callable[[EngineCore], LocalEngine],
 ) -> Callable[[ManualRunner | PoisonedRunner], LocalEngine]:
-    """Makes a local engine around a fake runner; steps hold up to 100 tokens."""
+    """Return a function that makes a local engine around a fake runner, with up to 100 tokens per step."""
     return lambda runner: open_core(EngineCore(runner, Scheduler(Budget(100, 100, 10**9))))
 
 
@@ -108,7 +108,7 @@ def test_a_request_submitted_during_the_last_step_is_answered(
         outcomes = step()
         if not late:
             late.append(engine.submit(make_request("late", [2])))
-            engine._closing = True  # as `close` on another thread would
+            engine._closing = True  # as `close` on another thread does
         return outcomes
 
     engine.core.step = step_with_a_late_arrival  # type: ignore[method-assign]
@@ -123,7 +123,7 @@ def test_the_engine_survives_a_caller_that_cancels_its_future_during_delivery(
     open_engine: Callable[[PoisonedRunner], LocalEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class CancelledDuringDelivery(Future[PooledOutput]):
-        """Is cancelled by its caller right after the engine has checked whether it is done."""
+        """A future that its caller cancels right after the engine has checked `done`."""
 
         def done(self) -> bool:
             was_done = super().done()
@@ -263,7 +263,7 @@ def test_cancelling_a_task_cancels_its_request_alone_and_frees_the_id(
 def test_the_id_of_a_cancelled_request_stays_in_use_until_the_engine_confirms(
     open_engine: Callable[[ManualRunner], LocalEngine],
 ) -> None:
-    """Or an output that is already on its way would reach the next request of the same id."""
+    """Otherwise an output that is already in flight would reach the next request with the same id."""
     runner = ManualRunner()
     engine = open_engine(runner)
 

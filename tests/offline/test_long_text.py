@@ -13,7 +13,7 @@ from penstock.errors import BadValue, NotPossible
 from penstock.tasks import run as task_run
 from tests.checkpoints import WORDS, write_bert, write_json
 
-LONG = " ".join(WORDS[i % len(WORDS)] for i in range(150))  # the model takes 64 tokens
+LONG = " ".join(WORDS[i % len(WORDS)] for i in range(150))  # longer than the model's 64 tokens
 MIDDLE = " ".join(WORDS[7:60])
 TEXTS = ["the water", LONG, MIDDLE, LONG[::-1][:200]]
 
@@ -34,7 +34,7 @@ def unit(vectors: Any) -> Any:
 
 
 def mean_by_hand(engine: Engine, text: str, **options: Any) -> Any:
-    """Parts of the text's tokens, embedded one at a time, and their weighted mean."""
+    """The weighted mean of the vectors of a text's parts, embedded one at a time."""
     ((first, *body, last),) = engine.tokenize([text])
     parts = np.array_split(body, -(-len(body) // 62))
     vectors = np.concatenate([engine.embed([[first, *part.tolist(), last]], **options) for part in parts])

@@ -1,4 +1,4 @@
-"""Scores and rankings offline: as one call or in windows, from one task or many."""
+"""Offline scores and rankings: in one call or in windows, from one task or several."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_best_come_first_and_equals_keep_their_order(engine: Engine) -> None
 
 
 def test_classes_and_scores_are_the_same_head(engine: Engine) -> None:
-    """Rows of both tasks in one step; a score is the one label's probability."""
+    """Rows of both tasks run in one step; a score is the probability of the only label."""
     request = engine.local.text.processor.prepare("a", ["a word"], PoolingParams(Task.CLASSIFY))
     score = Request("b", request.token_ids, request.lengths, PoolingParams(Task.SCORE))
     found = [engine.local.engine.submit(each).result().values for each in (request, score)]

@@ -1,4 +1,4 @@
-"""`Engine` and `AsyncEngine` are one interface: the same methods with the same explicit parameters."""
+"""`Engine` and `AsyncEngine` have one interface: the same methods with the same explicit parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring an engine: rows and tokens are counted, and each kind of model computes what it is for."""
+"""Throughput measurements: rows and tokens are counted, and each kind of model runs its own task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters for models that ranks divide, written without PEFT."""
+"""LoRA adapters for tensor-parallel models, written without PEFT."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.parallel.threads import NamedSource
 
 
 def sites_of(config: dict[str, Any]) -> AdapterSites:
-    """What an adapter can change about a seeded checkpoint."""
+    """The layers of a seeded checkpoint that an adapter can change."""
     architecture: str = config["architectures"][0]
     builder = LayerBuilder(NamedSource(("lm_head",) if config.get("tie_word_embeddings") else ()))
     builder.adapters = AdapterSites(1, 1)
@@ -28,7 +28,7 @@ def sites_of(config: dict[str, Any]) -> AdapterSites:
 
 
 def write_adapter(folder: Path, sites: AdapterSites, *, rank: int, use_dora: bool, seed: int) -> LoraSpec:
-    """An adapter for every layer, and for every table where it can have one."""
+    """Write an adapter for every layer, and for every table that can have one."""
     draw = torch.Generator().manual_seed(seed)
 
     def noise(*shape: int) -> Tensor:

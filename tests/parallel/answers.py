@@ -1,4 +1,4 @@
-"""What an engine answers, to compare several ranks with one."""
+"""An engine's answers, to compare several ranks with one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def scores(folder: Path | str, **options: Any) -> NDArray[np.float32]:
 
 
 def tokens(folder: Path | str, max_tokens: int = 16, **options: Any) -> list[list[int]]:
-    """Greedy tokens, also of prompts that begin alike and of several at once."""
+    """Greedy tokens of several prompts, some with a common prefix, together and one at a time."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
     with Engine(str(folder), **options) as engine:
         found = engine.generate(TEXTS, sampling) + engine.generate(TEXTS[2], sampling)

@@ -48,7 +48,7 @@ EXPERTS = SIZES | {
 
 
 class _Recorded(NamedSource):
-    """Remembers every tensor that a model reads."""
+    """A source that records every tensor that a model reads."""
 
     def __init__(self, without: Sequence[str]) -> None:
         super().__init__(without)
@@ -56,7 +56,7 @@ class _Recorded(NamedSource):
 
     def read(self, name: str, shape: Sequence[int]) -> Tensor:
         tensor = super().read(name, shape)
-        if len(shape) == 2 and "embed" not in name:  # keep the size of what passes through
+        if len(shape) == 2 and "embed" not in name:  # keep the scale of activations
             tensor = tensor / self.scale / shape[1] ** 0.5
         self.tensors[name] = tensor
         return tensor
@@ -65,7 +65,7 @@ class _Recorded(NamedSource):
 def write_checkpoint(
     folder: Path, config: dict[str, Any], *, pooling: str | None = None, dtype: torch.dtype = torch.float32
 ) -> Path:
-    """Write a model folder; with `pooling`, such as "lasttoken", that of an embedder."""
+    """Write a model folder; with `pooling`, such as "lasttoken", the folder of an embedder."""
     architecture: str = config["architectures"][0]
     generates = architecture.endswith("ForCausalLM")
     source = _Recorded(("lm_head",) if config.get("tie_word_embeddings", not generates) else ())

@@ -1,4 +1,4 @@
-"""Tests of many sizes and real models take minutes: `make parallel-test` runs them."""
+"""Tests with many sizes and real models take minutes: `make parallel-test` runs them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked `parallel` unless it is asked for: `-m parallel`."""
+    """Deselect tests marked `parallel` unless they are selected with `-m parallel`."""
     if "parallel" in config.option.markexpr:
         return
     left_out = [item for item in items if item.get_closest_marker("parallel") is not None]

@@ -1,4 +1,4 @@
-"""A case of every family that is divided among ranks: the architecture, and what differs from `SIZES`."""
+"""A case for every family that supports tensor parallelism: the architecture, and changes to `SIZES`."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# Cases with four ranks: two key heads for four ranks, experts, and heads without groups.
+# Cases for four ranks: two key heads for four ranks, experts, and heads without groups.
 FOUR_RANKS = ("bert", "llama", "phi3", "qwen3 moe", "nomic moe")

@@ -1,4 +1,4 @@
-"""The processes of ranks, as the system shows them."""
+"""The processes of ranks, as seen in /proc."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RANK = "penstock.runner.parallel.rank"
 
 
 def ranks() -> dict[int, int]:
-    """Process ids of ranks, and of their parents."""
+    """Process ids of ranks, with the process ids of their parents."""
     found = {}
     for folder in Path("/proc").iterdir():
         with suppress(OSError, IndexError, ValueError):

@@ -1,4 +1,4 @@
-"""LoRA adapters in a server whose engine has two ranks: vLLM's routes, eviction, and the end of a rank."""
+"""LoRA adapters in a server whose engine has two ranks: vLLM's routes, eviction, and the death of a rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
 
 @pytest.fixture(scope="module")
 def expected(bert: Adapted) -> dict[str, Vectors]:
-    """What each adapter gives, by the checkpoints that PEFT has merged; `base` without an adapter."""
+    """Vectors of each adapter, computed with checkpoints merged by PEFT; `base` is without an adapter."""
     found = {}
     for name, folder in {"base": bert.base, **bert.merged}.items():
         with Engine(str(folder), device="cpu", threads=1) as engine:
@@ -73,7 +73,7 @@ def test_adapters_are_loaded_evicted_and_unloaded_while_the_server_runs(
     assert_answers(server, expected, "a", "bert")
     assert load(server, "b", bert.adapters["b"]).status_code == 200
     assert load(server, "c", bert.adapters["c"]).status_code == 200
-    assert_answers(server, expected, "b", "c", "bert", "a", "c", "b")  # one has room at a time
+    assert_answers(server, expected, "b", "c", "bert", "a", "c", "b")  # memory holds one at a time
     refused = load(server, "broken", bert.base)
     assert refused.status_code in (400, 404)
     assert unload(server, "b").status_code == 200

@@ -1,4 +1,4 @@
-"""Adapters of an engine with two ranks give what PEFT gives, and are read, kept and dropped on both alike."""
+"""Adapters of an engine with two ranks give PEFT's results; both ranks load and drop them together."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ ENCODERS: dict[str, Case] = {
     "bert": Case("Bert"),
     "xlm-roberta": Case("XLMRoberta"),
     "modernbert": CASES["modernbert"],
-    "nomic": CASES["nomic-port-names"],  # its adapters name parts of a layer that is fused
+    "nomic": CASES["nomic-port-names"],  # its adapters name parts of a fused layer
     "gte": CASES["gte"],
 }
 OPTIONS: tuple[dict[str, Any], ...] = ({"r": 4}, {"r": 9, "use_rslora": True}, {"r": 2, "use_dora": True})
 
 
 def write_adapters(base: Any, folder: Path, options: tuple[dict[str, Any], ...] = OPTIONS) -> Any:
-    """Adapters in folders `0`, `1`, …; the folders, and PEFT's models."""
+    """Write adapters into folders `0`, `1`, …; return the folders and PEFT's models."""
     folders = [folder / str(number) for number in range(len(options))]
     return folders, [
         write_adapter(base, each, number, **more)
@@ -70,7 +70,7 @@ def test_rows_with_different_adapters_give_what_peft_gives(name: str, tmp_path: 
     assert np.abs(found - alone).max() <= TOLERANCE
     without = reference(base, adapted, ROWS, [-1] * len(ROWS), reference_hidden)
     assert np.abs(plain - without).max() <= TOLERANCE
-    assert np.abs(without - expected).max() > 0.01  # the adapters do something
+    assert np.abs(without - expected).max() > 0.01  # the adapters have an effect
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_decoder_that_embeds_gives_what_peft_gives(name: str, more: dict[str, 
 
 @pytest.mark.parametrize(("max_loras", "step_tokens"), [(1, 256), (4, 16)])
 def test_greedy_tokens_are_those_of_peft(max_loras: int, step_tokens: int, tmp_path: Path) -> None:
-    """With adapters of the language-model head too, whose vocabulary is divided."""
+    """Includes adapters of the language-model head, whose vocabulary is divided among ranks."""
     base = write_base(tmp_path / "base", "qwen3")
     more = {"target_modules": TARGETS["qwen3"]}
     folders, adapted = write_adapters(base, tmp_path, ({"r": 3, **more}, {"r": 4, "use_dora": True, **more}))
@@ -104,12 +104,12 @@ def test_greedy_tokens_are_those_of_peft(max_loras: int, step_tokens: int, tmp_p
     options["max_num_batched_tokens"] = step_tokens
     with opened_with(tmp_path / "base", folders, **options, **TWO) as engine:
         assert generate(engine, count) == expected
-        assert generate(engine, count) == expected  # from cached prefixes
+        assert generate(engine, count) == expected  # with cached prefixes
     assert expected[0] != expected[3] != expected[5]
 
 
 def test_probabilities_of_tokens_and_prompts_are_those_of_one_rank(tmp_path: Path) -> None:
-    """Every rank computes its part of the logits with the adapter of each row, those of prompts too."""
+    """Every rank computes its part of the logits with each row's adapter, for prompt tokens too."""
     folder = write_checkpoint(tmp_path / "model", LLAMA)
     adapters: dict[str, str] = {}
     for number, name in enumerate(("a", "b")):
@@ -186,7 +186,7 @@ def test_more_adapters_than_slots_and_host_memory_are_read_again_on_every_rank(t
 
 
 def change_weight(folder: Path, place: int) -> None:
-    """Add a copy of the base model's weight to an adapter, with another number in one row."""
+    """Add a changed copy of a base weight to the adapter. The change is in row `place`."""
     module = "base_model.model.encoder.layer.1.attention.self.query"
     tensors = load_file(folder / "adapter_model.safetensors")
     base = load_file(folder.parent / "base" / "model.safetensors")
@@ -197,7 +197,7 @@ def change_weight(folder: Path, place: int) -> None:
 
 
 def raise_rank(folder: Path, place: int) -> None:
-    """Let the adapter have a rank that the engine does not take."""
+    """Give the adapter a rank above the engine's limit."""
     config = json.loads((folder / "adapter_config.json").read_text()) | {"r": 32}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     tensors = load_file(folder / "adapter_model.safetensors")
@@ -222,7 +222,7 @@ def test_an_adapter_that_a_rank_refuses_is_on_none(
     spoil: Callable[[Path, int], None], place: int, words: str, tmp_path: Path
 ) -> None:
     base = ENCODERS["bert"].write(tmp_path / "base")
-    targets = {"target_modules": ["query", "output.dense"], "use_dora": True}  # ranks meet for DoRA
+    targets = {"target_modules": ["query", "output.dense"], "use_dora": True}  # DoRA needs all ranks
     folders, adapted = write_adapters(base, tmp_path, (targets,))
     write_adapter(base, spoilt := tmp_path / "spoilt", 1, **targets)
     spoil(spoilt, place)

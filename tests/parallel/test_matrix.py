@@ -1,8 +1,8 @@
-"""Two, three and four ranks, seeded and real models: answers as on one device.
+"""Two, three and four ranks, with seeded and real models, give the answers of one device.
 
-make parallel-test
+    make parallel-test
 
-PENSTOCK_TEST_MODELS=FOLDER adds real models that it has: minilm, bge-small, reranker-mini, smollm2.
+PENSTOCK_TEST_MODELS=FOLDER adds its real models, if present: minilm, bge-small, reranker-mini, smollm2.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_a_real_cross_encoder(size: int) -> None:
 
 
 def test_a_real_generator() -> None:
-    folder = real_model("smollm2")  # nine heads, three of keys
+    folder = real_model("smollm2")  # nine attention heads, three key heads
     assert tokens(folder, **CPU, tensor_parallel_size=3) == tokens(folder, **CPU)
 
 

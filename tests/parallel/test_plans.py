@@ -1,4 +1,4 @@
-"""Plans as other ranks read them, and the ring that carries them."""
+"""Plans as other ranks receive them, and the ring that carries them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_generation_plans_arrive_with_the_tokens_that_are_fed() -> None:
         kinds.add((plan.paged.num_rows > 0, plan.sample.prompts is not None))
         count = len(plan.sample.sampled_rows)
         generation.collect(plan, SampledResult(np.ones(count, dtype=np.int32)))
-    assert len(kinds) == 2  # the prompt, and decode steps
+    assert len(kinds) == 2  # prompts and decode steps
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def ring(size: int) -> Iterator[tuple[PlanWriter, list[PlanReader], list[socket.
     readers = [PlanReader(file, rank, theirs) for rank, (_, theirs) in enumerate(pairs, start=1)]
 
     def check() -> None:
-        raise DeviceFailed("the ring is full")  # in these tests nobody reads meanwhile
+        raise DeviceFailed("the ring is full")  # these tests read only after writing
 
     try:
         yield PlanWriter(file, [ours for ours, _ in pairs], check), readers, [ours for ours, _ in pairs]

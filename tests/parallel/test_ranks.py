@@ -1,4 +1,4 @@
-"""One engine of two ranks, which are processes: answers as on one device, and the end of a rank.
+"""An engine with two ranks in processes: answers equal to one device, and the death of a rank.
 
 `make parallel-test` runs many more models and sizes.
 """
@@ -34,7 +34,7 @@ SAMPLING = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
-    """One rank, and two."""
+    """An engine with one rank, and one with two."""
     folder = write_checkpoint(tmp_path_factory.mktemp("ranks"), EXPERTS, pooling="lasttoken")
     with Engine(str(folder), **OPTIONS) as one, Engine(str(folder), tensor_parallel_size=2, **OPTIONS) as two:
         yield one, two
@@ -49,7 +49,7 @@ def rank_process(engine: Engine) -> Any:
 def test_vectors_are_those_of_one_rank(engines: tuple[Engine, Engine]) -> None:
     one, two = engines
     assert cosines(one.embed(TEXTS), two.embed(TEXTS)).min() > MIN_COSINE
-    assert cosines(one.embed(TEXTS[2]), two.embed(TEXTS[2])).min() > MIN_COSINE  # from the prefix cache
+    assert cosines(one.embed(TEXTS[2]), two.embed(TEXTS[2])).min() > MIN_COSINE  # with the prefix cache
 
 
 def test_greedy_tokens_and_their_probabilities_are_those_of_one_rank(engines: tuple[Engine, Engine]) -> None:

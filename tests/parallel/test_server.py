@@ -1,4 +1,4 @@
-"""A server whose engine has two ranks: how it starts, fails and ends."""
+"""A server whose engine has two ranks: how it starts, fails and stops."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _Meeting:
-    """Where the ranks of a group leave tensors for one another."""
+    """Tensors that the ranks of a group exchange, and the barrier that synchronises them."""
 
     size: int
     barrier: Barrier = field(init=False)
@@ -58,7 +58,7 @@ class ThreadGroup:
 
 
 def run_ranks(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
-    """What each rank returns."""
+    """Run `work` on each rank, and return the results by rank."""
     meeting = _Meeting(size)
 
     def run(rank: int) -> T:
@@ -74,11 +74,11 @@ def run_ranks(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
 
 
 class NamedSource(DummySource):
-    """Random tensors whose values depend on their names alone, so that every rank reads the same."""
+    """Random tensors whose values depend only on their names, so that every rank reads the same."""
 
     def __init__(self, without: Sequence[str] = (), scale: float = 0.2) -> None:
         super().__init__(0, torch.float32, torch.device("cpu"))
-        self.without = without  # parts of names of tensors that the checkpoint does not have
+        self.without = without  # name parts of tensors that the checkpoint lacks
         self.scale = scale
 
     def has(self, name: str) -> bool:

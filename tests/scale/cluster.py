@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, with Ray Serve and an application of Penstock."""
+"""A Ray cluster of several nodes on this machine, with Ray Serve and a Penstock application."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
-    "PYTHONPATH": str(ROOT),  # processes of Ray inherit it
+    "PYTHONPATH": str(ROOT),  # inherited by Ray's processes
 }
 
 
@@ -42,7 +42,7 @@ def free_port() -> int:
 class RayCluster:
     port: int
     cluster: Any  # ray.cluster_utils.Cluster
-    nodes: list[Any] = field(default_factory=list)  # without the head
+    nodes: list[Any] = field(default_factory=list)  # without the head node
 
     @property
     def url(self) -> str:
@@ -70,7 +70,7 @@ class RayCluster:
         return str(serve.status().applications[APP].status.value)
 
     def replicas(self, deployment: str) -> dict[str, int]:
-        """How many replicas of a deployment are in each state."""
+        """The number of replicas of a deployment in each state."""
         from ray import serve
 
         states = serve.status().applications[APP].deployments[deployment].replica_states
@@ -86,13 +86,13 @@ class RayCluster:
         return self.replicas(deployment).get("RUNNING", 0)
 
     def pids(self, deployment: str) -> list[int]:
-        """Processes of the replicas of a deployment, on the nodes of this cluster."""
+        """Process ids of a deployment's replicas, on the nodes of this cluster."""
         raylets = {pid for node in (self.cluster.head_node, *self.nodes) for pid in raylet_pids(node)}
         title = re.compile(rf"^ray::ServeReplica:{APP}:{re.escape(deployment)}\b")
         return [pid for pid in _pids() if title.match(_title(pid)) and _parent(pid) in raylets]
 
     def node_of(self, pid: int) -> Any:
-        """The node of a replica; None if it is the head."""
+        """The node of a replica; None if it is the head node."""
         return next((node for node in self.nodes if _parent(pid) in raylet_pids(node)), None)
 
     def kill_node(self, node: Any) -> None:
@@ -115,10 +115,10 @@ def raylet_pids(node: Any) -> list[int]:
 
 @contextlib.contextmanager
 def start_cluster(workers: int, *, head_cpus: int = 1, worker_cpus: int = 1) -> Iterator[RayCluster]:
-    """A head and some workers, in a folder of their own; ended by their process ids."""
-    folder = tempfile.mkdtemp(prefix="rs", dir="/tmp")  # short: it holds Unix sockets
+    """Start a head node and workers in their own folder. Stop them at the end of the context."""
+    folder = tempfile.mkdtemp(prefix="rs", dir="/tmp")  # a short path for Unix sockets
     (Path(folder) / "ray").mkdir()
-    os.environ.update(ENVIRONMENT, RAY_TMPDIR=folder)  # also the address of the cluster is written there
+    os.environ.update(ENVIRONMENT, RAY_TMPDIR=folder)  # Ray also writes the cluster's address there
     import ray
     from ray import serve
     from ray.cluster_utils import Cluster

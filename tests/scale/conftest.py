@@ -1,4 +1,4 @@
-"""Tests that start a Ray cluster run only where they are asked for: `-m ray`, as `make scale-test` does."""
+"""Tests that start a Ray cluster run only if selected with `-m ray`, as `make scale-test` does."""
 
 from __future__ import annotations
 

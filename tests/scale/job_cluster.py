@@ -1,4 +1,4 @@
-"""A Ray cluster for jobs, runs of `penstock embed --ray` on it, and the processes of both."""
+"""A Ray cluster for jobs, runs of `penstock embed --ray` on it, and their processes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class JobCluster:
         self._cluster.remove_node(self.nodes.pop(), allow_graceful=False)
 
     def workers(self) -> list[int]:
-        """The processes that hold an engine of a job."""
+        """Process ids of the workers that hold a job's engine."""
         raylets = {
             process.process.pid
             for node in (self._cluster.head_node, *self.nodes)
@@ -74,8 +74,8 @@ class JobCluster:
 
 @contextlib.contextmanager
 def start_cluster(*, head_cpus: int = 1, nodes: int = 0) -> Iterator[JobCluster]:
-    """A head and further nodes of one CPU, in a folder of their own; ended by their process ids."""
-    folder = tempfile.mkdtemp(prefix="rd", dir="/tmp")  # short: it holds Unix sockets
+    """Start a head node and further nodes of one CPU in their own folder; stop them at the end."""
+    folder = tempfile.mkdtemp(prefix="rd", dir="/tmp")  # a short path for Unix sockets
     (Path(folder) / "ray").mkdir()
     os.environ.update(ENVIRONMENT, RAY_TMPDIR=folder)
     from ray.cluster_utils import Cluster

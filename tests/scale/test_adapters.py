@@ -1,4 +1,4 @@
-"""LoRA adapters on Ray Serve, without a cluster: an ingress and its replicas have the same ones."""
+"""LoRA adapters on Ray Serve, without a cluster: the ingress and its replicas have the same adapters."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def wanted(model: ServedModel) -> str:
 
 
 def embed(replica: EngineReplica, model: ServedModel, adapter: str | None) -> Any:
-    """The vector of a text, by the ids that the ingress gives its tokens and its adapter."""
+    """The vector of a text, requested with the ingress's token ids and adapter id."""
     ids = np.array(model.text.tokenizer.encode([WORDS])[0], dtype=np.int32)
     work = Request("r", ids, np.array([len(ids)], dtype=np.int32), PoolingParams())
     if adapter is not None:
@@ -85,7 +85,7 @@ def test_replicas_with_other_adapters_are_other_models(bert: Adapted, tmp_path: 
     others = [wanted(ingress_of(configured(bert, *names))) for names in (("b", "a"), ("a",), ())]
     shutil.copytree(bert.adapters["a"], tmp_path / "a")
     moved = Adapted(bert.base, bert.adapters | {"a": tmp_path / "a"}, {})
-    assert wanted(ingress_of(configured(moved, "a", "b"))) == both  # wherever the files are
+    assert wanted(ingress_of(configured(moved, "a", "b"))) == both  # only contents matter
     shutil.rmtree(tmp_path / "a")
     shutil.copytree(bert.adapters["b"], tmp_path / "a")
     others.append(wanted(ingress_of(configured(moved, "a", "b"))))

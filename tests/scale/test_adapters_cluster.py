@@ -1,4 +1,4 @@
-"""LoRA adapters of a configuration on a Ray cluster: requests choose them on every replica."""
+"""LoRA adapters of a configuration on a Ray cluster: requests can choose them on every replica."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def client(cluster: RayCluster) -> Iterator[httpx.Client]:
 
 
 def check(client: httpx.Client, bert: Adapted) -> None:
-    """Every model and adapter gives its own vectors, often enough to reach both replicas."""
+    """Check the vectors of the model and every adapter, often enough to reach both replicas."""
     for name, folder in {"bert": bert.base, **bert.merged}.items():
         with Engine(str(folder), device="cpu", threads=1) as engine:
             expected = engine.embed(TEXTS)
@@ -68,7 +68,7 @@ def test_requests_choose_adapters_on_every_replica(
     before = cluster.pids("engine-bert")
     kill(before[0])
     wait_for(lambda: len(set(cluster.pids("engine-bert")) - {before[0]}) == 2)
-    check(client, bert)  # the new replica has them, too
+    check(client, bert)  # the new replica has the adapters too
 
 
 def test_run_time_loads_are_refused_with_a_reason(client: httpx.Client, bert: Adapted) -> None:

@@ -1,4 +1,4 @@
-"""Chunks cross to engines in bundles, which depend on their rows alone."""
+"""Chunks travel to engines in bundles that depend only on their rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_chunk_is_in_one_bundle_in_order() -> None:
 
 
 def test_a_chunk_of_images_is_a_bundle() -> None:
-    picture: Any = object  # whatever is no text
+    picture: Any = object  # anything that is not a text
     assert bundle_sizes([Chunk(at, 1, [picture], {}, None) for at in range(3)]) == [1, 1, 1]
 
 
@@ -49,7 +49,7 @@ def test_short_chunks_share_a_bundle_and_long_ones_do_not() -> None:
 def test_bundles_do_not_depend_on_the_speed_of_engines(
     monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    """Ray resumes a read task by its number of bundles: different bundles would lose or repeat rows."""
+    """Ray resumes a read task by its number of bundles. Different bundles would lose or repeat rows."""
     chunks = chunks_of([f"b{at}" * 1000 for at in range(100)])
     expected = bundle_sizes(chunks)
     ticks = count()

@@ -1,4 +1,4 @@
-"""Jobs on Ray: the rows of a plain run, whoever dies on the way."""
+"""Jobs on Ray give the rows of a plain run, whichever process dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Penstock on Ray Serve, without a cluster: its configuration, what crosses to replicas, and errors."""
+"""Penstock on Ray Serve, without a cluster: its configuration, the data sent to replicas, and errors."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_without_ray_the_command_names_the_extra(monkeypatch: pytest.MonkeyPatch
         cli_ray.check_installed()
 
 
-# --- what crosses -------------------------------------------------------------------------------------------
+# --- data sent to replicas ----------------------------------------------------------------------------------
 
 
 def test_a_request_crosses_with_its_arrays_and_its_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_a_request_crosses_with_its_arrays_and_its_time_left(monkeypatch: pytest
     assert found.deadline_s is not None and sent.deadline_s is not None
     assert found.deadline_s - found.arrival_s == pytest.approx(sent.deadline_s - sent.arrival_s)
     assert found.deadline_s - (here + 1e6) <= 10
-    assert sent.id == "r"  # the caller's own request is as it was
+    assert sent.id == "r"  # the caller's request is unchanged
 
 
 def test_a_comparison_crosses_with_its_arrays() -> None:
@@ -259,7 +259,7 @@ async def test_tokens_that_wait_leave_together() -> None:
 
 
 class FakeDeployment:
-    """Stands for Ray's handle: each call takes the next answer, an exception or a function of the request."""
+    """A fake Ray handle: each call takes the next answer, an exception or a function of the request."""
 
     app_name = "app"
 

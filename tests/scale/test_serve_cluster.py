@@ -1,4 +1,4 @@
-"""Penstock on a Ray cluster of two nodes: all kinds of models, errors, replicas that die or are replaced."""
+"""Penstock on a Ray cluster of two nodes: all kinds of models, errors, and lost or replaced replicas."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_errors_keep_the_shape_of_their_dialect(client: httpx.Client) -> None:
     unknown = client.post("/v1/embeddings", json={"model": "nobody", "input": "x"})
     assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "NotFoundError")
     regex = {"model": "chat", "prompt": "x", "structured_outputs": {"regex": "("}}
-    refused = client.post("/v1/completions", json=regex)  # by the engine, in another process
+    refused = client.post("/v1/completions", json=regex)  # refused by the engine, in another process
     assert refused.status_code == 400, refused.text
     late = client.post("/v1/embeddings", json={"model": "e", "input": TEXTS * 100, "timeout": 1e-4})
     assert late.status_code == 408, late.text
@@ -120,7 +120,7 @@ def test_metrics_are_those_of_the_ingress(client: httpx.Client) -> None:
 
 
 async def under_load(cluster: RayCluster, expected: Any, event: Callable[[], None]) -> list[int]:
-    """The statuses of requests while something happens. Every vector must be right."""
+    """The statuses of requests that run during `event`. Every vector must be right."""
     done = asyncio.Event()
     statuses: list[int] = []
 
@@ -164,7 +164,7 @@ def test_a_killed_ingress_costs_only_what_it_had(
 
     statuses = asyncio.run(under_load(cluster, expected, event))
     failed = [status for status in statuses if status != 200]
-    assert len(failed) <= 4 and set(failed) <= {500, 503}  # one for each client
+    assert len(failed) <= 4 and set(failed) <= {500, 503}  # at most one per client
 
 
 def test_an_update_costs_no_answer(

@@ -44,7 +44,7 @@ from tests.waiting import wait_until
 
 
 class Recorder:
-    """The other end of a link."""
+    """The other end of a control link, which records the messages it receives."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -57,7 +57,7 @@ class Recorder:
 
 
 class Stage:
-    """A supervisor with one model, two engines and one API process that tests speak for."""
+    """A supervisor with one model, two engines and one API process, whose messages the tests send."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self.supervisor = supervisor
@@ -86,7 +86,7 @@ class Stage:
         self.supervisor.adapters.advance()
 
     def loading(self) -> list[AdapterOrder]:
-        """Wait until both engines are told to load an adapter."""
+        """Wait until both engines have received an order to load an adapter."""
 
         def told() -> bool:
             self.advance()
@@ -96,7 +96,7 @@ class Stage:
         return [engine.last(AdapterOrder) for engine in self.engines]
 
     def load(self, name: str, folder: Path, **more: Any) -> None:
-        """Load an adapter to the end."""
+        """Load an adapter on all engines."""
         for engine in self.engines:
             engine.sent.clear()
         self.order("load_adapter", name=name, path=str(folder), **more)
@@ -178,7 +178,7 @@ def test_an_engine_that_dies_while_it_loads_fails_the_order(stage: Stage, folder
 
 
 def test_an_engine_that_starts_meanwhile_is_told_when_it_serves(stage: Stage, folder: Path) -> None:
-    stage.model.engines[1].child.process = Mock(pid=500)  # a new process, which does not serve yet
+    stage.model.engines[1].child.process = Mock(pid=500)  # a new process that does not serve yet
     stage.order("load_adapter", name="a", path=str(folder))
 
     def told() -> bool:
@@ -302,7 +302,7 @@ def test_modules_of_the_command_line_are_checked_before_the_model_is_loaded(fold
     with pytest.raises(ConfigError, match="two adapters are called 'a'"):
         check_lora_modules(config(LoraModule("a", str(folder)), LoraModule("a", str(folder))), spec)
     other = LoraModule("a", "/nothing", base_model_name="other")
-    check_lora_modules(config(other), spec)  # for another model
+    check_lora_modules(config(other), spec)  # names another model
     models = [(ModelConfig(engine=fine), spec)]
     with pytest.raises(ConfigError, match="is for 'other', which this server does not have"):
         check_base_names([other], models)

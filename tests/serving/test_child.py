@@ -21,7 +21,7 @@ def test_start_sends_the_configuration_to_a_spawned_process() -> None:
     assert child.process is process and process.wait(PATIENCE_S) == 0
     assert child.poll_exit() == 0 and child.num_restarts == 1
     child.config = b"no JSON"
-    child.start()  # spawns a new process
+    child.start()  # spawns the next process
     assert child.process is not None and child.process is not process and child.process.wait(PATIENCE_S) == 1
 
 
@@ -45,7 +45,7 @@ def exit_once(child: Child, *, has_served: bool) -> None:
 def restart_delays(
     monkeypatch: pytest.MonkeyPatch, child: Child, lives: list[tuple[bool, float]]
 ) -> list[float]:
-    """The delays after lives of a process, each given by whether it served and by its length."""
+    """Restart delays after several lives of a process. A life is (has served, its length in seconds)."""
     now_s, delays_s = 100.0, []
     monkeypatch.setattr("penstock.serving.child.time.monotonic", lambda: now_s)
     for has_served, lifetime_s in lives:
@@ -70,7 +70,7 @@ def test_the_delay_of_a_process_that_cannot_start_doubles_up_to_its_maximum(
 def test_the_delay_of_a_process_that_served_stays_short_however_often_it_dies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise one client that crashes it would keep all others waiting."""
+    """Otherwise one client that crashes the process would keep all other clients waiting."""
     child = Child("json.tool")
     assert restart_delays(monkeypatch, child, [(True, 0.1)] * 6) == [0.2, 0.4, 0.8, 1.0, 1.0, 1.0]
     assert child.num_failed_starts == 0

@@ -1,4 +1,4 @@
-"""The engine server: how many messages of a burst it reads before it launches a step."""
+"""How many messages of a burst the engine server reads before it launches a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.waiting import PATIENCE_S
 
 
 class Burst:
-    """A server that the test steps by hand, and a client that has sent all its messages."""
+    """A server that the test steps manually, and a client that has sent all its messages."""
 
     def __init__(self, address: str, core: EngineCore) -> None:
         self.core = core
@@ -38,7 +38,7 @@ class Burst:
             self.client.send_multipart(pack_requests([make_request(f"r{number}", [tokens])]))
 
     def receive(self) -> int:
-        """Handle messages as in one iteration of the server; returns the tokens they queued."""
+        """Handle messages as in one iteration of the server, and return the number of tokens they queued."""
         assert self.server._socket.poll(30_000)
         before = self.core.scheduler.queue.num_tokens
         self.server._receive()
@@ -69,7 +69,7 @@ def test_a_full_step_does_not_wait_for_the_rest_of_a_burst(open_burst: Callable[
     burst.send(60, 10)
     for steps in (1, 2):
         taken = 0
-        while taken < 100:  # the messages may arrive one by one
+        while taken < 100:  # messages may arrive one by one
             taken += burst.receive()
         assert taken == 100
         core.step()
@@ -80,7 +80,7 @@ def test_a_full_step_does_not_wait_for_the_rest_of_a_burst(open_burst: Callable[
     assert taken == 600 and core.scheduler.queue.num_tokens == 400
     assert not core.can_fill_step
     runner.finish()
-    assert not core.can_fill_step  # before the step is collected
+    assert not core.can_fill_step  # the step has not been collected yet
     core.step()
     assert len(runner.launched) == 3
 

@@ -1,4 +1,4 @@
-"""Python processes that Penstock starts import nothing from the working folder."""
+"""Python processes that Penstock starts import nothing from the working directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODULES = ("zmq", "msgspec", "json", "torch")
 
 @pytest.fixture
 def poisoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, with modules that must not run."""
+    """A working directory with modules that must not be imported."""
     for name in MODULES:
         (tmp_path / f"{name}.py").write_text("raise SystemExit('poisoned')")
     monkeypatch.chdir(tmp_path)
@@ -31,7 +31,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_modules_of_the_working_folder_are_not_found(
     poisoned: Path, monkeypatch: pytest.MonkeyPatch, pythonpath: str
 ) -> None:
-    """An empty entry of PYTHONPATH means the working folder."""
+    """An empty entry in PYTHONPATH means the working directory."""
     monkeypatch.setenv("PYTHONPATH", pythonpath)
     ran = run("-c", "import json, msgspec, zmq, penstock; print('clean')")
     assert (ran.stdout, ran.stderr) == ("clean\n", "")
@@ -57,7 +57,7 @@ def test_python_m_penstock_forgets_the_working_folder(poisoned: Path) -> None:
 
 
 def test_no_module_starts_python_in_another_way() -> None:
-    """`sys.executable` belongs to `penstock.isolation` alone."""
+    """Only `penstock.isolation` may use `sys.executable`."""
     files = Path(penstock.__file__).parent.rglob("*.py")
     assert [file.name for file in files if "sys.executable" in file.read_text(encoding="utf-8")] == [
         "isolation.py"

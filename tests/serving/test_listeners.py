@@ -25,7 +25,7 @@ def test_a_unix_socket_has_its_permissions_and_goes_with_the_server(tmp_path: Pa
 
 def test_a_socket_that_nobody_listens_on_is_replaced(tmp_path: Path) -> None:
     path = str(tmp_path / "socket")
-    listen_unix(path, 0o600).close()  # as after a crash: the file stays
+    listen_unix(path, 0o600).close()  # as after a crash, the file remains
     again = listen_unix(path, 0o600)
     with pytest.raises(ConfigError, match="another server listens on it"):
         listen_unix(path, 0o600)

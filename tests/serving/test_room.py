@@ -1,4 +1,4 @@
-"""Memory that engines share: one at a time takes some, and others sleep where there is too little."""
+"""Shared device memory: one engine takes some at a time, and others sleep if too little is free."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def test_an_engine_waits_until_another_has_taken_its_memory(
     asked: list[int] = []
     first, second = (Room("cuda", tmp_path, asked.append) for _ in range(2))
     first.make(8 * GIB)
-    first.make(8 * GIB)  # again in the same turn
+    first.make(8 * GIB)  # the same engine may ask again during its turn
     waiting = Thread(target=second.make, args=[8 * GIB])
     waiting.start()
-    Room("cpu", tmp_path, asked.append).make(8 * GIB)  # another device: at once
+    Room("cpu", tmp_path, asked.append).make(8 * GIB)  # another device does not wait
     assert waiting.is_alive() and not asked
     free[0] -= 8 * GIB
     first.leave()
@@ -49,7 +49,7 @@ def test_an_engine_waits_until_another_has_taken_its_memory(
 def test_a_turn_ends_with_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "free_bytes", lambda device: 10 * GIB)
     Room("cuda", tmp_path, lambda num_bytes: None).make(1)
-    gc.collect()  # as the end of the process, this closes its files
+    gc.collect()  # closes its files, as the end of the process does
     Room("cuda", tmp_path, lambda num_bytes: None).make(1)
 
 

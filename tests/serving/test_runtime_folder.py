@@ -1,4 +1,4 @@
-"""The folder in which the processes of a server meet."""
+"""The runtime folder, through which the processes of a server find one another."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.serving.runtime_folder import (
 
 @pytest.fixture
 def parent() -> Iterator[Path]:
-    """A short path: a socket's address is limited, and pytest's folders have long names."""
+    """A folder with a short path: socket addresses are limited, and pytest's folders have long names."""
     folder = Path(f"/tmp/{PREFIX}test-{os.getpid()}")
     folder.mkdir(mode=0o700)
     yield folder
@@ -46,7 +46,7 @@ def test_a_folder_of_which_no_process_is_left_is_removed_by_the_next_server(pare
 
 def test_a_folder_stays_as_long_as_any_process_uses_it(parent: Path) -> None:
     folder = RuntimeFolder([parent])
-    hold_lock(folder.path)  # a child
+    hold_lock(folder.path)  # as a child process does
     os.close(folder._lock_fd)
     remove_stale_folders(parent)
     assert folder.path.exists()
@@ -58,7 +58,7 @@ def test_other_folders_and_links_are_left_alone(parent: Path, tmp_path: Path) ->
     (tmp_path / "lock").touch()
     link, young = parent / f"{PREFIX}link", parent / f"{PREFIX}young"
     link.symlink_to(tmp_path)
-    young.mkdir()  # another server, which has not locked it yet
+    young.mkdir()  # another server's folder, not locked yet
     remove_stale_folders(parent)
     assert (tmp_path / "lock").exists() and link.is_symlink() and young.is_dir()
     link.unlink()
@@ -76,7 +76,7 @@ def test_a_place_in_which_others_can_replace_the_folder_is_passed_over(
     (shared / "mine").mkdir(mode=0o700)
     with pytest.raises(ConfigError, match=r"TMPDIR.*other users can replace"):
         choose_parent([shared / "mine"])
-    shared.chmod(mode | stat.S_ISVTX)  # as /tmp
+    shared.chmod(mode | stat.S_ISVTX)  # sticky, as /tmp
     assert choose_parent([shared, parent]) == shared
     (shared / "mine").rmdir()
     shared.rmdir()

@@ -1,4 +1,4 @@
-"""What an engine counts when it sleeps and wakes."""
+"""Metrics of an engine that sleeps and wakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models the supervisor puts to sleep, and for whom."""
+"""Which models the supervisor puts to sleep, and on whose behalf."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.wire.status import EngineSleep, EngineStatus, StatusWriter
 
 
 class FakeLink:
-    """An engine that takes orders and remembers them."""
+    """A link to an engine that records its orders."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -35,7 +35,7 @@ class Process:
 
 
 class Engines:
-    """Engines whose status the test writes by hand."""
+    """Engines whose status pages the test writes."""
 
     def __init__(
         self, folder: Path, config: ServerConfig, names: str, sleep_after_s: float | None = None
@@ -78,7 +78,7 @@ class Engines:
         return sum(isinstance(each, RoomMade) for each in self._sent(name))
 
     def slept(self, name: str, error: str | None = None) -> None:
-        """The engine has followed its last order."""
+        """Report that the engine has carried out its last order."""
         if error is None:
             self.set(name, state=EngineSleep.ASLEEP)
         last = next(each for each in reversed(self._sent(name)) if isinstance(each, EngineOrder))
@@ -101,7 +101,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def two_engines(folder: Path, config: ServerConfig) -> tuple[ManagedModel, Sleepers, list[StatusWriter]]:
-    """A model with two engines, on two GPUs."""
+    """A model with two engines on two GPUs."""
     engine = EngineConfig(device="null", served_model_name="twice")
     children = [Child("nothing", process=Process(200 + index)) for index in range(2)]  # type: ignore[arg-type]
     placements = [Placement(devices=(f"cuda:{index}",)) for index in range(2)]

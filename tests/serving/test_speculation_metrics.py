@@ -1,4 +1,4 @@
-"""What an engine tells of speculative decoding."""
+"""Metrics of speculative decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the supervisor judges and ends its processes."""
+"""How the supervisor monitors its processes and ends them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(
 def supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
     monkeypatch.setenv(
         "PROMETHEUS_MULTIPROC_DIR", ""
-    )  # the supervisor sets it, and the test's end restores it
+    )  # set, so that the end of the test undoes the supervisor's change
     made = Supervisor([null_model("a"), null_model("b")], ServerConfig(port=0, drain_s=0.0))
     yield made
     made._listeners.close()

@@ -1,4 +1,4 @@
-"""The supervisor tells systemd that it is ready, alive or stopping, where systemd has asked for it."""
+"""The supervisor reports to systemd, if requested, that it is ready, alive or stopping."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.waiting import PATIENCE_S
 
 @pytest.fixture
 def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """The socket of a service manager."""
+    """The socket of a fake service manager."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(str(tmp_path / "notify"))
         receiver.settimeout(PATIENCE_S)

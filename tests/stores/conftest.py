@@ -1,4 +1,4 @@
-"""A collection of each store. `make test` tries the embedded ones, `make store-test` all of them."""
+"""A collection in each kind of store. `make test` runs the embedded ones, `make store-test` all of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _numbers = itertools.count()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave tests with database servers out unless they are asked for: `-m stores`."""
+    """Deselect tests with database servers unless they are selected with `-m stores`."""
     if "stores" in config.option.markexpr:
         return
     left_out = [item for item in items if item.get_closest_marker("stores")]
@@ -43,7 +43,7 @@ def postgres() -> Iterator[str]:
 
 @pytest.fixture
 def new_url(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], str]:
-    """The URL of a collection that does not exist yet, of the kind that is given."""
+    """Return a function that gives the URL of a new collection in a kind of store."""
 
     def url(kind: str) -> str:
         name = f"c{next(_numbers)}"

@@ -1,4 +1,4 @@
-"""Reads what a store holds by its own client, without Penstock."""
+"""Reads the contents of a store with its own client, without Penstock."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A stand-in for an OpenSearch server: the part of its REST API that the store uses, in memory.
+"""A fake OpenSearch server: the part of its REST API that the store uses, in memory.
 
-It records every request. Scores are those that OpenSearch documents for exact searches.
+It records every request. Scores follow OpenSearch's documentation for exact searches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class StandIn:
         self.scrolls: dict[str, list[Any]] = {}
         self.requests: list[tuple[str, str]] = []
         self.headers: list[dict[str, str]] = []
-        self.busy_writes = 0  # bulk requests to refuse with 429
+        self.busy_writes = 0  # number of bulk requests to refuse with 429
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()

@@ -1,4 +1,4 @@
-"""A private PostgreSQL server with pgvector, for tests. It needs no network and no rights of root."""
+"""A private PostgreSQL server with pgvector, for tests. It needs neither a network nor root."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def why_missing() -> str | None:
 
 @contextmanager
 def running_postgres() -> Iterator[str]:
-    """The address of a server that ends with the context; it listens on a socket in its own folder."""
+    """Start a server for the duration of the context and yield its address, a socket in its own folder."""
     if (reason := why_missing()) is not None:
         pytest.skip(reason)
     programs = find_programs()
@@ -66,7 +66,7 @@ def running_postgres() -> Iterator[str]:
 
 
 def _server_user() -> str:
-    """PostgreSQL refuses to run as root."""
+    """A user for the server: PostgreSQL refuses to run as root."""
     if os.getuid() != 0:
         return getpass.getuser()
     names = {account.pw_name for account in pwd.getpwall()}

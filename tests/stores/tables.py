@@ -1,4 +1,4 @@
-"""Tables of vectors as a job hands them to a store."""
+"""Tables of vectors as a job passes them to a store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fixed_lists(values: np.ndarray) -> pa.Array:
 
 
 def table(ids: Sequence[Any], values: np.ndarray | None = None, **columns: Any) -> pa.Table:
-    """Rows with the given ids and columns. Without `values` the vectors are drawn at random."""
+    """Rows with the given ids and columns. Without `values`, the vectors are random."""
     dense = vectors(len(ids)) if values is None else values
     return pa.table({"id": pa.array(ids), **columns, "vector": fixed_lists(dense)})
 

@@ -1,4 +1,4 @@
-"""`penstock embed --to`: the engine's own vectors in every store, each id once through any interruption."""
+"""`penstock embed --to`: the engine's own vectors in every store, each id once after any interruption."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_vectors_in_the_store_are_the_engines(
     assert held.keys() == vectors.keys()
     for each, vector in vectors.items():
         assert held[each] == pytest.approx(vector, abs=1e-6)
-    assert not list(tmp_path.glob("*.parts"))  # the progress of a finished run
+    assert not list(tmp_path.glob("*.parts"))  # the progress of a finished run is removed
 
 
 def test_a_run_that_failed_between_write_and_commit_continues_and_every_id_is_there_once(
@@ -82,7 +82,7 @@ def test_a_run_that_failed_between_write_and_commit_continues_and_every_id_is_th
 
     def failing(self: PartWriter, *args: Any) -> None:
         if not next(commits, True):
-            raise OSError("the machine is gone")  # the store has the rows, the progress does not say so
+            raise OSError("the machine is gone")  # after the rows were stored, before the progress was
         commit(self, *args)
 
     monkeypatch.setattr(PartWriter, "commit", failing)
@@ -145,7 +145,7 @@ def test_another_prompt_is_another_kind_of_vectors(
         "embed", docs, "--to", url, "--model", model, *CPU, "--id-column", "key", "--prompt", "query: "
     )
     assert "must not mix" in words and 'prompt is "" and "query: "' in words
-    embed(docs, model, url)  # the same again replaces rows by themselves
+    embed(docs, model, url)  # equal settings replace each row by an equal one
     assert contents(url).keys() == TEXTS.keys()
 
 

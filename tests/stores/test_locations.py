@@ -1,4 +1,4 @@
-"""URLs of stores: what they name, what is wrong with them, and that they never show a secret."""
+"""Store URLs: what they name, which errors they give, and that they never reveal a secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock migrate`: every row arrives, the comparison is right, and a switch is whole and can be undone."""
+"""`penstock migrate`: all rows arrive, the comparison is correct, and a switch is atomic and reversible."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_changed_text_is_seen_with_an_updated_column(
     changed = TEXTS | {"doc 3": "this was another document"}
     fill(old, changed, version=pa.array([2 if each == "doc 3" else 1 for each in changed]))
     move(old, new)
-    assert_moved(new, engines["b"], TEXTS)  # a text without a new id is not seen
+    assert_moved(new, engines["b"], TEXTS)  # a changed text under an old id is not noticed
     move(old, new, updated_column="version")
     assert_moved(new, engines["b"], changed)
     with pytest.raises(BadValue, match="no column 'when'"):
@@ -275,7 +275,7 @@ def test_queries_need_the_model_that_made_the_old_vectors(
     with pytest.raises(BadValue, match=r"is not the one that made the vectors.*--old-model"):
         move(old, new, queries=str(queries), old_model=str(models["b"]))
     with open_store(new) as store:
-        assert store.find() is None  # nothing was begun
+        assert store.find() is None  # the migration has not begun
     with pytest.raises(BadValue, match="name it with --old-model"):
         move(old, new, queries=str(queries), old_model=None)
 

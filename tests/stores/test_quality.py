@@ -15,7 +15,7 @@ from penstock.stores.quality import compare, ndcg, overlap, read_judgements, rec
 def test_overlap_counts_what_both_lists_share_within_k() -> None:
     assert overlap(["a", "b", "c"], ["c", "a", "x"], 3) == pytest.approx(2 / 3)
     assert overlap(["a", "b", "c"], ["c", "b", "a"], 1) == 0
-    assert overlap(["a"], ["a"], 10) == 1  # a store with one row
+    assert overlap(["a"], ["a"], 10) == 1  # for example a store with one row
     assert overlap([], [], 10) == 1
 
 
@@ -29,7 +29,7 @@ def test_ndcg_is_as_computed_by_hand() -> None:
     assert ndcg(["a"], {}, 3) == 0
 
 
-@pytest.mark.stores  # its import takes seconds
+@pytest.mark.stores  # importing scikit-learn takes seconds
 def test_ndcg_is_that_of_scikit_learn() -> None:
     metrics = pytest.importorskip("sklearn.metrics")
     random = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""What holds for every vector store: rows are replaced by id, models never mix, and nothing is lost."""
+"""Rules for every vector store: rows are replaced by id, models never mix, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_a_collection_of_others_with_another_width_is_not_adopted(url: str, kind
 
 
 def unstamp(url: str, kind: str, rows: pa.Table) -> None:
-    """Write rows, and remove what Penstock recorded about them."""
+    """Write rows, and remove the record that Penstock keeps of them."""
     write(url, rows)
     store: Any = open_store(url)
     store.find()

@@ -1,4 +1,4 @@
-"""Jobs become pieces of text: stop strings end rows and free them, whatever the parts' size."""
+"""Text streams of generation jobs: stop strings end rows and free them, whatever the size of the pieces."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def job(text: GenerationInputs, prompt: Any = "find", **given: Any) -> Generatio
 
 
 async def collect(engine: ScriptedEngine, text: GenerationInputs, wanted: GenerationJob) -> list[TextDelta]:
-    """The pieces of each row joined."""
+    """Join the pieces of each row."""
     rows: dict[int, TextDelta] = {}
     async for pieces in stream_text(engine, text.tokenizer, wanted):
         for piece in pieces:

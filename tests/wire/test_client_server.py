@@ -1,5 +1,5 @@
-"""An engine server and its clients: whose work it is, what becomes of it when they go, and which request
-fails when one cannot be read."""
+"""An engine server and its clients: the owner of each request, its cancellation when the owner disconnects,
+and which request fails when a message cannot be read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.waiting import PATIENCE_S, wait_until
 
 
 class HeldRunner(ManualRunner):
-    """Steps and comparisons end when the test says so."""
+    """A runner whose steps and comparisons end when the test completes them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Served:
         self.context = zmq.Context()
 
     def connect(self, name: str, pid: int | None = None) -> zmq.Socket[bytes]:
-        """A connection that has introduced itself."""
+        """Open a connection and send its greeting."""
         socket = self.context.socket(zmq.DEALER)
         socket.connect(self.address)
         socket.send_multipart([encode(Hello(name, os.getpid() if pid is None else pid))])
@@ -95,7 +95,7 @@ class Served:
         self.context.destroy(linger=0)
 
     def _has_ended(self) -> bool:
-        """Finish what the engine runs; it ends when nothing is left."""
+        """Finish everything that the engine runs; the server exits when nothing is left."""
         while self.runner.flights:
             self.runner.finish()
         for _, future in self.runner.comparisons:
@@ -114,7 +114,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that can be killed: an API process as far as the engine knows."""
+    """A process that the test can kill, and that the engine takes for an API process."""
     child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     yield child
     child.kill()
@@ -167,7 +167,7 @@ class TestClientsThatGo:
         served.wait_for(lambda: len(served.server._clients) == 0)
         submit(killed, make_request("late", [4]))
         killed.send_multipart(pack_comparison(comparison("later")))
-        served.connect("killed", process.pid)  # its greeting was also on its way
+        served.connect("killed", process.pid)  # the greeting also arrives after the process has died
         witness = served.ready("witness")
         submit(witness, make_request("kept", [3]))
         served.wait_for(lambda: served.runner.flights)
@@ -183,7 +183,7 @@ class TestClientsThatGo:
         again = served.ready("same")
         served.wait_for(lambda: not served.core.pending)
         request = make_request("a", [2])
-        submit(again, request)  # the id is free
+        submit(again, request)  # the id is free again
         served.wait_for(lambda: served.core.pending)
         served.runner.finish()
         served.server.wake()
@@ -336,7 +336,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 class TestClient:
     def test_a_request_that_cannot_be_encoded_fails_alone(self, served: Served) -> None:
-        """`top_k` of 2^64 lost everything that was submitted in the same moment."""
+        """`top_k` of 2^64 once lost every request that was submitted in the same iteration."""
         good = [make_request(name, [4]) for name in "ac"]
         huge, wide = make_request("b", [4]), make_request("d", [4])
         huge.sampling = SamplerParams(top_k=2**64)
@@ -418,7 +418,7 @@ class TestClient:
 
 
 class TestFirstConnection:
-    """Another API process may have reported that the server is ready before this one is connected."""
+    """Another API process may have seen the engine become ready before this client connects."""
 
     @pytest.fixture
     def page(self, tmp_path: Path) -> Path:
@@ -490,7 +490,7 @@ def test_requests_of_two_processes_of_a_server_never_have_the_same_id() -> None:
 
 
 class Pieces:
-    """Idle work of a served engine."""
+    """Idle work of the engine: counts its calls, and records whether the engine was busy during one."""
 
     min_idle_s = 0.0
 

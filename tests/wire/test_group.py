@@ -1,4 +1,4 @@
-"""Several engines behind one handle: who gets a request, and what becomes of it when an engine is lost."""
+"""Several engines behind one handle: which engine gets a request, and what happens when an engine is lost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LOST = EngineUnavailable("the engine is lost")
 
 
 class FakeClient(EngineHandle):
-    """An engine that answers when the test says so. A row's value is its first token."""
+    """An engine that answers when the test calls `answer_all`. The value of a row is its first token."""
 
     def __init__(self, status: StatusReader | None = None) -> None:
         self.status = status
@@ -118,7 +118,7 @@ def make_group(count: int = 2) -> tuple[EngineGroup, list[FakeClient]]:
 
 
 def request_of(*lengths: int, name: str = "r", first: int = 0, **fields: Any) -> Request:
-    """Rows that begin with `first`, `first` + 1, …"""
+    """A request whose rows have the first tokens `first`, `first` + 1, …"""
     rows = np.arange(first, first + len(lengths), dtype=np.int32)
     sizes = np.array(lengths, dtype=np.int32)
     return Request(name, np.repeat(rows, sizes), sizes, **fields)
@@ -235,7 +235,7 @@ def test_with_no_engine_left_a_request_in_flight_waits_for_one_to_come_back() ->
         await settle()
         assert not task.done()
         a.come_up()
-        while not a.requests:  # noqa: ASYNC110 (the group looks once in a while)
+        while not a.requests:  # noqa: ASYNC110 (the group polls)
             await asyncio.sleep(0.005)
         a.answer_all()
         assert (await task).values.tolist() == [[0.0]] and a.seen == ["r", "r"] and not b.seen
@@ -539,7 +539,7 @@ def test_a_request_of_a_step_or_two_is_not_divided() -> None:
     run(test())
 
 
-# The status of several engines.
+# Status of several engines.
 
 
 def test_several_pages_read_as_one(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which engines count as hung."""
+"""Which engines are considered hung."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PID = 4711
 
 
 class Watched:
-    """A watch that looks at an engine every half second of a clock that the test turns."""
+    """A watch that checks an engine every half second of a fake clock."""
 
     def __init__(self, limits: HangLimits = LIMITS, *, is_stopped: bool = False) -> None:
         self.now_s = 1000.0
@@ -26,7 +26,7 @@ class Watched:
         self.status = EngineStatus(PID, heartbeat_s=self.now_s)
 
     def run(self, seconds: float, *, beats: bool = False, **fields: float) -> str:
-        """What the watch says at the end, while the engine publishes `fields` and beats or is silent."""
+        """Advance the clock while the engine publishes `fields`, and return the reason of the last check."""
         reason, until_s = "", self.now_s + seconds
         while self.now_s < until_s:
             self.now_s += 0.5
@@ -73,7 +73,7 @@ def test_an_engine_that_does_not_serve_yet_does_not_hang() -> None:
 
 
 def test_the_time_in_which_the_watching_process_itself_stood_still_does_not_count() -> None:
-    """All processes stop together, for example with ctrl-Z, and the watching one may continue first."""
+    """All processes may stop together, for example on ctrl-Z, and the watching one may continue first."""
     engine = Watched()
     engine.run(5, beats=True)
     engine.now_s += 3600

@@ -172,7 +172,7 @@ def test_shared_arrays_are_sent_once_and_large_outputs_in_messages_of_their_own(
 
 @pytest.mark.parametrize("width", [3, 40_000])
 def test_joined_answers_are_received_beside_other_outputs(width: int) -> None:
-    """In the frame of all small arrays, or in one of their own."""
+    """Their arrays travel in the frame of all small arrays, or in a frame of their own."""
     rows = np.arange(2 * width, dtype=np.float16).reshape(2, width)
     other = PooledOutput("c", np.ones((2, 3), dtype=np.float32), Timings(1.0, 2.0))
     sent = [PooledRows(["a", "b"], rows, [0.25, 0.5], 3.0), other]

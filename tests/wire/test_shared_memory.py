@@ -35,7 +35,7 @@ from tests.helpers import make_request
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
-WIDTH = MIN_SHARED_BYTES // 4  # values of a row that is just large enough to be shared
+WIDTH = MIN_SHARED_BYTES // 4  # values of the smallest row that is shared
 BYTES = np.dtype(np.uint8)
 
 
@@ -65,7 +65,7 @@ def test_no_block_is_reused_while_a_process_can_read_it_and_all_are_freed(steps:
     names = [b"one", b"two"]
     for name in names:
         memory.add_reader(name, name.decode(), os.getpid())
-    own: list[tuple[Array, int]] = []  # the engine's arrays, and what was written to each
+    own: list[tuple[Array, int]] = []  # the engine's arrays, and the value written to each
     shared: dict[bytes, list[tuple[Region, Array, int]]] = {name: [] for name in names}
     stamp = 0
 
@@ -167,7 +167,7 @@ def test_nothing_is_shared_where_the_system_has_no_such_memory(
 
 
 class WideRunner:
-    """The values of a row count up from its first token. Steps wait while the gate is closed."""
+    """A runner whose values count up from each row's first token. Steps wait while the gate is closed."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -222,7 +222,7 @@ class Served:
         return self.server.memory
 
     def num_references(self) -> list[int]:
-        """Blocks that each connected process holds, in ascending order."""
+        """The number of blocks that each connected process holds, in ascending order."""
         return sorted(reader.references.total() for reader in self.memory._readers.values())
 
     def stop(self) -> None:
@@ -274,7 +274,7 @@ def test_outputs_are_the_same_whether_shared_or_sent(tmp_path: Path, shared_byte
                 assert is_shared(client, answer.values) and not answer.values.flags.writeable
         if shared_bytes:
             assert served.memory.used_bytes == 24 * MIN_SHARED_BYTES
-            kept = answers[3].values[0, 5:]  # a view keeps the whole block
+            kept = answers[3].values[0, 5:]  # a view keeps the whole block alive
             del answer, answers
             await until(lambda: served.memory.used_bytes == MIN_SHARED_BYTES)
             np.testing.assert_array_equal(kept, expected(requests[3])[0, 5:])
@@ -334,7 +334,7 @@ def test_deduplicated_requests_share_a_block_until_the_last_process_releases_it(
 
 @pytest.mark.parametrize("computed", [False, True])
 def test_the_block_of_a_cancelled_request_is_freed(tmp_path: Path, computed: bool) -> None:
-    """Before the engine has its values, and while its output is on the way."""
+    """Cancel before the engine has computed the values, or while the output is in flight."""
 
     async def scene(address: str, served: Served) -> None:
         client = await connected(address)
@@ -343,7 +343,7 @@ def test_the_block_of_a_cancelled_request_is_freed(tmp_path: Path, computed: boo
         await until(served.runner.launched.is_set)
         if computed:
             served.runner.gate.set()
-            while served.core.busy:  # without running the loop, which would read the output
+            while served.core.busy:  # spins without running the event loop, which would receive the output
                 pass
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -359,13 +359,13 @@ def test_the_block_of_a_cancelled_request_is_freed(tmp_path: Path, computed: boo
 def test_a_request_cancelled_while_it_receives_deduplicated_rows_holds_no_block(tmp_path: Path) -> None:
     async def scene(address: str, served: Served) -> None:
         client = await connected(address)
-        served.core.scheduler.budget = Budget(1, 64, 1 << 20)  # a row a step
+        served.core.scheduler.budget = Budget(1, 64, 1 << 20)  # one row per step
         served.runner.gate.clear()
         leader = asyncio.ensure_future(client.run(make_request("a", [1], first_token=5)))
         await until(served.runner.launched.is_set)
         follower = asyncio.ensure_future(client.run(make_request("b", [1, 1], first_token=5)))
         await until(lambda: len(served.core.pending) == 2)
-        gate, served.runner.gate = served.runner.gate, threading.Event()  # the next step waits
+        gate, served.runner.gate = served.runner.gate, threading.Event()  # holds the next step
         gate.set()
         await leader
         assert served.core.pending["b"].received and not served.core.pending["b"].complete
@@ -378,7 +378,7 @@ def test_a_request_cancelled_while_it_receives_deduplicated_rows_holds_no_block(
         await until(lambda: not served.core.busy and served.memory.used_bytes == 0)
         client.close()
 
-    gc.disable()  # blocks must be freed without it
+    gc.disable()  # blocks must be freed without the garbage collector
     try:
         with serve(tmp_path, 4 * MIN_SHARED_BYTES) as (address, served):
             asyncio.run(scene(address, served))
@@ -447,7 +447,7 @@ def test_outputs_of_a_former_engine_stay_readable_after_a_restart(tmp_path: Path
         await until(lambda: not client._released)
         again = await client.run(
             make_request("c", [1], first_token=9)
-        )  # behind any release on the connection
+        )  # the engine has processed earlier releases on this connection
         assert second.memory.used_bytes == 2 * MIN_SHARED_BYTES, (
             "an old block frees nothing of the new memory"
         )

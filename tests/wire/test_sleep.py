@@ -1,4 +1,4 @@
-"""An engine server that sleeps: what its clients and its status page see."""
+"""An engine server that sleeps, as its clients and its status page show it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.waiting import PATIENCE_S, wait_until
 
 
 class Sleeping:
-    """A server of a small model on a thread of its own."""
+    """A server of a small model, on a thread."""
 
     def __init__(self, folder: Path) -> None:
         model, page = folder / "model", folder / "status"
@@ -73,7 +73,7 @@ class Sleeping:
         wait_until(lambda: self.read().state == state)
 
     def run(self, *requests: Request, during: Callable[[], None] = lambda: None) -> list[object]:
-        """The vectors or the error of each request; `during` runs once all are submitted."""
+        """The vectors or the error of each request; `during` is called once all are submitted."""
 
         async def main() -> list[object]:
             client = EngineClient(self.address)
@@ -122,7 +122,7 @@ def test_requests_wake_the_engine_and_get_the_answers_they_got_before(sleeping: 
 
 
 def test_the_status_page_is_current_when_an_order_is_done(sleeping: Sleeping) -> None:
-    sleeping.server.STATUS_INTERVAL_S = 10 * PATIENCE_S  # of no help
+    sleeping.server.STATUS_INTERVAL_S = 10 * PATIENCE_S  # no periodic update during the test
     sleeping.start()
     for _ in range(3):
         sleeping.fall_asleep()
@@ -134,7 +134,7 @@ def test_the_status_page_is_current_when_an_order_is_done(sleeping: Sleeping) ->
 def test_held_requests_run_as_soon_as_the_engine_is_awake(
     sleeping: Sleeping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EngineServer, "IDLE_POLL_MS", int(10_000 * PATIENCE_S))  # nothing else turns the loop
+    monkeypatch.setattr(EngineServer, "IDLE_POLL_MS", int(10_000 * PATIENCE_S))  # the loop does not poll
     sleeping.start()
     sleeping.fall_asleep()
     assert all(isinstance(each, np.ndarray) for each in sleeping.run(*requests("a")))

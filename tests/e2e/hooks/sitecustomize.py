@@ -1,7 +1,7 @@
-"""Lets a test hold back the engine process of a server on the null device.
+"""Hooks by which a test holds the engine process of a server on the null device.
 
 Python imports this module at start-up when its folder is on PYTHONPATH. It wraps the null runner, in the
-engine process only. `tests.e2e.gates.Gates` creates and removes the files that it looks at.
+engine process only. `tests.e2e.gates.Gates` creates and removes the files that the hooks poll.
 """
 
 from __future__ import annotations
