@@ -238,16 +238,20 @@ def load(folder: Path, device: str) -> Any:
     from penstock.config import EngineConfig
     from penstock.layers import build  # noqa: F401
     from penstock.models import registry  # noqa: F401
-    from penstock.runner import load as loading
+    from penstock.runner.load import settle
+
+    try:
+        from penstock.runner.load_weights import read_model
+    except ImportError:  # another tree, in which `load` did this
+        from penstock.runner.load import read_model  # type: ignore[attr-defined, no-redef]
 
     dtype = "bfloat16"
     config = EngineConfig(model=str(folder), device=device, dtype=dtype, enable_generation=False)
     spec = describe(config)
-    settings = loading.settle(config, spec)
+    settings = settle(config, spec)
     torch.zeros(1, device=device)
     began = time.perf_counter()
-    with torch.inference_mode():
-        model = loading._model(spec, settings, torch.bfloat16, torch.device(settings.device))
+    model = read_model(spec, settings, torch.device(settings.device))
     if device != "cpu":
         torch.cuda.synchronize()
     return model, time.perf_counter() - began

@@ -10,7 +10,8 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
 from penstock.engine.draft import DraftProposer
 from penstock.engine.grammars import Compiled, Grammars
-from penstock.engine.loop import EngineCore, StepStats
+from penstock.engine.loop import EngineCore
+from penstock.engine.step_stats import StepStats
 from penstock.errors import DeviceFailed, NotPossible
 from penstock.inputs.constraints import GrammarCompiler, rejected
 from penstock.inputs.grammar_sandbox import GrammarSandbox

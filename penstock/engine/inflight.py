@@ -1,7 +1,9 @@
-"""A step between its launch and its result."""
+"""Steps between their launch and their result."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -28,3 +30,37 @@ class InFlightStep:
     @property
     def generates(self) -> bool:
         return isinstance(self.plan, GeneratePlan)
+
+
+class StepsInFlight:
+    """The steps that run: one behind the other, and beside them a background step that they interrupt."""
+
+    def __init__(self) -> None:
+        self.steps: deque[InFlightStep] = deque()  # in the order of their launches
+        self.interrupted: InFlightStep | None = None  # the background step
+
+    def __bool__(self) -> bool:
+        return bool(self.steps) or self.interrupted is not None
+
+    @property
+    def num_rows(self) -> int:
+        num_rows = 0 if self.interrupted is None else self.interrupted.plan.num_rows
+        return num_rows + sum(step.plan.num_rows for step in self.steps)
+
+    @property
+    def oldest_launch_s(self) -> float:
+        """When the oldest of `steps` was launched; 0 if there is none. A step that others interrupt may take
+        any time; if it hangs, so do they."""
+        return self.steps[0].launched_s if self.steps else 0.0
+
+    def take_finished(self) -> Iterator[InFlightStep]:
+        """Remove the steps that are done: in launch order, and the background step when it is done."""
+        while self.steps and self.steps[0].future.done():
+            yield self.steps.popleft()
+        if (step := self.interrupted) is not None and step.future.done():
+            self.interrupted = None
+            yield step
+
+    def clear(self) -> None:
+        self.steps.clear()
+        self.interrupted = None

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from threading import Thread
 
 from penstock.engine.comparisons import ComparisonLimits
-from penstock.engine.loop import EngineCore, deadline_error
+from penstock.engine.expiry import deadline_error
+from penstock.engine.loop import EngineCore
 from penstock.errors import DeviceFailed, EngineError, ModelAsleep, PenstockError, QueueFull
 from penstock.runner.base import SLEEP_LEVELS, MakeRoom, Sleeper
 from penstock.types import Comparison, EngineSleep, Failure, Outcome, Request

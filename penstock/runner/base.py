@@ -12,6 +12,7 @@ from penstock.errors import ModelNotFound, NotPossible
 from penstock.types import Array, Comparison, Ints, PoolPlan, StepPlan, StepResult
 
 BLOCK_SIZE = 16  # tokens of a block of the KV cache
+LATE_VECTORS = 1 << 16  # token vectors of queries, in the store that scores read from
 
 
 class Runner(Protocol):

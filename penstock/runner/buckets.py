@@ -209,6 +209,11 @@ def fill(part: Ints, array: Ints | None, padding: int = 0) -> None:
     part[len(array) :] = padding
 
 
+def bucket_size(sizes: tuple[int, ...], needed: int) -> int:
+    """The smallest size that is enough; the largest if none is."""
+    return sizes[min(bisect_left(sizes, needed), len(sizes) - 1)]
+
+
 def max_layout_size(num_slots: int = 0) -> int:
     """The size of the largest layout."""
     bucket = Bucket(TOKENS[-1], ROWS[-1], MAX_LENGTHS[-1])

@@ -1,4 +1,4 @@
-"""CUDA graphs of mixed steps, with decodes and prompt chunks: one copy in, one replay, tokens out.
+"""CUDA graphs of mixed steps, with decodes and prompt chunks.
 
 Decodes read their keys through block tables, prompts by a run of slots, as in an eager step. Tokens are
 contiguous: first one of each decode, then those of the prompts. Padding decodes have no keys, and the kernel
@@ -9,30 +9,15 @@ A row may sample at any of its tokens: the indices of tokens whose logits are re
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from penstock.kernels.language import use_kernel
-from penstock.kernels.sampled_tokens import insert_sampled_tokens
-from penstock.kvcache.store import KVStore
-from penstock.layers.adapter_state import StepAdapters, adapting
 from penstock.layers.batch import Batch, KVAccess, PagedTensors
-from penstock.layers.lora import AdapterSites
-from penstock.models.registry import Model
 from penstock.runner.base import BLOCK_SIZE
-from penstock.runner.buckets import BufferSpace, LineLayout, NoGroups, fill
-from penstock.runner.capture import Capture, Captures
-from penstock.runner.decode import AFTER_GRAPH, bucket_size, choose
-from penstock.runner.generator import GeneratedTensors, Generator
-from penstock.runner.graphs import padded_lines
+from penstock.runner.buckets import BufferSpace, LineLayout, NoGroups, bucket_size, fill
+from penstock.runner.generation_graphs import GenerationGraphs, Graph, GraphInputs
 from penstock.runner.inputs import AdapterPlan
-from penstock.runner.staging import Staging
-from penstock.sampling.plan import Need
 from penstock.scheduler.prefill_budget import STEP_SIZES
 from penstock.types import GeneratePlan, Ints
 
@@ -42,8 +27,6 @@ SHORT_PROMPTS = (16, 64, 256, 1024)  # tokens of the longest prompt chunk, if th
 MAX_LONG_PROMPTS = 16  # up to here, rows may have any length; most attention programs then have no work
 MAX_BLOCKS = (256, 1024, 4096, 16384)  # blocks of the longest decode
 MAX_CACHED_KEYS = 1 << 17  # of all prompts of a step
-MAX_GRAPHS = 128
-USES_BEFORE_CAPTURE = 2  # uses of a shape; a capture takes about as much host time as three eager steps
 MAX_OVERSIZE = 1.5  # tokens of a graph, as a multiple of those of a step that it replays
 ALWAYS_SERVES = 512  # a graph of up to this many tokens replays smaller steps of any size
 _CAPTURE_PAUSE = 4.0  # pause between captures, as a multiple of a capture's duration, because decodes wait
@@ -111,12 +94,15 @@ class Layout:
             read_slots=space.take(MAX_CACHED_KEYS),
         )
 
-    def size(self, num_cached: int) -> int:
-        """Number of integers of a step with this many cached keys."""
+    @property
+    def max_size(self) -> int:
+        return int(self.read_slots.stop)
+
+    def size(self, plan: GeneratePlan | None = None) -> int:
+        num_cached = 0 if plan is None else len(plan.kv.read_slots)
         return int(self.read_slots.start) + num_cached
 
     def write(self, out: Ints, plan: GeneratePlan, padding_slot: int, adapters: AdapterPlan | None) -> None:
-        """Write the step's integers, with padding after each array."""
         paged, sample, kv, count = plan.paged, plan.sample, plan.kv, plan.paged.num_rows
         fill(out[self.token_ids], plan.token_ids)
         fill(out[self.positions], plan.positions)
@@ -139,43 +125,15 @@ class Layout:
         self.sampled_adapters.write(out, lines)
 
     def write_padding(self, out: Ints, padding_slot: int) -> None:
-        """A step of padding only: it writes nothing to the cache, and only `padding_slot` samples."""
         out[: self.read_slots.start] = 0
         out[self.token_slots] = out[self.fed_slots] = -1
         out[self.sampled_slots] = padding_slot
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Graph:
-    layout: Layout
-    replay: Callable[[], None]
-    output: Tensor  # int32 [sampled] tokens, or [sampled, vocabulary] logits
-    sampled_slots: Tensor  # int32 [sampled]
-
-
-class MixedGraphs(Captures[Key, Graph]):
+class MixedGraphs(GenerationGraphs[Key, Layout]):
     kind = "mixed steps of prompts and decodes"
-
-    def __init__(
-        self, model: Model, generator: Generator, staging: Staging, store: KVStore, capture: Capture
-    ) -> None:
-        super().__init__(staging, capture)
-        self.model = model
-        self.generator = generator
-        self.store = store
-        self._uses: Counter[Key] = Counter()
-        # None: the model takes no adapters.
-        self.adapter_sites: AdapterSites | None = getattr(model, "adapter_sites", None)
-        # Graphs read from the addresses they were captured with, so the buffer fits the largest at once.
-        rows = bucket_size(DECODES, generator.max_rows)
-        max_blocks = bucket_size(MAX_BLOCKS, store.keys.shape[1] // BLOCK_SIZE)
-        largest = Key(STEP_SIZES[-1], rows, PROMPTS[-1], 0, max_blocks, STEP_SIZES[-1], True, True)
-        size = Layout.of(largest, self._num_slots).size(MAX_CACHED_KEYS)
-        self.integers = torch.zeros(size, dtype=torch.int32, device=staging.device)
-
-    @property
-    def _num_slots(self) -> int:
-        return 0 if self.adapter_sites is None else self.adapter_sites.num_slots
+    max_graphs = 128
+    uses_before_capture = 2  # a capture takes about as much host time as three eager steps
 
     @property
     def is_usable(self) -> bool:
@@ -184,7 +142,6 @@ class MixedGraphs(Captures[Key, Graph]):
         return not self.gave_up and (bool(self.captured) or self.clock() >= self._not_before)
 
     def key_of(self, plan: GeneratePlan, adapters: AdapterPlan | None = None) -> Key | None:
-        """The key of a step; None: the step always runs eagerly."""
         paged, sample = plan.paged, plan.sample
         num_prompts, num_sampled = plan.num_rows - paged.num_rows, len(sample.sampled_tokens)
         if not paged.num_rows or not num_prompts or not num_sampled or sample.prompts is not None:
@@ -203,95 +160,45 @@ class MixedGraphs(Captures[Key, Graph]):
             return None
         if len(plan.kv.read_slots) > MAX_CACHED_KEYS:
             return None
-        need = self.generator.sampler.plan.need(sample.sampled_slots)
-        samples = not need & AFTER_GRAPH and sample.verify is None and use_kernel(self.generator.last)
+        samples, filters = self._sampling(sample)
         rank = 0 if adapters is None else adapters.rank
         length = _length_bucket(prompts, tokens, plan.max_length)
-        filters = samples and bool(need & Need.FILTER)
         return Key(tokens, decodes, prompts, length, max_blocks, sampled, samples, filters, rank)
 
-    def __call__(self, plan: GeneratePlan, adapters: AdapterPlan | None = None) -> GeneratedTensors | None:
-        """Replay the step and return what the generator would return. None: run it eagerly."""
-        key = self.key_of(plan, adapters)
-        graph = None if key is None else self._graph_for(key)
-        if key is None or graph is None:
-            return None
-        sampler, sample, count = self.generator.sampler, plan.sample, len(plan.sample.sampled_tokens)
-        sampler.flush()
-        size = graph.layout.size(len(plan.kv.read_slots))
-        pinned = self.staging.pinned_ints(size)
-        graph.layout.write(pinned.numpy(), plan, self.generator.padding_slot, adapters)
-        self.integers[:size].copy_(pinned, non_blocking=True)
-        graph.replay()
-        self.replays += 1
-        if not key.samples:
-            slots = graph.sampled_slots[:count]
-            return choose(self.generator, self.staging, graph.output[:count], sample, slots)
-        sampler.plan.step(sample.sampled_slots)
-        return GeneratedTensors(graph.output[:count])
-
-    def _graph_for(self, key: Key) -> Graph | None:
-        """The key's own graph, captured now if its shape is frequent, or a larger graph that can replay
-        it."""
-        if (graph := self.captured.get(key)) is not None:
-            return graph
-        self._uses[key] += 1
-        if self._uses[key] > USES_BEFORE_CAPTURE and (graph := self._capture(key)) is not None:
-            return graph
-        serving = [other for other in self.captured if other.serves(key)]
-        return self.captured[min(serving)] if serving else None
-
-    def ensure(self, key: Key) -> Graph | None:
-        """The graph of this key, captured now if necessary; None if the capture fails."""
+    def ensure(self, key: Key) -> Graph[Layout] | None:
         self._not_before = 0.0
-        return self.captured.get(key) or self._capture(key)
+        return super().ensure(key)
 
-    def _capture(self, key: Key) -> Graph | None:
-        if key in self.refused or self.gave_up or len(self.captured) >= MAX_GRAPHS:
-            return None
-        if (began := self.clock()) < self._not_before:
-            return None
-        steps = f"steps of {key.tokens} tokens, {key.decodes} of them decodes"
-        graph = self._try_capture(key, lambda: self._make_graph(key), steps)
+    def _capture(self, key: Key) -> Graph[Layout] | None:
+        began = self.clock()
+        graph = super()._capture(key)
         if graph is not None:
             now = self.clock()
             self._not_before = now + min(_CAPTURE_PAUSE * (now - began), _MAX_PAUSE_S)
         return graph
 
-    def _make_graph(self, key: Key) -> Graph:
-        layout = Layout.of(key, self._num_slots if key.adapter_rank else 0)
-        # A capture first runs its work once, which must not change any sequence. Its padding uses one more
-        # pinned buffer than a step, so copies in flight have to finish first.
-        if self.staging.device.type == "cuda":
-            torch.cuda.current_stream(self.staging.device).synchronize()
-        pinned = self.staging.pinned_ints(layout.size(0))
-        layout.write_padding(pinned.numpy(), self.generator.padding_slot)
-        self.integers[: layout.size(0)].copy_(pinned, non_blocking=True)
-        integers, generator = self.integers, self.generator
-        batch, slots = self._batch(layout), integers[layout.sampled_slots]
-        sampled, adapters = integers[layout.sampled_tokens], batch.adapters
+    def _largest_key(self) -> Key:
+        rows = bucket_size(DECODES, self.generator.max_rows)
+        max_blocks = bucket_size(MAX_BLOCKS, self.store.keys.shape[1] // BLOCK_SIZE)
+        return Key(STEP_SIZES[-1], rows, PROMPTS[-1], 0, max_blocks, STEP_SIZES[-1], True, True)
 
-        def work() -> list[Tensor]:
-            insert_sampled_tokens(batch.token_ids, integers[layout.fed_slots], generator.last)
-            with adapting(adapters):
-                hidden = self.model(batch)
-                if adapters is not None:
-                    adapters.use("rows")
-                logits = generator.head.project(hidden.index_select(0, sampled))
-            return [generator.sampler.plain(logits, slots, key.filters) if key.samples else logits]
+    def _layout(self, key: Key, num_slots: int) -> Layout:
+        return Layout.of(key, num_slots)
 
-        replay, (output,) = self.capture(work)
-        return Graph(layout, replay, output, slots)
+    def _describe(self, key: Key) -> str:
+        return f"steps of {key.tokens} tokens, {key.decodes} of them decodes"
 
-    def _adapters(self, layout: Layout) -> StepAdapters | None:
-        tokens, sampled = layout.token_adapters, layout.sampled_adapters
-        if tokens is None or sampled is None or self.adapter_sites is None:
-            return None
-        lines = padded_lines(tokens, self.integers), padded_lines(sampled, self.integers)
-        return StepAdapters(self.adapter_sites.state, layout.key.adapter_rank, *lines)
+    def _inputs(self, key: Key, layout: Layout) -> GraphInputs:
+        integers = self.integers
+        return GraphInputs(
+            self._batch(key, layout),
+            fed_slots=integers[layout.fed_slots],
+            sampled_slots=integers[layout.sampled_slots],
+            sampled_tokens=integers[layout.sampled_tokens],
+        )
 
-    def _batch(self, layout: Layout) -> Batch:
-        key, integers = layout.key, self.integers
+    def _batch(self, key: Key, layout: Layout) -> Batch:
+        integers = self.integers
         tables = integers[layout.block_tables].view(key.decodes, key.max_blocks)
         cu_lengths = integers[layout.cu_lengths]
         nothing = cu_lengths[:0]
@@ -319,7 +226,7 @@ class MixedGraphs(Captures[Key, Graph]):
             num_tokens=key.tokens,
             num_rows=key.decodes + key.prompts,
             kv=kv,
-            adapters=self._adapters(layout),
+            adapters=self._adapters(key, layout.token_adapters, layout.sampled_adapters),
             is_generation=True,
         )
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge, Histogram
 
 from penstock.buffered_metrics import BufferedMetrics
-from penstock.engine.loop import EngineCore, StepStats
+from penstock.engine.loop import EngineCore
 from penstock.engine.sleep import SleepReport
+from penstock.engine.step_stats import StepStats
 from penstock.types import EngineSleep
 from penstock.wire.shared_memory import SharedMemory
 

@@ -17,7 +17,7 @@ from penstock.checkpoint.sizes import check_memory, read_sizes
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, ModelLoadError
-from penstock.runner import load
+from penstock.runner import device_memory, load
 from tests.checkpoints import BERT_CONFIG, wordpiece_tokenizer, write_bert, write_json
 from tests.runner.small_models import CONV, EXPERTS, NAMED, SIZES
 
@@ -102,7 +102,7 @@ def start(folder: Path, overrides: dict[str, Any]) -> ModelSpec:
 def test_a_hostile_number_is_refused_or_harmless(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load, "total_memory_bytes", lambda: MEMORY)
+    monkeypatch.setattr(device_memory, "total_memory_bytes", lambda: MEMORY)
     write_json(folder / "config.json", config_of(name))
     start(folder, {})
     wrong = []
@@ -180,7 +180,7 @@ def test_position_tables_beyond_all_memory_are_refused_with_the_remedy(folder: P
 def test_a_row_whose_kv_cache_exceeds_all_memory_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load, "total_memory_bytes", lambda: MEMORY)
+    monkeypatch.setattr(device_memory, "total_memory_bytes", lambda: MEMORY)
     long = {"max_position_embeddings": 500_000, "num_key_value_heads": 4, "num_hidden_layers": 8}
     write_json(folder / "config.json", config_of("Qwen3ForCausalLM") | long)
     with pytest.raises(ConfigError, match=r"max_model_len = 500000 tokens needs .* --max-model-len"):

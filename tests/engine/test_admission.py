@@ -234,7 +234,7 @@ def test_prompts_are_refused_once_those_that_wait_are_known_to_take_too_long() -
     core = generation_fakes.make_core(depth=1)
     core.clock, core.max_queue_s = clock, MAX_QUEUE_S
     assert core.generation is not None
-    core._prompt_throughput.record(10, began_s=clock.now_s, now_s=clock.now_s + 1, has_backlog=True)
+    core.admission.prompt_throughput.record(10, began_s=clock.now_s, now_s=clock.now_s + 1, has_backlog=True)
     for number in range(core.generation.limits.max_rows):
         core.add(generation_request(str(number), [[5, 6]], 30))
         core.step()

@@ -6,8 +6,9 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from penstock.engine.loop import EngineCore, StepStats
+from penstock.engine.loop import EngineCore
 from penstock.engine.progress import split_outputs
+from penstock.engine.step_stats import StepStats
 from penstock.errors import BadValue, DeadlineExceeded, QueueFull, RowFailed
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Budget, ScheduledRows, Scheduler

@@ -202,7 +202,7 @@ def test_decodes_go_first_and_prompts_fill_the_rest_of_a_step() -> None:
         answers.take(list(core.step()))
     core.add(generation_request("b", [list(range(30))], 2))
     answers.take(list(core.step()))
-    plan = core._in_flight[0].plan
+    plan = core._in_flight.steps[0].plan
     if fakes.SPECULATES and not fakes.SEPARATE_PREFILL:  # proposals take at most half of the rest
         assert plan.num_tokens <= 10 and plan.lengths[-1] >= (1 if fakes.TARGET_ITL_S else 4)
     else:

@@ -55,7 +55,7 @@ ENDS = (7, 25, 40, 13, 31, 18, 36, 10, 28, 22)  # tokens per row, so that rows e
 def test_mixed_steps_are_replayed_and_give_likely_tokens(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.runner.mixed.USES_BEFORE_CAPTURE", 0)
+    monkeypatch.setattr("penstock.runner.mixed.MixedGraphs.uses_before_capture", 0)
     monkeypatch.setattr("penstock.runner.mixed._CAPTURE_PAUSE", 0.0)
     folder = write(name, tmp_path / name)
     rows = prompts(5, (3, 60, 1, 90, 17, 70, 33, 80, 5, 64))  # most start while others decode

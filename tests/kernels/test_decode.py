@@ -36,7 +36,7 @@ PROMPTS = [[5], [7, 8], [9] * 17, [11, 12, 13], [14] * 5]
 @pytest.fixture
 def captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capture a shape at its first step."""
-    monkeypatch.setattr("penstock.runner.decode.USES_BEFORE_CAPTURE", 0)
+    monkeypatch.setattr("penstock.runner.decode.DecodeGraphs.uses_before_capture", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -189,7 +189,7 @@ def test_steps_run_without_a_graph_when_capture_fails() -> None:
 
 
 def test_capture_pauses_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.runner.decode.USES_BEFORE_CAPTURE", 2)
+    monkeypatch.setattr("penstock.runner.decode.DecodeGraphs.uses_before_capture", 2)
     tries = []
 
     def full(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
@@ -229,7 +229,7 @@ def test_the_first_graphs_cover_as_many_rows_as_can_run() -> None:
 
 
 def test_a_larger_graph_serves_a_shape_until_it_has_come_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.runner.decode.USES_BEFORE_CAPTURE", uses := 2)
+    monkeypatch.setattr("penstock.runner.decode.DecodeGraphs.uses_before_capture", uses := 2)
     runner = make_runner(graphs=True)
     assert runner.decode is not None
     with torch.inference_mode():

@@ -214,7 +214,7 @@ def test_decode_graphs_give_the_tokens_of_steps_without_one(monkeypatch: pytest.
     """Sequences with different adapters, in graphs and with torch."""
     if not language.IS_INTERPRETED:
         pytest.skip("on a CUDA device tests/gpu/test_lora.py replays real graphs")
-    monkeypatch.setattr("penstock.runner.decode.USES_BEFORE_CAPTURE", 0)
+    monkeypatch.setattr("penstock.runner.decode.DecodeGraphs.uses_before_capture", 0)
     expected = generated(with_graphs=False)
     monkeypatch.setattr(language, "_devices", ("cpu", "cuda"))
     assert generated(with_graphs=True) == expected
@@ -225,7 +225,7 @@ def test_decode_graphs_give_the_tokens_of_steps_without_one(monkeypatch: pytest.
 def test_mixed_steps_with_adapters_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     if not language.IS_INTERPRETED:
         pytest.skip("on a CUDA device tests/gpu/test_lora.py replays real graphs")
-    monkeypatch.setattr("penstock.runner.mixed.USES_BEFORE_CAPTURE", 0)
+    monkeypatch.setattr("penstock.runner.mixed.MixedGraphs.uses_before_capture", 0)
     monkeypatch.setattr("penstock.runner.mixed._CAPTURE_PAUSE", 0.0)
     monkeypatch.setattr("penstock.runner.mixed.STEP_SIZES", (8, 16))
     monkeypatch.setattr("penstock.runner.mixed.DECODES", (4,))

@@ -58,7 +58,7 @@ def captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capture a shape at its first step. Shapes are small, because kernels are interpreted."""
     monkeypatch.setattr("penstock.runner.mixed.STEP_SIZES", (8, 16, 24, 32))
     monkeypatch.setattr("penstock.runner.mixed.DECODES", (4, 8))
-    monkeypatch.setattr("penstock.runner.mixed.USES_BEFORE_CAPTURE", 0)
+    monkeypatch.setattr("penstock.runner.mixed.MixedGraphs.uses_before_capture", 0)
     monkeypatch.setattr("penstock.runner.mixed._CAPTURE_PAUSE", -1.0)
 
 

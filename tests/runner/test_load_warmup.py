@@ -13,10 +13,11 @@ import pytest
 
 from penstock.checkpoint.pooling import PoolingSpec
 from penstock.kernels import language
-from penstock.runner import load, warmup
+from penstock.runner import load_warmup, warmup
 from penstock.runner.buckets import Bucket
 from penstock.runner.graph_history import GraphHistory
 from penstock.runner.graph_keys import Key
+from penstock.runner.stopwatch import Stopwatch
 from penstock.types import PooledResult, PoolingParams, StepPlan, StepResult, Task
 from tests.runner.fake_graphs import make_runner, plan_of
 
@@ -52,7 +53,7 @@ def warm_up(runner: Runner, monkeypatch: pytest.MonkeyPatch, able: bool = True) 
 
     monkeypatch.setattr(language, "precompile", lambda threads: compiling() if able else None)
     settings: Any = SimpleNamespace(max_model_len=100, max_num_batched_tokens=64, chunked=False)
-    load.warm_up_runner(runner, SimpleNamespace(), settings, 0, load.Stopwatch())  # type: ignore[arg-type]
+    load_warmup.warm_up_runner(runner, SimpleNamespace(), settings, 0, Stopwatch())  # type: ignore[arg-type]
     return runner.steps
 
 
@@ -89,7 +90,7 @@ def test_shapes_of_earlier_runs_are_captured_before_those_of_natural_texts(tmp_p
     settings: Any = SimpleNamespace(
         max_model_len=512, max_num_batched_tokens=1024, max_num_seqs=64, graph_capture_seconds=60.0
     )
-    load._capture_likely_graphs(runner, graphs, spec, settings)
+    load_warmup.capture_likely_graphs(runner, graphs, spec, settings)
     first, *rest = graphs.captured
     assert first.bucket.tokens == max(key.bucket.tokens for key in graphs.captured), "for its memory"
     assert [key for key in rest if key in known] == rest[:3] == known
@@ -103,7 +104,7 @@ def test_without_time_nothing_is_captured_before_the_first_request() -> None:
     settings: Any = SimpleNamespace(
         max_model_len=512, max_num_batched_tokens=1024, max_num_seqs=64, graph_capture_seconds=0.0
     )
-    load._capture_likely_graphs(runner, graphs, spec, settings)
+    load_warmup.capture_likely_graphs(runner, graphs, spec, settings)
     assert not graphs.captured and graphs.has_idle_work
 
 

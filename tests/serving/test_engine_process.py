@@ -94,7 +94,7 @@ def test_every_iteration_handles_a_message_even_if_no_step_can_be_launched(
     burst = open_burst(core)
     burst.send(1, 30)
     burst.client.send_multipart([encode(Cancel(["r0"]))])
-    monkeypatch.setattr(core, "_next_step", lambda: None)
+    monkeypatch.setattr(core, "_launch_step", lambda: False)
     deadline_s = time.monotonic() + PATIENCE_S
     while core.scheduler.queue.num_tokens == 0 and time.monotonic() < deadline_s:
         burst.receive()

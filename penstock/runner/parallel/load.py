@@ -10,25 +10,19 @@ import torch
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
+from penstock.errors import ConfigError
 from penstock.layers.parallel import Shard
 from penstock.models.registry import CausalModel, Model
-from penstock.runner.load import (
-    Loaded,
-    Stopwatch,
-    adapter_sites,
-    allocate_cache,
-    build_weights,
-    check_no_tower,
-    count_blocks,
-    num_vectors,
-    warm_up_runner,
-    warn_of_unmarked,
-)
+from penstock.runner.load import Loaded, warn_of_unmarked
+from penstock.runner.load_kv_cache import allocate_cache, count_blocks
+from penstock.runner.load_warmup import warm_up_runner
+from penstock.runner.load_weights import adapter_sites, build_weights, num_vectors
 from penstock.runner.parallel.adapter_orders import OtherReaders
 from penstock.runner.parallel.adapters import ParallelAdapterPool
 from penstock.runner.parallel.group import RankGroup
 from penstock.runner.parallel.processes import Ranks
 from penstock.runner.parallel.runner import ParallelGenerator, ParallelRunner
+from penstock.runner.stopwatch import Stopwatch
 from penstock.types import Task
 
 log = logging.getLogger("penstock.load")
@@ -53,7 +47,7 @@ def _load(spec: ModelSpec, settings: Resolved, ranks: Ranks, group: RankGroup) -
     device, dtype = group.device, getattr(torch, settings.dtype)
     with watch.timed("weights"):
         model, pooler = build_weights(spec, settings, device, Shard(group))
-    check_no_tower(model)
+    _check_no_tower(model)
     generator = cache = None
     with watch.timed("other ranks"):
         blocks = min([own_blocks(model, settings, device), *ranks.wait_until_built()])
@@ -112,3 +106,11 @@ def own_blocks(model: Model, settings: Resolved, device: torch.device) -> int:
     if not (settings.chunked or settings.generates):
         return 0
     return count_blocks(cast(CausalModel, model), settings, getattr(torch, settings.dtype), device)
+
+
+def _check_no_tower(model: Model) -> None:
+    if getattr(model, "vision", None) is not None:
+        raise ConfigError(
+            "models with a vision tower run on one GPU; use --data-parallel-size for several",
+            param="tensor_parallel_size",
+        )

@@ -37,7 +37,8 @@ from penstock.runner.inputs import (
     pool_arrays,
     pool_batch,
 )
-from penstock.runner.load import adapter_sites, allocate_cache, read_model
+from penstock.runner.load_kv_cache import allocate_cache
+from penstock.runner.load_weights import adapter_sites, read_model
 from penstock.runner.model_runner import run_model
 from penstock.runner.parallel.adapters import RankAdapters
 from penstock.runner.parallel.group import RankGroup
