@@ -97,8 +97,8 @@ _LONG_ROPE = {"type": "longrope", "long_factor": [1.0] * 48, "short_factor": [1.
 def embedder(id: str, config: dict[str, Json], *, max_tokens: int, **more: Json) -> Published:
     """Last token, unit length, with the query prompt of Qwen3-Embedding unless `prompts` has others."""
     prompts = more.pop("prompts", {"query": _INSTRUCT, "document": ""})
-    limit = more.pop("max_seq_length", None)
-    files = last_token(config["hidden_size"]) | _CHAT
+    limit, own = more.pop("max_seq_length", None), more.pop("files", {})
+    files = last_token(config["hidden_size"]) | _CHAT | own
     files["config_sentence_transformers.json"] = {"prompts": prompts, "default_prompt_name": None}
     if limit is not None:
         files["sentence_bert_config.json"] = {"max_seq_length": limit, "do_lower_case": False}
@@ -125,6 +125,8 @@ def refused(id: str, config: dict[str, Json], reason: str, **files: Json) -> Pub
     return Published(id=id, config=config, files=files, refused=reason)
 
 
+_OCTEN_PROMPTS = {"query": _INSTRUCT, "document": " "}
+_OCTEN: dict[str, Json] = {"2_Normalize/config.json": {"normalize_embeddings": True}}
 _VOYAGE_PROMPTS = {
     "query": "Represent the query for retrieving supporting documents: ",
     "document": "Represent the document for retrieval: ",
@@ -136,10 +138,32 @@ MORE_DECODERS = (
         max_tokens=40960,
     ),
     embedder(
-        "Octen/Octen-Embedding-0.6B", qwen3(1024, 28), max_tokens=40960, prompts={}, unverified="its prompts"
+        "Octen/Octen-Embedding-0.6B",
+        qwen3(1024, 28, kind="Qwen3Model", max_position_embeddings=32768, vocab_size=151669),
+        max_tokens=32768,
+        prompts=_OCTEN_PROMPTS,
+        files=_OCTEN,
+        source="its commit 1a00a4e; cohere-ai/rcp-ndcg octen-embedding/family.yaml, which read d715b32",
     ),
     embedder(
-        "codefuse-ai/F2LLM-v2-0.6B", qwen3(1024, 28), max_tokens=40960, prompts={}, unverified="its prompts"
+        "Octen/Octen-Embedding-8B",
+        qwen3(4096, 36, kind="Qwen3Model", num_attention_heads=32, intermediate_size=12288)
+        | {"tie_word_embeddings": False},
+        max_tokens=40960,
+        prompts=_OCTEN_PROMPTS,
+        files=_OCTEN,
+        source="2_Normalize/config.json of its repository; cohere-ai/rcp-ndcg octen-embedding/family.yaml, "
+        "which read 5adcfa2",
+    ),
+    embedder(
+        "codefuse-ai/F2LLM-v2-0.6B",
+        qwen3(1024, 28),
+        max_tokens=40960,
+        prompts={
+            "query": "Instruct: Given a question, retrieve passages that can help answer the question.\nQuery: ",
+            "document": "",
+        },
+        source="mteb codefuse_models.py by its authors; modules.json of F2LLM-v2-8B; model cards of the family",
     ),
     embedder(
         "zeroentropy/zembed-1",
