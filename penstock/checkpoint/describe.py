@@ -204,7 +204,7 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
         vocab_size=files.integer("vocab_size"),
         num_segments=_num_segments(config, family),
         pooling=parts.pooling,
-        prompts=_prompts(files) or _family_prompts(files, family, identity),
+        prompts=_prompts(files, family) or _family_prompts(files, family, identity),
         default_prompt_name=_text(files, "default_prompt_name") or next(iter(family.prompts), None),
         similarity=_text(files, "similarity_fn_name") or "cosine",
         lower_case=_lower_cases(files, family),
@@ -266,7 +266,7 @@ def _static_spec(layout: FolderLayout, options: _Options) -> ModelSpec:
         token_dim=table.dim,
         vocab_size=table.vocab_size,
         pooling=pooling,
-        prompts=_prompts(files),
+        prompts=_prompts(files, None),
         default_prompt_name=_text(files, "default_prompt_name"),
         similarity=_text(files, "similarity_fn_name") or "cosine",
         lower_case=False,
@@ -355,7 +355,11 @@ def _query_end(checkpoint: Checkpoint, parts: Parts, identity: Identity) -> str:
     return page_query_end(checkpoint.files, checkpoint.family.name, identity)
 
 
-def _prompts(files: CheckpointFiles) -> dict[str, str]:
+def _prompts(files: CheckpointFiles, family: Family | None) -> dict[str, str]:
+    """The prompts that the files name. Those of a retriever of pages are in its chat template, and empty in
+    the table."""
     file = files.root / "config_sentence_transformers.json"
     texts = mapping(files.sentence_transformers, "prompts", file=file)
-    return {name: str(text) for name, text in texts.items() if text is not None}
+    prompts = {name: str(text) for name, text in texts.items() if text is not None}
+    in_template = family is not None and is_page_retriever(family.name) and not any(prompts.values())
+    return {} if in_template else prompts

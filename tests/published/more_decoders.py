@@ -160,10 +160,11 @@ MORE_DECODERS = (
         qwen3(1024, 28),
         max_tokens=40960,
         prompts={
-            "query": "Instruct: Given a question, retrieve passages that can help answer the question.\nQuery: ",
+            "query": "Instruct: Given a question, retrieve passages that can help answer the question.\n"
+            "Query: ",
             "document": "",
         },
-        source="mteb codefuse_models.py by its authors; modules.json of F2LLM-v2-8B; model cards of the family",
+        source="mteb codefuse_models.py by its authors; modules.json of F2LLM-v2-8B; its model card",
     ),
     embedder(
         "zeroentropy/zembed-1",
@@ -257,7 +258,13 @@ MORE_DECODERS = (
         files={"tokenizer_config.json": {"eos_token": "</s>", "add_eos_token": False}},
         tokens=("</s>",),
         reads=Reads(
-            task="embed", score="bi", dimension=4096, pooling=("mean",), normalize=True, max_tokens=32768
+            task="embed",
+            score="bi",
+            dimension=4096,
+            pooling=("mean",),
+            normalize=True,
+            max_tokens=32768,
+            end="</s>",
         ),
     ),
     Published(
@@ -315,6 +322,7 @@ MORE_DECODERS = (
             max_tokens=32768,
             causal=True,
             prompts={"query": "Query: ", "document": "Document: "},
+            default_prompt="document",
             adapters=tuple(TASKS),
         ),
     ),
