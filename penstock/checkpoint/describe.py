@@ -18,6 +18,7 @@ from penstock.checkpoint.draft import check_draft
 from penstock.checkpoint.dual import read_dual
 from penstock.checkpoint.families import Architecture, Family, read_architecture, text_tower
 from penstock.checkpoint.files import (
+    CHAT_END_MODULE,
     CheckpointFiles,
     mapping,
     optional_integer,
@@ -226,7 +227,7 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
         query_adapters=family.query_adapters,
         instruction_template=family.instruction_template,
         frame=frame,
-        text_end=eos_text(files.folder) if family.appends_eos else frame.end,
+        text_end=eos_text(files.folder) if family.appends_eos else frame.end or _text_end(files),
         query_end=_query_end(checkpoint, parts, identity),
         begin_token=bos_text(files.folder) if family.begins_with_bos else None,
         is_causal=checkpoint.is_causal,
@@ -324,6 +325,14 @@ def _lower_cases(files: CheckpointFiles, family: Family) -> bool:
 def _num_segments(config: dict[str, Any], family: Family) -> int:
     given = optional_integer(config, "type_vocab_size")
     return family.default_num_segments if given is None else given
+
+
+def _text_end(files: CheckpointFiles) -> str:
+    """What the code of a repository's own module writes after each text. zembed's file repeats it."""
+    if not files.has_module(CHAT_END_MODULE):
+        return ""
+    end = _text(files, "suffix")
+    return "<|im_end|>\n" if end is None else end
 
 
 def _text(files: CheckpointFiles, key: str) -> str | None:
