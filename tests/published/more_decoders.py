@@ -364,8 +364,9 @@ MORE_DECODERS = (
             max_tokens=32768,
             prompts=_VOYAGE_PROMPTS,
         ),
-        unverified="architectures, and that num_labels is there",
-        source="voyage-4-nano-mlx on PyPI (config.py, ref_dump.py); vLLM's test of this model",
+        source="voyage-4-nano-mlx on PyPI (config.py, ref_dump.py); vLLM's test of this model, which gives "
+        "architectures and num_labels itself",
+        unverified="architectures and num_labels: vLLM does not use those of its file",
     ),
     Published(
         id="jinaai/jina-embeddings-v5-text-small",

@@ -131,7 +131,8 @@ OTHERS = (
         },
         tokens=("<<LABEL>>", "<<SEP>>"),
         reads=Reads(task="zero_shot", max_tokens=8192),
-        unverified="which of its options differ from those of gliclass-base-v1.0",
+        source="Knowledgator/GLiClass gliclass/config.py, for the names of options",
+        unverified="the values of options that differ from those of gliclass-base-v1.0",
     ),
     Published(
         id="minishlab/potion-base-8M",

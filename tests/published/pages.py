@@ -175,7 +175,9 @@ PAGES = (
         files=_VBERT_FILES,
         tokens=_VBERT_TOKENS,
         reads=_page(7999, "<end_of_utterance>" * 10),
-        unverified="sizes and limits",
+        source="vllm-project/vllm transformers_utils/configs/colmodernvbert.py, for sizes that a file may "
+        "lack; illuin-tech/colpali processing_colmodernvbert.py",
+        unverified="max_position_embeddings, and which sizes its config.json has",
     ),
     Published(
         id="ModernVBERT/colmodernvbert",
@@ -201,7 +203,8 @@ PAGES = (
             },
         },
         refused="colpali-engine's, which leaves the sizes",
-        unverified="which of its files are merged",
+        source="config.json of ModernVBERT/modernvbert-embed, which has these keys",
+        unverified="whether its repository has a config.json: its model card calls it an adapter",
     ),
     Published(
         id="vidore/colpali-v1.3-hf",

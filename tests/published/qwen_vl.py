@@ -349,7 +349,7 @@ QWEN_VL = (
             end="<|endoftext|>" * 10,
         ),
         patch_size=16,
-        source="processing_colqwen3.py of its repository; vllm-project/vllm colqwen3.py",
-        unverified="sizes and the names of keys",
+        source="processing_colqwen3.py of its repository; vllm-project/vllm colqwen3.py and test_colqwen3.py",
+        unverified="sizes of its towers; modules.json, which names a class of its own since August 2026",
     ),
 )
