@@ -234,6 +234,15 @@ MORE_DECODERS = (
         "read f9b9dc8; mteb harrier_models.py",
     ),
     embedder(
+        "microsoft/harrier-oss-v1-270m",
+        _GEMMA3
+        | {"architectures": ["Gemma3TextModel"], "hidden_size": 640, "num_hidden_layers": 18}
+        | {"intermediate_size": 2048, "eos_token_id": 1},
+        max_tokens=32768,
+        prompts=_HARRIER_PROMPTS,
+        source="cohere-ai/rcp-ndcg harrier-oss-v1/family.yaml, which read 31de22b; mteb harrier_models.py",
+    ),
+    embedder(
         "jinaai/jina-code-embeddings-0.5b",
         qwen2(896, 24, 14, kind="Qwen2ForCausalLM", intermediate_size=4864),
         max_tokens=32768,

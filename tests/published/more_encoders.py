@@ -297,6 +297,16 @@ MORE_ENCODERS = (
         prompts={"query": "query: ", "document": "document: "},
         source="lightonai/mdenseon-mlateon scripts/pretrain and scripts/finetune, english_dense.py",
     ),
+    embedder(
+        "lightonai/mDenseOn",
+        modernbert(768, 22, 12, **_MMBERT),
+        "cls_token",
+        768,
+        8192,
+        normalize=False,
+        prompts={"query": "query: ", "document": "document: "},
+        source="lightonai/mdenseon-mlateon scripts/pretrain and scripts/finetune, multilingual_dense.py",
+    ),
     Published(
         id="jhu-clsp/mmBERT-base",
         config=modernbert(768, 22, 12, kind="ModernBertForMaskedLM", **_MMBERT),
