@@ -544,6 +544,34 @@ MORE_DECODERS = (
         "partial_rotary_factor|longrope",
     ),
     refused("Qwen/Qwen3Guard-Stream-0.6B", qwen3(1024, 28, kind="Qwen3ForGuardModel"), "Qwen3ForGuardModel"),
+    *(
+        Published(
+            id=id,
+            config=qwen2(
+                width,
+                28,
+                heads,
+                kind=kind,
+                intermediate_size=inner,
+                auto_map={
+                    "AutoModel": "modeling_qwen.Qwen2Model",
+                    "AutoModelForCausalLM": "modeling_qwen.Qwen2ForCausalLM",
+                    "AutoModelForSequenceClassification": "modeling_qwen.Qwen2ForSequenceClassification",
+                },
+                max_position_embeddings=131072,
+                sliding_window=131072,
+                vocab_size=151646,
+            ),
+            files=last_token(width),
+            refused=r"modeling_qwen\.Qwen2Model.*set is_causal",
+            source="its config.json on Hugging Face",
+            unverified="its modules",
+        )
+        for id, width, heads, inner, kind in (
+            ("Lenovo-Zhihui/Zhihui_LLM_Embedding", 3584, 28, 18944, "Qwen2Model"),
+            ("sdadas/stella-pl-retrieval", 1536, 12, 8960, "Qwen2ForCausalLM"),
+        )
+    ),
     refused(
         "BAAI/bge-reranker-v2-minicpm-layerwise",
         llama(2304, 40, 36, kind="LayerWiseMiniCPMForCausalLM", model_type="minicpm")
