@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.checkpoint.files import optional_json, positive_integer, read_json
+from penstock.checkpoint.files import optional_json, positive_integer, read_json, shown
 from penstock.errors import ModelLoadError
 
 MAX_FEATURES = 1 << 20
@@ -69,7 +69,13 @@ def check_normalize(root: Path, path: str) -> None:
     """Refuse a Normalize module that does something else than scale the pooled vector."""
     file = root / path / "config.json"  # older folders have none
     values = optional_json(file)
-    refuse_unknown_keys(file, values, ("module_input_name", "module_output_name"))
+    refuse_unknown_keys(file, values, ("module_input_name", "module_output_name", "normalize_embeddings"))
+    if values.get("normalize_embeddings", True) is not True:  # Octen's files have the key
+        raise ModelLoadError(
+            f"{file} has normalize_embeddings = {shown(values['normalize_embeddings'])}, which is not "
+            "supported; it has to be true",
+            param="model",
+        )
     for name in ("module_input_name", "module_output_name"):
         if values.get(name) not in (None, "sentence_embedding"):
             raise ModelLoadError(

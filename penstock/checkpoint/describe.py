@@ -18,6 +18,7 @@ from penstock.checkpoint.draft import check_draft
 from penstock.checkpoint.dual import read_dual
 from penstock.checkpoint.families import Architecture, Family, read_architecture, text_tower
 from penstock.checkpoint.files import (
+    CHAT_END_MODULE,
     CheckpointFiles,
     mapping,
     optional_integer,
@@ -204,7 +205,7 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
         vocab_size=files.integer("vocab_size"),
         num_segments=_num_segments(config, family),
         pooling=parts.pooling,
-        prompts=_prompts(files) or _family_prompts(files, family, identity),
+        prompts=_prompts(files, family) or _family_prompts(files, family, identity),
         default_prompt_name=_text(files, "default_prompt_name") or next(iter(family.prompts), None),
         similarity=_text(files, "similarity_fn_name") or "cosine",
         lower_case=_lower_cases(files, family),
@@ -226,7 +227,7 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
         query_adapters=family.query_adapters,
         instruction_template=family.instruction_template,
         frame=frame,
-        text_end=eos_text(files.folder) if family.appends_eos else frame.end,
+        text_end=eos_text(files.folder) if family.appends_eos else frame.end or _text_end(files),
         query_end=_query_end(checkpoint, parts, identity),
         begin_token=bos_text(files.folder) if family.begins_with_bos else None,
         is_causal=checkpoint.is_causal,
@@ -266,7 +267,7 @@ def _static_spec(layout: FolderLayout, options: _Options) -> ModelSpec:
         token_dim=table.dim,
         vocab_size=table.vocab_size,
         pooling=pooling,
-        prompts=_prompts(files),
+        prompts=_prompts(files, None),
         default_prompt_name=_text(files, "default_prompt_name"),
         similarity=_text(files, "similarity_fn_name") or "cosine",
         lower_case=False,
@@ -326,6 +327,14 @@ def _num_segments(config: dict[str, Any], family: Family) -> int:
     return family.default_num_segments if given is None else given
 
 
+def _text_end(files: CheckpointFiles) -> str:
+    """What the code of a repository's own module writes after each text. zembed's file repeats it."""
+    if not files.has_module(CHAT_END_MODULE):
+        return ""
+    end = _text(files, "suffix")
+    return "<|im_end|>\n" if end is None else end
+
+
 def _text(files: CheckpointFiles, key: str) -> str | None:
     """A string of config_sentence_transformers.json."""
     value = files.sentence_transformers.get(key)
@@ -355,7 +364,11 @@ def _query_end(checkpoint: Checkpoint, parts: Parts, identity: Identity) -> str:
     return page_query_end(checkpoint.files, checkpoint.family.name, identity)
 
 
-def _prompts(files: CheckpointFiles) -> dict[str, str]:
+def _prompts(files: CheckpointFiles, family: Family | None) -> dict[str, str]:
+    """The prompts that the files name. Those of a retriever of pages are in its chat template, and empty in
+    the table."""
     file = files.root / "config_sentence_transformers.json"
     texts = mapping(files.sentence_transformers, "prompts", file=file)
-    return {name: str(text) for name, text in texts.items() if text is not None}
+    prompts = {name: str(text) for name, text in texts.items() if text is not None}
+    in_template = family is not None and is_page_retriever(family.name) and not any(prompts.values())
+    return {} if in_template else prompts

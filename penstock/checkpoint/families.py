@@ -212,6 +212,7 @@ _T5_FACTS: dict[str, Any] = {
     "trained_row_length": 512,
 }
 _EMBEDDING_GEMMA2_FACTS: dict[str, Any] = {  # a backbone without heads
+    "trained_row_length": 8192,  # its model card; positions go to 262144
     "attends_both_ways": True,
     "heads": frozenset(),
     "default_head_dim": 256,

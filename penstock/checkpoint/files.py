@@ -14,7 +14,8 @@ import msgspec
 
 from penstock.errors import ModelLoadError
 
-TRANSFORMER_MODULES = ("Transformer", "MLMTransformer", "CLIPModel")
+CHAT_END_MODULE = "ZembedTransformer"  # of zembed-1; its code ends each text as a chat template would
+TRANSFORMER_MODULES = ("Transformer", "MLMTransformer", "CLIPModel", CHAT_END_MODULE)
 MASK_MODULE = "MultiVectorMask"
 QUANTIZER_MODULE = "FlexibleQuantizer"  # of pplx-embed
 MAX_JSON_BYTES = 256 << 20  # the largest tokenizer.json in use has some 40 MB

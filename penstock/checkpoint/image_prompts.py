@@ -17,7 +17,7 @@ import msgspec
 from penstock.checkpoint.files import optional_json
 from penstock.checkpoint.identity import Identity
 from penstock.checkpoint.image_processor import FixedSize, ImageProcessorSpec, PixelRange, SoftTokens, Tiles
-from penstock.checkpoint.pages import is_native
+from penstock.checkpoint.pages import page_has_one_begin
 from penstock.checkpoint.tokenizer_settings import special_tokens, token_text
 from penstock.errors import ModelLoadError
 
@@ -73,18 +73,18 @@ def read_image_prompt(
             is_tiled=True,
         )
     if isinstance(geometry, FixedSize) and processor.tokens_per_tile:
-        return _paligemma(names)
+        return _paligemma(names, identity)
     return None
 
 
-def _paligemma(names: _Names) -> ImagePromptSpec:
+def _paligemma(names: _Names, identity: Identity) -> ImagePromptSpec:
     """PaliGemma's prompt: all images come first, then the begin token.
 
-    colpali-engine's prompt has a begin token, and PaliGemma's processor adds a second one. transformers' own
-    class has one."""
+    colpali-engine's prompt has a begin token since 0.3.4, and PaliGemma's processor adds a second one.
+    transformers' own class has one, and so had the engine when it trained ColPali to v1.3."""
     words = str(names.processor.get("visual_prompt_prefix") or "Describe the image.")
     begin = special_tokens(names.tokenizer).get("bos_token", "<bos>")
-    begins = begin if is_native(names.config) else begin + begin
+    begins = begin if page_has_one_begin(names.config, identity) else begin + begin
     return ImagePromptSpec(
         placeholder="<image>",
         token_id=names.token_id,

@@ -19,6 +19,7 @@ from penstock.checkpoint.dense import MAX_FEATURES, DenseSpec, read_dense
 from penstock.checkpoint.families import Architecture
 from penstock.checkpoint.files import (
     MASK_MODULE,
+    TRANSFORMER_MODULES,
     CheckpointFiles,
     optional_integer,
     optional_json,
@@ -51,6 +52,7 @@ _STANFORD_KEYS = (
     "attend_to_mask_tokens",
     "do_query_expansion",
 )
+_PAGE_MODULES = ("Dense", MASK_MODULE, "Normalize")
 _EXPANSION_TOKENS = ("mask_token", "eos_token", "pad_token")  # the first that exists expands queries
 
 
@@ -77,7 +79,10 @@ def read_late(
 ) -> LateSpec | None:
     """None where the files describe another kind of model. Overrides are named by the files' own keys."""
     late: LateSpec | None = None
-    if _is_multi_vector(files):
+    if architecture.family.page_dim is not None:
+        late = _pages(files, architecture, architecture.family.page_dim, identity)
+    elif _is_multi_vector(files):
+        _refuse_messages(files, architecture)
         late = _multi_vector(files, _overridden(files.transformer, files, _ENCODER_KEYS), hidden_size)
     elif _is_pylate(files):
         late = _pylate(files, _overridden(files.sentence_transformers, files, _PYLATE_KEYS))
@@ -85,16 +90,6 @@ def read_late(
         metadata = optional_json(files.root / "artifact.metadata")
         values = _overridden(metadata, files, _STANFORD_KEYS)
         late = _stanford(files, architecture, values, hidden_size)
-    elif architecture.family.page_dim is not None:
-        late = LateSpec(
-            dense=(),
-            dim=page_dim(files, architecture.family.page_dim),
-            query_length=None,
-            document_length=None,
-            expand_to=None,
-            query_end=page_query_end(files, architecture.family.name, identity),
-            strip=False,
-        )
     if late is not None:
         _check(files.root, late, hidden_size)
     return late
@@ -136,12 +131,61 @@ def _pylate(files: CheckpointFiles, values: Mapping[str, Any]) -> LateSpec:
     )
 
 
-def _multi_vector(files: CheckpointFiles, values: Mapping[str, Any], hidden_size: int) -> LateSpec:
+def _pages(files: CheckpointFiles, architecture: Architecture, default: int, identity: Identity) -> LateSpec:
+    """A retriever of pages. Its code projects and normalises token vectors, and writes queries: modules of
+    sentence-transformers only repeat it, with a chat template that writes the same."""
+    dim = page_dim(files, default)
+    for dense in dense_modules(files):
+        if dense.out_features != dim:
+            raise ModelLoadError(
+                f"{files.root / dense.folder} makes vectors of {dense.out_features} numbers, but those of "
+                f"{architecture.name} have {dim}",
+                param="model",
+            )
+    if more := sorted({module.kind for module in files.modules} - {*_PAGE_MODULES, *TRANSFORMER_MODULES}):
+        raise ModelLoadError(
+            f"{files.root / 'modules.json'} has {', '.join(more)}, which {architecture.name} does not have; "
+            f"supported: Transformer, {', '.join(_PAGE_MODULES)}",
+            param="model",
+        )
+    if _mask(files).get("skiplist_words") or files.transformer.get("query_expansion"):
+        raise ModelLoadError(
+            f"{files.root} has skiplist_words or query_expansion, which are not supported for "
+            f"{architecture.name}",
+            param="model",
+        )
+    return LateSpec(
+        dense=(),
+        dim=dim,
+        query_length=_length(files.transformer, "query_length"),
+        document_length=_length(files.transformer, "document_length"),
+        expand_to=None,
+        query_end=page_query_end(files, architecture.family.name, identity),
+        strip=False,
+    )
+
+
+def _refuse_messages(files: CheckpointFiles, architecture: Architecture) -> None:
+    """A chat template may write more around texts and images than prompts tell."""
+    if architecture.family.reads_images and "message" in (files.transformer.get("modality_config") or {}):
+        raise ModelLoadError(
+            f"{files.root} makes a vector for each token of messages, which is not supported for "
+            f"{architecture.name}; supported: classes of colpali-engine and transformers, such as ColQwen2",
+            param="model",
+        )
+
+
+def _mask(files: CheckpointFiles) -> dict[str, Any]:
     mask: dict[str, Any] = {}
     for module in files.modules_of(MASK_MODULE):
         mask = files.module_config(module)
     if mask.get("keep_only_token_ids"):
         raise ModelLoadError(f"{files.folder}: a {MASK_MODULE} with keep_only_token_ids is not supported")
+    return mask
+
+
+def _multi_vector(files: CheckpointFiles, values: Mapping[str, Any], hidden_size: int) -> LateSpec:
+    mask = _mask(files)
     expansion = values.get("query_expansion") or {}
     strategy = expansion.get("strategy", "fixed")
     if strategy not in ("fixed", "min"):

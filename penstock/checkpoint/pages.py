@@ -63,15 +63,29 @@ class _Published(NamedTuple):
 
     names: str
     prompt: str
+    token: str = ""  # "": that of the library's form
     num_tokens: int = 10
     end: str = ""
+    has_one_begin: bool = False  # a page of ColPali has one begin token, as in transformers' own class
+    is_native_too: bool = False  # its copy in transformers' own class is read like this too
 
 
 # What colpali-engine wrote around queries when it trained them (illuin-tech/colpali, nomic-ai/colpali): until
-# 0.3.3 "Question: " for ColPali, until 0.3.12 "Query: ", and nothing since. mteb restores "Query: " for them.
+# 0.3.3 "Question: " for ColPali, until 0.3.12 "Query: ", and nothing since. ColPali to v1.2 was trained at
+# e834866, with other tokens behind a query. sentence-transformers checked ColPali's at the commits that their
+# repositories name, and reads the copies in transformers' class the same way (test_pretrained.py, 8af5a2c).
 _PUBLISHED = (
-    _Published(r"vidore/colpali$|colpali-v1\.[0-2]", "Question: ", end="\n"),
-    _Published(r"colpali-v1\.3|colpali2-3b", "Query: ", end="\n"),
+    _Published(
+        r"vidore/colpali$|colpali-hard-v1|colpali-v1\.[0-2]",
+        "Question: ",
+        token="<unused0>",
+        num_tokens=5,
+        end="\n",
+        has_one_begin=True,
+        is_native_too=True,
+    ),
+    _Published(r"colpali-v1\.3", "Query: ", end="\n", has_one_begin=True, is_native_too=True),
+    _Published(r"colpali2-3b", "Query: ", end="\n"),
     _Published(r"colqwen2(\.5)?-v\d|colnomic-embed-multimodal", "Query: "),
     _Published(r"(?<!col)nomic-embed-multimodal", "Query: ", num_tokens=1),
 )
@@ -122,6 +136,12 @@ def page_query_end(files: CheckpointFiles, family: str, identity: Identity) -> s
     return token * form.num_tokens + form.end
 
 
+def page_has_one_begin(config: Mapping[str, Any], identity: Identity) -> bool:
+    """Whether a page of ColPali has one begin token. Later versions of colpali-engine write two."""
+    known = _published(identity)
+    return is_native(config) or (known is not None and known.has_one_begin)
+
+
 def is_native(config: Mapping[str, Any]) -> bool:
     """Whether transformers' own class saved it, which nests the model in vlm_config."""
     return config.get("vlm_model_type") is not None or "vlm_config" in config
@@ -134,13 +154,13 @@ def _given_prefix(files: CheckpointFiles) -> str | None:
 
 
 def _query_form(files: CheckpointFiles, family: str, identity: Identity) -> _QueryForm:
-    forms = _forms(family)
-    if is_native(files.config):
-        return forms.native
+    forms, native = _forms(family), is_native(files.config)
+    form = forms.native if native else forms.engine
     known = _published(identity) if forms.had_prompt else None
-    if known is None:
-        return forms.engine
-    return forms.engine._replace(prompt=known.prompt, num_tokens=known.num_tokens, end=known.end)
+    if known is None or (native and not known.is_native_too):
+        return form
+    form = form._replace(prompt=known.prompt, num_tokens=known.num_tokens, end=known.end)
+    return form._replace(token=known.token, is_padding=False) if known.token else form
 
 
 def _may_lack_prompt(files: CheckpointFiles, family: str, identity: Identity) -> bool:

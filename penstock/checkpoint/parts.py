@@ -85,12 +85,36 @@ def check_combinations(checkpoint: Checkpoint, parts: Parts) -> None:
             "whether tokens see later ones; set is_causal to true or false with --hf-overrides",
             param="model",
         )
+    own = _own_code(checkpoint)
+    if own is not None and _leaves_causality_open(checkpoint) and Task.EMBED in read_tasks(checkpoint, parts):
+        raise ModelLoadError(
+            f"{checkpoint.files.config_file} names code of its own, {own}, which may let tokens see later "
+            "ones, and does not have is_causal; Penstock runs no code from a checkpoint; set is_causal to "
+            "true or false with --hf-overrides",
+            param="model",
+        )
     if checkpoint.query_route is not None and (parts.sparse is None or parts.sparse.kind != "splade"):
         raise ModelLoadError(
             f"{checkpoint.files.root} sends queries through SparseStaticEmbedding, but documents through no "
             "SpladePooling, which is not supported",
             param="model",
         )
+
+
+def _own_code(checkpoint: Checkpoint) -> str | None:
+    """The class of the repository that AutoModel would load. Of Jina's embedders and of models that read
+    images Penstock knows it: None."""
+    family, code = checkpoint.family, checkpoint.files.config.get("auto_map")
+    if family.both_ways_key is not None or family.reads_images:
+        return None
+    named = code.get("AutoModel") if isinstance(code, dict) else None
+    is_model = isinstance(named, str) and named.endswith("Model") and "For" not in named.rpartition(".")[2]
+    return named if is_model else None
+
+
+def _leaves_causality_open(checkpoint: Checkpoint) -> bool:
+    keys = ("is_causal", "use_bidirectional_attention")
+    return checkpoint.is_causal and all(checkpoint.files.config.get(key) is None for key in keys)
 
 
 def read_tasks(checkpoint: Checkpoint, parts: Parts) -> tuple[Task, ...]:

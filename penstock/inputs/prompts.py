@@ -10,12 +10,14 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import BadValue, NotPossible, shown
 
 _INSTRUCTION = re.compile(r"(?<=Instruct: )(.*?)(?=\n)", re.DOTALL)
+# The retrieval prompts of models with prompts for several tasks: harrier-oss, jina-code-embeddings.
+_TASK_QUERIES, _TASK_DOCUMENTS = ("web_search_query", "nl2code_query"), ("nl2code_document",)
 _INPUT_TYPES = {
-    "query": ("query", "search_query", "retrieval.query", "s2p_query"),
-    "search_query": ("query", "search_query", "retrieval.query"),
-    "document": ("document", "passage", "search_document", "retrieval.passage"),
-    "passage": ("passage", "document", "search_document", "retrieval.passage"),
-    "search_document": ("document", "passage", "search_document", "retrieval.passage"),
+    "query": ("query", "search_query", "retrieval.query", "s2p_query", *_TASK_QUERIES),
+    "search_query": ("query", "search_query", "retrieval.query", *_TASK_QUERIES),
+    "document": ("document", "passage", "search_document", "retrieval.passage", *_TASK_DOCUMENTS),
+    "passage": ("passage", "document", "search_document", "retrieval.passage", *_TASK_DOCUMENTS),
+    "search_document": ("document", "passage", "search_document", "retrieval.passage", *_TASK_DOCUMENTS),
     "classification": ("classification", "Classification"),
     "clustering": ("clustering", "Clustering"),
 }

@@ -82,6 +82,31 @@ def test_use_bidirectional_attention_turns_causal_attention_off() -> None:
         family.is_causal({"is_causal": "no"})
 
 
+OWN_CODE = {"AutoModel": "modeling_qwen.Qwen2Model", "AutoModelForCausalLM": "modeling_qwen.Qwen2ForCausalLM"}
+
+
+def test_an_embedder_whose_own_code_decides_which_tokens_see_which_has_to_say_it(tmp_path: Path) -> None:
+    config = BERT_CONFIG | {"architectures": ["LlamaModel"], "auto_map": OWN_CODE}
+    write_json(tmp_path / "config.json", config)
+    with pytest.raises(ModelLoadError, match=r"modeling_qwen\.Qwen2Model.*set is_causal to true or false"):
+        read_spec(tmp_path, "m")
+    assert read_spec(tmp_path, "m", {"is_causal": True}).is_causal
+    assert not read_spec(tmp_path, "m", {"is_causal": False}).is_causal
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        {"AutoModelForCausalLM": "modeling_qwen.Qwen2ForCausalLM"},
+        {"AutoModel": "modeling_qwen.Qwen2ForCausalLM"},
+        {"AutoConfig": "configuration_qwen.Qwen2Config"},
+    ],
+)
+def test_code_that_only_generates_does_not_matter(tmp_path: Path, code: dict[str, str]) -> None:
+    write_json(tmp_path / "config.json", BERT_CONFIG | {"architectures": ["LlamaModel"], "auto_map": code})
+    assert read_spec(tmp_path, "m").is_causal
+
+
 UNSUPPORTED: dict[str, dict[str, Any]] = {
     "T5ForConditionalGeneration": {"architectures": ["T5ForConditionalGeneration"], "d_model": 64},
     "WhisperForConditionalGeneration": {"architectures": ["WhisperForConditionalGeneration"]},

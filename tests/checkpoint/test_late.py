@@ -15,6 +15,7 @@ from penstock.config import EngineConfig
 from penstock.errors import ModelLoadError
 from penstock.types import Task
 from tests.checkpoints import BERT_CONFIG, write_json, write_modules
+from tests.published.models import MODELS, write
 
 IDENTITY = "torch.nn.modules.linear.Identity"
 
@@ -167,6 +168,71 @@ def test_a_multi_vector_encoder_may_lack_a_projection_and_set_a_minimum_length(t
     late = late_of(tmp_path, query_expansion=fixed)
     assert (late.query_length, late.expand_to, late.attend, late.expansion_token) == (20, 20, False, "[PAD]")
     assert late_of(tmp_path, query_expansion=None).expand_to is None
+
+
+PAGES = {
+    "colpali-v1.2": ("Question: ", "<unused0>" * 5 + "\n", 1),
+    "colpali-v1.3": ("Query: ", "<pad>" * 10 + "\n", 1),
+    "my-colpali": ("", "<pad>" * 10, 2),
+}
+
+
+def page_retriever(folder: Path, name: str) -> Path:
+    record = next(model for model in MODELS if model.id == "vidore/colpali-v1.2-merged")
+    written = write(record, folder)
+    return written.rename(folder / name)
+
+
+def with_page_modules(folder: Path, **dense: Any) -> Path:
+    kinds = [("Transformer", ""), ("Dense", "1_Dense"), ("MultiVectorMask", "2_Mask"), ("Normalize", "3")]
+    write_modules(folder, kinds)
+    values = {"in_features": 2048, "out_features": 128, "bias": True, "activation_function": IDENTITY}
+    values |= {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
+    write_json(folder / "1_Dense/config.json", values | dense)
+    write_json(folder / "2_Mask/config.json", {"skiplist_words": []})
+    table = {"model_type": "MultiVectorEncoder", "prompts": {"query": "", "document": ""}}
+    write_json(folder / "config_sentence_transformers.json", table)
+    return folder
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_modules_of_sentence_transformers_do_not_change_how_a_retriever_of_pages_is_read(
+    tmp_path: Path, name: str
+) -> None:
+    """vidore's repositories have them since sentence-transformers 6. Their chat template writes queries."""
+    prompt, end, num_begins = PAGES[name]
+    folder = page_retriever(tmp_path, name)
+    plain = read_spec(folder, name)
+    assert plain.late is not None and plain.image_prompt is not None and plain.image_prompt.page is not None
+    assert (plain.late.query_end, plain.late.dim, plain.late.normalize) == (end, 128, True)
+    assert plain.prompts == ({"query": prompt} if prompt else {})
+    assert plain.image_prompt.page.count("<bos>") == num_begins
+    spec = read_spec(with_page_modules(folder), name)
+    assert (spec.late, spec.prompts, spec.token_dim) == (plain.late, plain.prompts, 128)
+    assert spec.image_prompt == plain.image_prompt
+
+
+def test_modules_that_a_retriever_of_pages_does_not_have_are_refused(tmp_path: Path) -> None:
+    folder = with_page_modules(page_retriever(tmp_path, "colpali-v1.3"), out_features=64)
+    with pytest.raises(ModelLoadError, match="makes vectors of 64 numbers, but those of ColPali have 128"):
+        read_spec(folder, "m")
+    with_page_modules(folder)
+    write_json(folder / "2_Mask/config.json", {"skiplist_words": ["!"]})
+    with pytest.raises(ModelLoadError, match="skiplist_words or query_expansion, which are not supported"):
+        read_spec(folder, "m")
+    write_modules(folder, [("Transformer", ""), ("Pooling", "1_Pooling")])
+    with pytest.raises(ModelLoadError, match="has Pooling, which ColPali does not have"):
+        read_spec(folder, "m")
+
+
+def test_vectors_of_tokens_of_messages_are_refused(tmp_path: Path) -> None:
+    """Their chat template may write more than prompts do."""
+    record = next(model for model in MODELS if model.id == "Qwen/Qwen3-VL-Embedding-2B")
+    folder = write(record, tmp_path)
+    write_modules(folder, [("Transformer", ""), ("MultiVectorMask", "1_Mask"), ("Normalize", "2_Normalize")])
+    write_json(folder / "1_Mask/config.json", {})
+    with pytest.raises(ModelLoadError, match="a vector for each token of messages, which is not supported"):
+        read_spec(folder, "m")
 
 
 def test_unsupported_options_of_a_multi_vector_encoder_are_refused(tmp_path: Path) -> None:

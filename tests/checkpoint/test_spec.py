@@ -177,6 +177,16 @@ def test_modules_after_the_pooling_keep_their_order(folder: Path) -> None:
     assert again.modules == pooling.modules and again.normalize
 
 
+def test_a_normalize_module_may_say_that_it_normalises(folder: Path) -> None:
+    """Octen's repositories have such a file, which sentence-transformers before 6 does not read."""
+    with_pooling(folder, {"pooling_mode": "mean"}, ("Normalize", "2_Normalize"))
+    write_json(folder / "2_Normalize/config.json", {"normalize_embeddings": True})
+    assert pooling_of(folder).normalize
+    write_json(folder / "2_Normalize/config.json", {"normalize_embeddings": False})
+    with pytest.raises(ModelLoadError, match="normalize_embeddings = False, which is not supported"):
+        read_spec(folder, "m")
+
+
 @pytest.mark.parametrize("early", [("Dense", "2_Dense"), ("Normalize", "3_Normalize")])
 def test_a_module_before_the_pooling_is_refused(folder: Path, early: tuple[str, str]) -> None:
     with_dense(folder)

@@ -30,6 +30,8 @@ class Reads:
     max_tokens: int
     causal: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None  # the name of the prompt of a text whose kind is not told
+    end: str = ""  # follows a text, or a query of a retriever of pages, before its tokens are read
     labels: int = 0
     generates: bool = False
     answers: tuple[str | int, ...] = ()  # tokens that a decoder reranker answers with, relevant first

@@ -87,9 +87,7 @@ _SIGLIP2_TOKENIZER: dict[str, Json] = {
 }
 
 
-def _siglip(
-    id: str, kind: str, text: Json, vision: Json, processor: Json, width: int, unverified: str = ""
-) -> Published:
+def _siglip(id: str, kind: str, text: Json, vision: Json, processor: Json, width: int) -> Published:
     return Published(
         id=id,
         config={
@@ -109,8 +107,8 @@ def _siglip(
             task="embed", score="bi", dimension=width, pooling=("last",), normalize=True, max_tokens=64
         ),
         source="tokenizer_config.json of google/siglip-base-patch16-224 (7c23f8b); discussions/22 of "
-        "google/siglip2-base-patch16-224; transformers#43101",
-        unverified=unverified,
+        "google/siglip2-base-patch16-224; transformers#43101, convert_siglip_to_hf.py, "
+        "convert_siglip2_to_hf.py",
     )
 
 
@@ -182,7 +180,6 @@ DUAL = (
         {"model_type": "siglip_vision_model"},
         _fixed(224),
         768,
-        "padding_side of its tokenizer",
     ),
     _siglip(
         "google/siglip2-base-patch16-naflex",
@@ -191,6 +188,5 @@ DUAL = (
         {"model_type": "siglip2_vision_model", "num_patches": 256},
         _NAFLEX,
         768,
-        "padding_side of its tokenizer, and its processor's keys",
     ),
 )

@@ -82,6 +82,7 @@ EMBEDDERS = (
             normalize=True,
             max_tokens=8192,
             prompts={"query": "Query: ", "document": "Document: "},
+            default_prompt="document",
             adapters=tuple(TASKS),
         ),
     ),

@@ -212,7 +212,7 @@ def embedder(
     """A sentence-transformers embedder in the usual layout."""
     prompts = more.pop("prompts", {})
     normalize = more.pop("normalize", True)
-    unverified = more.pop("unverified", "")
+    source, unverified = more.pop("source", ""), more.pop("unverified", "")
     dimension, activation = more.pop("dense", (width, ""))
     files = sentence_transformer(method, width, limit, normalize=normalize) | more
     if activation:
@@ -236,7 +236,7 @@ def embedder(
         max_tokens=limit,
         prompts=prompts,
     )
-    return Published(id=id, config=config, files=files, reads=reads, unverified=unverified)
+    return Published(id=id, config=config, files=files, reads=reads, source=source, unverified=unverified)
 
 
 ENCODERS = (

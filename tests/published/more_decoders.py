@@ -97,8 +97,8 @@ _LONG_ROPE = {"type": "longrope", "long_factor": [1.0] * 48, "short_factor": [1.
 def embedder(id: str, config: dict[str, Json], *, max_tokens: int, **more: Json) -> Published:
     """Last token, unit length, with the query prompt of Qwen3-Embedding unless `prompts` has others."""
     prompts = more.pop("prompts", {"query": _INSTRUCT, "document": ""})
-    limit = more.pop("max_seq_length", None)
-    files = last_token(config["hidden_size"]) | _CHAT
+    limit, own = more.pop("max_seq_length", None), more.pop("files", {})
+    files = last_token(config["hidden_size"]) | _CHAT | own
     files["config_sentence_transformers.json"] = {"prompts": prompts, "default_prompt_name": None}
     if limit is not None:
         files["sentence_bert_config.json"] = {"max_seq_length": limit, "do_lower_case": False}
@@ -125,6 +125,35 @@ def refused(id: str, config: dict[str, Json], reason: str, **files: Json) -> Pub
     return Published(id=id, config=config, files=files, refused=reason)
 
 
+_ZEMBED_PROMPTS = {
+    kind: f"<|im_start|>system\n{kind}<|im_end|>\n<|im_start|>user\n" for kind in ("query", "document")
+}
+_HARRIER_PROMPTS = {
+    name: f"Instruct: {task}\nQuery: "
+    for name, task in {
+        "web_search_query": "Given a web search query, retrieve relevant passages that answer the query",
+        "sts_query": "Retrieve semantically similar text",
+        "bitext_query": "Retrieve parallel sentences",
+    }.items()
+}
+_JINA_CODE_TASKS = {
+    "nl2code": ("the most relevant code snippet given the following query", "code snippet"),
+    "qa": ("the most relevant answer given the following question", "answer"),
+    "code2code": ("an equivalent code snippet given the following code snippet", "code snippet"),
+    "code2nl": ("the most relevant comment given the following code snippet", "comment"),
+    "code2completion": (
+        "the most relevant completion given the following start of code snippet",
+        "completion",
+    ),
+}
+_JINA_CODE_PROMPTS = {
+    f"{name}_{kind}": text
+    for name, (asked, found) in _JINA_CODE_TASKS.items()
+    for kind, text in (("query", f"Find {asked}:\n"), ("document", f"Candidate {found}:\n"))
+}
+_NEMOTRON_PROMPTS = {"query": "query: ", "document": "passage: "}
+_OCTEN_PROMPTS = {"query": _INSTRUCT, "document": " "}
+_OCTEN: dict[str, Json] = {"2_Normalize/config.json": {"normalize_embeddings": True}}
 _VOYAGE_PROMPTS = {
     "query": "Represent the query for retrieving supporting documents: ",
     "document": "Represent the document for retrieval: ",
@@ -136,32 +165,90 @@ MORE_DECODERS = (
         max_tokens=40960,
     ),
     embedder(
-        "Octen/Octen-Embedding-0.6B", qwen3(1024, 28), max_tokens=40960, prompts={}, unverified="its prompts"
+        "Octen/Octen-Embedding-0.6B",
+        qwen3(1024, 28, kind="Qwen3Model", max_position_embeddings=32768, vocab_size=151669),
+        max_tokens=32768,
+        prompts=_OCTEN_PROMPTS,
+        files=_OCTEN,
+        source="its commit 1a00a4e; cohere-ai/rcp-ndcg octen-embedding/family.yaml, which read d715b32",
     ),
     embedder(
-        "codefuse-ai/F2LLM-v2-0.6B", qwen3(1024, 28), max_tokens=40960, prompts={}, unverified="its prompts"
-    ),
-    embedder(
-        "zeroentropy/zembed-1",
-        qwen3(2560, 36, num_attention_heads=32, intermediate_size=9728),
+        "Octen/Octen-Embedding-8B",
+        qwen3(4096, 36, kind="Qwen3Model", num_attention_heads=32, intermediate_size=12288)
+        | {"tie_word_embeddings": False},
         max_tokens=40960,
-        prompts={},
-        unverified="its prompts and limits",
+        prompts=_OCTEN_PROMPTS,
+        files=_OCTEN,
+        source="2_Normalize/config.json of its repository; cohere-ai/rcp-ndcg octen-embedding/family.yaml, "
+        "which read 5adcfa2",
+    ),
+    embedder(
+        "codefuse-ai/F2LLM-v2-0.6B",
+        qwen3(1024, 28),
+        max_tokens=40960,
+        prompts={
+            "query": "Instruct: Given a question, retrieve passages that can help answer the question.\n"
+            "Query: ",
+            "document": "",
+        },
+        source="mteb codefuse_models.py by its authors; modules.json of F2LLM-v2-8B; its model card",
+    ),
+    Published(
+        id="zeroentropy/zembed-1-embedding",
+        config=qwen3(2560, 36, num_attention_heads=32, intermediate_size=9728),
+        files={
+            "modules.json": [
+                {"idx": 0, "name": "0", "path": "", "type": "modeling_zembed.ZembedTransformer"},
+                *modules("Transformer", "Pooling", "Normalize")[1:],
+            ],
+            "1_Pooling/config.json": pooling("lasttoken", 2560, include_prompt=True),
+            "config_sentence_transformers.json": {
+                "prompts": _ZEMBED_PROMPTS,
+                "default_prompt_name": "document",
+                "suffix": "<|im_end|>\n",
+            },
+            "sentence_bert_config.json": {"max_seq_length": 32768, "do_lower_case": False},
+        },
+        reads=Reads(
+            task="embed",
+            score="bi",
+            dimension=2560,
+            pooling=("last",),
+            normalize=True,
+            max_tokens=32768,
+            causal=True,
+            prompts=_ZEMBED_PROMPTS,
+            default_prompt="document",
+            end="<|im_end|>\n",
+        ),
+        source="modules.json of its repository and its commit d3c9465; cohere-ai/rcp-ndcg zembed-1, which "
+        "read cf13c81",
+        unverified="whether document is its default prompt, as a pull request of sentence-transformers asks",
     ),
     embedder(
         "microsoft/harrier-oss-v1-0.6b",
-        qwen3(1024, 28, kind="Qwen3Model"),
+        qwen3(1024, 28, kind="Qwen3Model", max_position_embeddings=32768),
         max_tokens=32768,
-        max_seq_length=32768,
-        prompts={},
-        unverified="its prompts",
+        prompts=_HARRIER_PROMPTS,
+        source="modules.json of harrier-oss-v1-27b; cohere-ai/rcp-ndcg harrier-oss-v1/family.yaml, which "
+        "read f9b9dc8; mteb harrier_models.py",
+    ),
+    embedder(
+        "microsoft/harrier-oss-v1-270m",
+        _GEMMA3
+        | {"architectures": ["Gemma3TextModel"], "hidden_size": 640, "num_hidden_layers": 18}
+        | {"intermediate_size": 2048, "eos_token_id": 1},
+        max_tokens=32768,
+        prompts=_HARRIER_PROMPTS,
+        source="cohere-ai/rcp-ndcg harrier-oss-v1/family.yaml, which read 31de22b; mteb harrier_models.py",
     ),
     embedder(
         "jinaai/jina-code-embeddings-0.5b",
         qwen2(896, 24, 14, kind="Qwen2ForCausalLM", intermediate_size=4864),
         max_tokens=32768,
-        prompts={"nl2code_query": "Find the most relevant code snippet given the following query:\n"},
-        unverified="the rest of its prompts",
+        prompts=_JINA_CODE_PROMPTS,
+        source="jina.ai's article about it, for queries",
+        unverified="its prompts for documents, which are those that users' code has",
     ),
     embedder("Linq-AI-Research/Linq-Embed-Mistral", mistral(), max_tokens=32768, prompts={}),
     embedder("BAAI/bge-en-icl", mistral(), max_tokens=32768, prompts={}),
@@ -195,15 +282,34 @@ MORE_DECODERS = (
         reads=Reads(task="classify", score="cross", max_tokens=131072, labels=1),
     ),
     Published(
-        id="nvidia/Nemotron-3-Embed-1B",
+        id="nvidia/Nemotron-3-Embed-1B-BF16",
         config=mistral(kind="Ministral3Model")
         | {"model_type": "ministral3", "is_causal": False, "pooling": "avg", "sliding_window": None}
         | {"head_dim": 128, "hidden_size": 2048, "num_hidden_layers": 16, "vocab_size": 131072}
-        | {"rope_parameters": _MINISTRAL3_ROPE, "max_position_embeddings": 262144},
+        | {"num_attention_heads": 24, "num_key_value_heads": 8, "intermediate_size": 6144}
+        | {"rope_parameters": _MINISTRAL3_ROPE, "max_position_embeddings": 262144, "pad_token_id": 11},
+        files={
+            "modules.json": modules("Transformer", "Pooling", "Normalize"),
+            "1_Pooling/config.json": pooling("mean_tokens", 2048, include_prompt=True),
+            "config_sentence_transformers.json": {
+                "prompts": _NEMOTRON_PROMPTS,
+                "default_prompt_name": None,
+                "similarity_fn_name": "cosine",
+            },
+        },
         reads=Reads(
-            task="embed", score="bi", dimension=2048, pooling=("mean",), normalize=True, max_tokens=262144
+            task="embed",
+            score="bi",
+            dimension=2048,
+            pooling=("mean",),
+            normalize=True,
+            max_tokens=262144,
+            prompts=_NEMOTRON_PROMPTS,
         ),
-        unverified="sizes and limits; the rope is that of Ministral-3-3B",
+        source="NVIDIA/NeMo-Retriever (docs/cli, test_embed_model_spec.py); mteb nvidia_models.py, whose "
+        "numbers of parameters give its sizes",
+        unverified="the names of its prompts; its limit, which its card gives as 32,768; its rope, which is "
+        "that of Ministral-3-3B",
     ),
     Published(
         id="nvidia/NV-Embed-v2",
@@ -233,7 +339,13 @@ MORE_DECODERS = (
         files={"tokenizer_config.json": {"eos_token": "</s>", "add_eos_token": False}},
         tokens=("</s>",),
         reads=Reads(
-            task="embed", score="bi", dimension=4096, pooling=("mean",), normalize=True, max_tokens=32768
+            task="embed",
+            score="bi",
+            dimension=4096,
+            pooling=("mean",),
+            normalize=True,
+            max_tokens=32768,
+            end="</s>",
         ),
     ),
     Published(
@@ -261,8 +373,9 @@ MORE_DECODERS = (
             max_tokens=32768,
             prompts=_VOYAGE_PROMPTS,
         ),
-        unverified="architectures, and that num_labels is there",
-        source="voyage-4-nano-mlx on PyPI (config.py, ref_dump.py); vLLM's test of this model",
+        source="voyage-4-nano-mlx on PyPI (config.py, ref_dump.py); vLLM's test of this model, which gives "
+        "architectures and num_labels itself",
+        unverified="architectures and num_labels: vLLM does not use those of its file",
     ),
     Published(
         id="jinaai/jina-embeddings-v5-text-small",
@@ -291,6 +404,7 @@ MORE_DECODERS = (
             max_tokens=32768,
             causal=True,
             prompts={"query": "Query: ", "document": "Document: "},
+            default_prompt="document",
             adapters=tuple(TASKS),
         ),
     ),
@@ -430,6 +544,34 @@ MORE_DECODERS = (
         "partial_rotary_factor|longrope",
     ),
     refused("Qwen/Qwen3Guard-Stream-0.6B", qwen3(1024, 28, kind="Qwen3ForGuardModel"), "Qwen3ForGuardModel"),
+    *(
+        Published(
+            id=id,
+            config=qwen2(
+                width,
+                28,
+                heads,
+                kind=kind,
+                intermediate_size=inner,
+                auto_map={
+                    "AutoModel": "modeling_qwen.Qwen2Model",
+                    "AutoModelForCausalLM": "modeling_qwen.Qwen2ForCausalLM",
+                    "AutoModelForSequenceClassification": "modeling_qwen.Qwen2ForSequenceClassification",
+                },
+                max_position_embeddings=131072,
+                sliding_window=131072,
+                vocab_size=151646,
+            ),
+            files=last_token(width),
+            refused=r"modeling_qwen\.Qwen2Model.*set is_causal",
+            source="its config.json on Hugging Face",
+            unverified="its modules",
+        )
+        for id, width, heads, inner, kind in (
+            ("Lenovo-Zhihui/Zhihui_LLM_Embedding", 3584, 28, 18944, "Qwen2Model"),
+            ("sdadas/stella-pl-retrieval", 1536, 12, 8960, "Qwen2ForCausalLM"),
+        )
+    ),
     refused(
         "BAAI/bge-reranker-v2-minicpm-layerwise",
         llama(2304, 40, 36, kind="LayerWiseMiniCPMForCausalLM", model_type="minicpm")

@@ -146,7 +146,8 @@ def routed(id: str, config: dict[str, Json], max_tokens: int) -> Published:
             "sentence_bert_config.json": {"max_seq_length": max_tokens, "do_lower_case": False},
         },
         reads=Reads(task="sparse", max_tokens=max_tokens),
-        unverified="where the Router's files are: read from sentence-transformers' own saves",
+        source="the lists of files by which others fetch its repository, such as webis-de/lightning-ir",
+        unverified="the names in router_config.json, and its limit: as sentence-transformers saves them",
     )
 
 
@@ -197,6 +198,7 @@ def colbert(
             causal=more.get("causal", False),
             markers=("[Q] ", "[D] "),
         ),
+        source=more.get("source", ""),
         unverified=more.get("unverified", ""),
     )
 
@@ -290,8 +292,20 @@ MORE_ENCODERS = (
         modernbert(768, 22, 12),
         "cls_token",
         768,
+        512,
+        normalize=False,
+        prompts={"query": "query: ", "document": "document: "},
+        source="lightonai/mdenseon-mlateon scripts/pretrain and scripts/finetune, english_dense.py",
+    ),
+    embedder(
+        "lightonai/mDenseOn",
+        modernbert(768, 22, 12, **_MMBERT),
+        "cls_token",
+        768,
         8192,
-        unverified="normalisation",
+        normalize=False,
+        prompts={"query": "query: ", "document": "document: "},
+        source="lightonai/mdenseon-mlateon scripts/pretrain and scripts/finetune, multilingual_dense.py",
     ),
     Published(
         id="jhu-clsp/mmBERT-base",
@@ -376,7 +390,7 @@ MORE_ENCODERS = (
         768,
         512,
         prompts={"query": "search_query: ", "passage": "search_document: "},
-        unverified="keys that the published code does not read",
+        source="nomic-ai/contrastors configs/train/contrastive_finetune_moe.yaml, modeling_nomic_bert.py",
     ),
     t5("sentence-transformers/sentence-t5-base", _T5, 256),
     t5("sentence-transformers/gtr-t5-base", _T5, 512),
@@ -384,7 +398,7 @@ MORE_ENCODERS = (
         "hkunlp/instructor-large",
         _T5 | {"d_model": 1024, "d_ff": 4096, "num_heads": 16, "num_layers": 24, "num_decoder_layers": 24},
         512,
-        unverified="the INSTRUCTOR package masks the instruction; its Pooling module may have other keys",
+        source="xlang-ai/instructor-embedding InstructorEmbedding/instructor.py, which masks the instruction",
     ),
     colbert("lightonai/Reason-ModernColBERT", modernbert(768, 22, 12), (768, 128), 128, 8192),
     colbert(
@@ -393,7 +407,7 @@ MORE_ENCODERS = (
         (256, 512, 48),
         48,
         300,
-        unverified="the width between its two Dense modules, and lengths",
+        unverified="the width between its two Dense modules, and its lengths; its positions may be 7,999",
     ),
     Published(
         id="answerdotai/answerai-colbert-small-v1",
@@ -445,7 +459,9 @@ MORE_ENCODERS = (
             max_tokens=8192,
             markers=("[QueryMarker]", "[DocumentMarker]"),
         ),
-        unverified="rotary_emb_base and lengths",
+        source="vllm-project/vllm tests/models/language/pooling/test_colbert.py (8,192 tokens, 128 numbers); "
+        "mteb pylate_models.py, which names its markers",
+        unverified="rotary_emb_base, and the lengths of queries and documents",
     ),
     splade("naver/splade-cocondenser-ensembledistil", bert(768, 12, 12, kind="BertForMaskedLM")),
     splade(

@@ -153,6 +153,7 @@ _GEMMA2_TASKS = {
 _GEMMA2_PROMPTS = {
     name: f"task: {task} | query: " for task, names in _GEMMA2_TASKS.items() for name in names.split()
 } | dict.fromkeys(("Document", "Retrieval-document", "document"), "title: none | text: ")
+_FORWARD = {"method": "forward", "method_output_name": "last_hidden_state"}
 NEWER = (
     colbert(
         "LiquidAI/LFM2-ColBERT-350M",
@@ -161,9 +162,17 @@ NEWER = (
         32,
         512,
         causal=True,
-        unverified="its class, lengths and markers",
+        source="vllm-project/vllm tests/models/language/pooling/test_colbert.py: 511 tokens, 1_Dense",
+        unverified="its markers, and the length of queries",
     ),
-    colbert("LiquidAI/LFM2.5-ColBERT-350M", _BIDIRECTIONAL, (1024, 128), 32, 512, unverified="lengths"),
+    colbert(
+        "LiquidAI/LFM2.5-ColBERT-350M",
+        _BIDIRECTIONAL,
+        (1024, 128),
+        32,
+        512,
+        unverified="the length of queries",
+    ),
     Published(
         id="LiquidAI/LFM2.5-Embedding-350M",
         config=_BIDIRECTIONAL,
@@ -247,6 +256,14 @@ NEWER = (
                 "eoi_token": "<image|>",
             },
             "modules.json": modules("Transformer", "Pooling", "Normalize"),
+            "sentence_bert_config.json": {
+                "transformer_task": "feature-extraction",
+                "modality_config": {
+                    **dict.fromkeys(("text", "image", "audio", "video"), _FORWARD),
+                    "message": _FORWARD | {"format": "structured"},
+                },
+                "module_output_name": "token_embeddings",
+            },
             "1_Pooling/config.json": {
                 "embedding_dimension": 768,
                 "include_prompt": True,
@@ -264,12 +281,11 @@ NEWER = (
             dimension=768,
             pooling=("mean",),
             normalize=True,
-            max_tokens=262144,
+            max_tokens=8192,
             prompts=_GEMMA2_PROMPTS,
         ),
         source="its files in ollama's library (embeddinggemma-2:740m); its config.json in the tests of "
-        "ml-explore/mlx-swift-lm",
-        unverified="max_seq_length; others cut texts at 2048 or 8192 tokens",
+        "ml-explore/mlx-swift-lm; its card and files as cohere-ai/rcp-ndcg read them (914f7f8)",
     ),
     generator(
         "openai/gpt-oss-20b",

@@ -55,6 +55,12 @@ def unknown(id: str, config: dict[str, Json], reason: str = "no family is known 
 OTHERS = (
     images("nvidia/llama-nemoretriever-colembed-1b-v1", "llama_NemoRetrieverColEmbed"),
     images("jinaai/jina-clip-v2", "JinaCLIPModel"),
+    images("jinaai/jina-reranker-m0", "JinaVLForRanking"),
+    images("nvidia/llama-nemotron-embed-vl-1b-v2", "LlamaNemotronVLModel"),  # NeMo-Retriever, vLLM
+    images("nvidia/llama-nemotron-rerank-vl-1b-v2", "LlamaNemotronVLForSequenceClassification"),  # vLLM
+    images("nvidia/nemotron-colembed-vl-4b-v2", "Qwen3VLNemotronEmbedModel"),  # vLLM test_colqwen3.py
+    images("OpenSearch-AI/Ops-Colqwen3-4B", "OpsColQwen3Model"),  # vLLM test_colqwen3.py
+    images("athrael-soju/colqwen3.5-4.5B-v3", "ColQwen3_5"),  # vLLM, colpali-engine
     without_config(
         "vidore/colqwen2.5-v0.2",
         "an adapter for 'vidore/colqwen2.5-base'",
@@ -131,7 +137,8 @@ OTHERS = (
         },
         tokens=("<<LABEL>>", "<<SEP>>"),
         reads=Reads(task="zero_shot", max_tokens=8192),
-        unverified="which of its options differ from those of gliclass-base-v1.0",
+        source="Knowledgator/GLiClass gliclass/config.py, for the names of options",
+        unverified="the values of options that differ from those of gliclass-base-v1.0",
     ),
     Published(
         id="minishlab/potion-base-8M",

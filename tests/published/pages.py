@@ -15,7 +15,6 @@ _PALIGEMMA: dict[str, Any] = {
     "hidden_size": 2048,
     "ignore_index": -100,
     "image_token_index": 257152,
-    "num_hidden_layers": 18,
     "pad_token_id": 0,
     "projection_dim": 2048,
     "text_config": {
@@ -69,8 +68,37 @@ _PALIGEMMA_FILES: dict[str, Json] = {
 }
 
 
-def _page(max_tokens: int, **prompts: str) -> Reads:
-    return Reads(task="token_embed", score="late", dimension=128, max_tokens=max_tokens, prompts=prompts)
+# Of the MultiVectorEncoder of sentence-transformers, which the repositories have besides since August 2026.
+PAGE_MODULES: dict[str, Json] = {
+    "modules.json": [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.Transformer"},
+        {
+            "idx": 1,
+            "name": "1",
+            "path": "1_MultiVectorMask",
+            "type": "sentence_transformers.multi_vector_encoder.modules.MultiVectorMask",
+        },
+    ],
+    "1_MultiVectorMask/config.json": {
+        "skiplist_words": [],
+        "skiplist_tasks": ["document"],
+        "keep_only_token_ids": None,
+    },
+    "config_sentence_transformers.json": {
+        "model_type": "MultiVectorEncoder",
+        "prompts": {"query": "", "document": ""},
+        "default_prompt_name": None,
+        "similarity_fn_name": "maxsim",
+    },
+    "sentence_bert_config.json": {"transformer_task": "retrieval"},
+}
+_SENTENCE_TRANSFORMERS = "sentence-transformers tests/multi_vector_encoder/test_pretrained.py"
+
+
+def _page(max_tokens: int, end: str, **prompts: str) -> Reads:
+    return Reads(
+        task="token_embed", score="late", dimension=128, max_tokens=max_tokens, prompts=prompts, end=end
+    )
 
 
 _VBERT: dict[str, Any] = {
@@ -146,8 +174,10 @@ PAGES = (
         },
         files=_VBERT_FILES,
         tokens=_VBERT_TOKENS,
-        reads=_page(7999),
-        unverified="sizes and limits",
+        reads=_page(7999, "<end_of_utterance>" * 10),
+        source="vllm-project/vllm transformers_utils/configs/colmodernvbert.py, for sizes that a file may "
+        "lack; illuin-tech/colpali processing_colmodernvbert.py",
+        unverified="max_position_embeddings, and which sizes its config.json has",
     ),
     Published(
         id="ModernVBERT/colmodernvbert",
@@ -173,7 +203,8 @@ PAGES = (
             },
         },
         refused="colpali-engine's, which leaves the sizes",
-        unverified="which of its files are merged",
+        source="config.json of ModernVBERT/modernvbert-embed, which has these keys",
+        unverified="whether its repository has a config.json: its model card calls it an adapter",
     ),
     Published(
         id="vidore/colpali-v1.3-hf",
@@ -183,18 +214,27 @@ PAGES = (
             "model_type": "colpali",
             "vlm_config": _PALIGEMMA,
         },
-        files=_PALIGEMMA_FILES,
+        files=_PALIGEMMA_FILES | PAGE_MODULES,
         tokens=_PALIGEMMA_TOKENS,
-        reads=_page(8192, query="Question: "),
-        unverified="which keys its config.json repeats",
+        reads=_page(8192, "<pad>" * 10 + "\n", query="Query: "),
+        source=f"{_SENTENCE_TRANSFORMERS}, where its vectors are those of colpali-v1.3-merged",
+        unverified="which keys its config.json repeats, and whether its processor's file has query_prefix",
     ),
     Published(
         id="vidore/colpali-v1.3-merged",
         config=_PALIGEMMA | {"architectures": ["ColPali"]},
         files=_PALIGEMMA_FILES,
         tokens=_PALIGEMMA_TOKENS,
-        reads=_page(8192, query="Query: "),
-        source="illuin-tech/colpali v0.3.4 to v0.3.10, processing_colpali.py; mteb colpali_models.py",
-        unverified="which keys its config.json repeats",
+        reads=_page(8192, "<pad>" * 10 + "\n", query="Query: "),
+        source=f"config.json of colpali-v1.2-merged; {_SENTENCE_TRANSFORMERS} at 8af5a2c",
+    ),
+    Published(
+        id="vidore/colpali-v1.2-merged",
+        config=_PALIGEMMA
+        | {"architectures": ["ColPali"], "_name_or_path": "vidore/colpaligemma-3b-pt-448-base"},
+        files=_PALIGEMMA_FILES,
+        tokens=(*_PALIGEMMA_TOKENS, "<unused0>"),
+        reads=_page(8192, "<unused0>" * 5 + "\n", query="Question: "),
+        source="its config.json (496d826); illuin-tech/colpali e834866, which its git_hash.txt names",
     ),
 )

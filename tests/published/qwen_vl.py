@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.published.catalog import Json, Published, Reads, modules
+from tests.published.pages import PAGE_MODULES as _PAGE_MODULES
 
 _TOKENS = {"image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652}
 _TOKENS |= {"vision_end_token_id": 151653}
@@ -17,6 +18,7 @@ _SPECIAL = (
     "<|vision_end|>",
     "<|image_pad|>",
 )
+_ANSWER = "<|im_end|>\n<|im_start|>assistant\n"
 _MROPE = {"type": "mrope", "mrope_section": [16, 24, 24]}
 _VISION_2: Json = {
     "depth": 32,
@@ -236,7 +238,7 @@ QWEN_VL = (
         "Alibaba-NLP/gme-Qwen2-VL-2B-Instruct",
         _QWEN2,
         "GmeQwen2VL",
-        _last(1536, 32768, score="bi"),
+        _last(1536, 32768, score="bi", end=_ANSWER + "<|endoftext|>"),
         source="gme_inference.py and modeling_gme_qwen2vl.py of its repository; mteb gme_v_models.py, with 4 "
         "instead of 256 tokens",
     ),
@@ -253,6 +255,7 @@ QWEN_VL = (
             max_tokens=32768,
             causal=True,
             prompts={"query": "Query: ", "passage": "Passage: "},
+            default_prompt="query",
             adapters=("retrieval", "text-matching", "code"),
         ),
         files={
@@ -270,7 +273,14 @@ QWEN_VL = (
         "Qwen/Qwen3-VL-Embedding-2B",
         _QWEN3,
         "Qwen3VLForConditionalGeneration",
-        _last(2048, 262144, score="bi", prompts={"default": "Represent the user's input."}),
+        _last(
+            2048,
+            262144,
+            score="bi",
+            prompts={"default": "Represent the user's input."},
+            default_prompt="default",
+            end=_ANSWER,
+        ),
         patch_size=16,
         files=EMBEDDING_FILES,
         source="QwenLM/Qwen3-VL-Embedding src/models; discussions/23 of its repository; mteb "
@@ -280,7 +290,7 @@ QWEN_VL = (
         "Qwen/Qwen3-VL-Embedding-8B",
         _QWEN3,
         "Qwen3VLForConditionalGeneration",
-        _last(2048, 262144, score="bi"),
+        _last(2048, 262144, score="bi", end=_ANSWER),
         patch_size=16,
         source="QwenLM/Qwen3-VL-Embedding src/models",
     ),
@@ -295,12 +305,12 @@ QWEN_VL = (
             causal=True,
             answers=(9693, 2152),
             prompts={"query": "Retrieve text relevant to the user's query."},
+            default_prompt="query",
         ),
         patch_size=16,
         files=RERANKER_FILES,
-        source="QwenLM/Qwen3-VL-Embedding src/models; lablup/mlxcel (1_LogitScore, reranker.jinja); mteb "
-        "qwen3_vl_reranker.py",
-        unverified="the wording of its default prompt",
+        source="QwenLM/Qwen3-VL-Embedding src/models; its model card; cohere-ai/rcp-ndcg "
+        "qwen3-vl-reranker/family.yaml, which read 4bd860a; lablup/mlxcel (1_LogitScore, reranker.jinja)",
     ),
     _model(  # its files until sentence-transformers read it
         "Qwen/Qwen3-VL-Reranker-8B",
@@ -321,15 +331,25 @@ QWEN_VL = (
             max_tokens=32768,
             causal=True,
             prompts={"query": "Query: "},
+            end="<|endoftext|>" * 10 + "\n",
         ),
+        files=_PAGE_MODULES,
+        source="sentence-transformers tests/multi_vector_encoder/test_pretrained.py",
     ),
     _model(
         "TomoroAI/tomoro-colqwen3-embed-4b",
         _QWEN3 | {"model_type": "colqwen3", "embed_dim": 320},
         "ColQwen3",
-        Reads(task="token_embed", score="late", dimension=320, max_tokens=262144, causal=True),
+        Reads(
+            task="token_embed",
+            score="late",
+            dimension=320,
+            max_tokens=262144,
+            causal=True,
+            end="<|endoftext|>" * 10,
+        ),
         patch_size=16,
-        source="processing_colqwen3.py of its repository; vllm-project/vllm colqwen3.py",
-        unverified="sizes and the names of keys",
+        source="processing_colqwen3.py of its repository; vllm-project/vllm colqwen3.py and test_colqwen3.py",
+        unverified="sizes of its towers; modules.json, which names a class of its own since August 2026",
     ),
 )

@@ -59,7 +59,8 @@ def test_a_model_is_read_as_its_authors_mean_it(model: Published, tmp_path: Path
     if reads.pooling is not None:
         pooling = (spec.pooling.methods, spec.pooling.normalize, spec.embed_dim)
         assert pooling == (reads.pooling, reads.normalize, reads.dimension)
-    assert spec.prompts == dict(reads.prompts)
+    assert (spec.prompts, spec.default_prompt_name) == (dict(reads.prompts), reads.default_prompt)
+    assert reads.end == (spec.text_end if spec.late is None else spec.late.query_end)
     assert with_generation(spec, None).generates == reads.generates
     assert spec.adapters == reads.adapters
     if spec.late is not None:
