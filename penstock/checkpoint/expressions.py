@@ -1,5 +1,4 @@
-"""Finds regular expressions that take too long to match. They come from files, such as an adapter's
-`target_modules`.
+"""Detects regular expressions in files that take too long to match, such as an adapter's `target_modules`.
 
 Python's `re` backtracks: an expression such as `((a+)+)+b` can take years. It holds the GIL meanwhile, so no
 other thread of the process runs. Expressions that could do that are first tried in a child process with a

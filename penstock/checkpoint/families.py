@@ -93,7 +93,7 @@ class Family:
     keys: ConfigKeys = field(default_factory=ConfigKeys)
     is_nested: bool = False  # config.json has the sizes of the text tower in text_config
     outer_keys: tuple[str, ...] = ()  # keys whose top-level value is used, not that in text_config
-    nested_defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys missing in text_config
+    nested_defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults of missing keys
     default_head_dim: int | None = None  # if config.json has no head_dim; None: hidden size / heads
     default_num_segments: int = 0  # if config.json has no type_vocab_size
     has_experts: bool = False  # check the sizes of experts too
@@ -118,7 +118,7 @@ class Family:
     has_siglip: bool = False  # its text model reads the patches of a SigLIP tower as tokens
     token_dim_key: str | None = None  # key of the token vectors' width, if they have their own
     is_dual: bool = False  # separate towers for texts and images, one vector space
-    vision_defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys missing in vision_config
+    vision_defaults: Mapping[str, Any] = field(default_factory=dict)  # the same for vision_config
     # Pooling.
     pooling: str = "mean"  # default method with bidirectional attention
     causal_pooling: str = "last"  # default method with causal attention
@@ -526,7 +526,7 @@ class Architecture:
 
     name: str
     family: Family
-    suffix: str = ""  # of the class name; "" for a model_type, and for classes without one
+    suffix: str = ""  # class suffix; "" for a model_type, and for classes without one
 
     @property
     def head(self) -> Task | None:
@@ -567,7 +567,7 @@ class Architecture:
         return self.name == COLBERT_CLASS
 
 
-_PROJECTED_QWEN3 = "VoyageQwen3BidirectionalEmbedModel"  # its name in vLLM, set by users
+_PROJECTED_QWEN3 = "VoyageQwen3BidirectionalEmbedModel"  # vLLM's name for the class
 
 
 def read_architecture(file: Path, config: Mapping[str, Any], *, native: bool = True) -> Architecture:

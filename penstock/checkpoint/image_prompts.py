@@ -32,7 +32,7 @@ class ImagePromptSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The text of an image. Each placeholder expands to a run of tokens, which the vision tower fills."""
 
     placeholder: str  # a token of the tokenizer
-    token_id: int | None = None  # its id, as config.json has it
+    token_id: int | None = None  # its id in config.json
     inline: str  # an image among texts, with one placeholder
     page: str | None = None  # an image without text, if it differs; one placeholder
     before: str = ""  # put before every run of placeholders
@@ -151,7 +151,7 @@ class _PublishedCode(msgspec.Struct, frozen=True):
     names: str = ""  # pattern of the published names, in lower case
     min_pixels: int | None = None  # None: from the processor's file
     max_pixels: int = 0
-    uses_qwen_vl_utils: bool = True  # to resize images, instead of the processor of transformers
+    uses_qwen_vl_utils: bool = True  # qwen-vl-utils resizes images, not transformers' processor
     first_range: tuple[int, int] | None = None  # (min, max) pixels that an image is resized to first
     has_plain_positions: bool = False
 

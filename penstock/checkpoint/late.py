@@ -56,7 +56,7 @@ _EXPANSION_TOKENS = ("mask_token", "eos_token", "pad_token")  # the first that e
 
 class LateSpec(msgspec.Struct, frozen=True, kw_only=True):
     dense: tuple[DenseSpec, ...]  # hidden states → token vectors, applied in order
-    dim: int  # of a token vector
+    dim: int  # width of a token vector
     query_length: int | None  # queries are truncated to it; None: to the model's limit
     document_length: int | None  # documents are truncated to it; None: to the model's limit
     expand_to: int | None  # shorter queries are padded with `expansion_token` to it; None: no padding
@@ -196,7 +196,7 @@ def _stanford(
 
 
 def _stanford_dim(files: CheckpointFiles, architecture: Architecture, values: Mapping[str, Any]) -> int:
-    """The width of token vectors: from artifact.metadata, or config.json, unless `dim` is another size."""
+    """The width of token vectors: `dim` in artifact.metadata, or in config.json if it is not hidden_size."""
     if "dim" in values:
         file = files.folder / "artifact.metadata"
         return positive_integer(values, "dim", file=file, high=MAX_FEATURES)

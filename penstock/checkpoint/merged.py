@@ -151,7 +151,7 @@ def _files(folder: Path, base: Path) -> dict[str, Path]:
         if not path.name.startswith(".")
         and (path.is_dir() or path.suffix in _READ or path.name in (_CARD, WEIGHTS))
     }
-    own.pop("config.json", None)  # it would not describe the base model's weights
+    own.pop("config.json", None)  # the base model's config.json describes the weights
     found = {path.name: path for path in base.iterdir() if not path.name.startswith(".")}
     found.pop(_CARD, None)  # the card describes the base model, not the adapter
     if any(name in own for name in _VOCABULARIES):

@@ -24,7 +24,7 @@ from penstock.errors import ConfigError, ModelLoadError
 
 
 class ScoreSpec(msgspec.Struct, frozen=True):
-    """A score is the activation of the first output, minus the second output if there is one.
+    """A score is activation(first output − second output); the second output is optional.
 
     `template` is the row as parts that are tokenised separately; a single part is tokenised like any text.
     Without a template, the tokenizer joins query and document as a pair. `tokens` are rows of the

@@ -82,7 +82,7 @@ def _check_schema(schema: Any) -> None:
 
 
 def _references(schema: Any, is_root: bool) -> Iterator[tuple[str, int]]:
-    """The targets of `$ref` in a schema, each with the values visited before it; the last is empty."""
+    """Targets of `$ref`, each with the number of values since the previous one; the last target is empty."""
     pending, size = [schema], 0
     while pending:
         value = pending.pop()

@@ -12,7 +12,7 @@ from penstock.checkpoint.image_processor import MAX_SPLIT_EDGE, Size
 from penstock.errors import BadValue
 
 MAX_ASPECT_RATIO = 200  # for processors with a range of pixels
-MAX_RESIZED_PIXELS = 64 << 20  # of a whole resized image that is then cropped
+MAX_RESIZED_PIXELS = 64 << 20  # limit for resizing a whole image before it is cropped
 
 
 def with_shortest_edge(size: Size, edge: int) -> Size:
