@@ -210,9 +210,9 @@ _PAGE_DIM = "dim embed_dim embedding_dim"  # `pages` reads it
 # Keys that other families read, but that this family's reference code does not.
 _UNUSED_BY_FAMILY = {
     **dict.fromkeys(("ColQwen2", "ColQwen2_5", "ColQwen3"), _PAGE_DIM),
-    # The projector is one linear layer, and its tensor has the width. The other two keys are for training.
     "ColModernVBert": _PAGE_DIM + " classifier_activation",  # for heads that are not read
     "modernvbert": "classifier_activation",
+    # The projector is one linear layer, and its tensor has the width. The last two keys are for training.
     "ColPali": _PAGE_DIM + " projection_dim num_image_tokens ignore_index",
     "clip": _CLIP,
     "albert": "down_scale_factor gap_size net_structure_type num_memory_blocks",

@@ -369,7 +369,8 @@ class InputProcessor:
     def reads_last_token_only(self, params: PoolingParams) -> bool:
         """Whether the output depends only on the last token's hidden state.
 
-        If so, a cached prefix may replace the tokens before it, because their hidden states are not needed.
+        If so, a cached prefix may replace the tokens before it. The cache does not have their hidden
+        states, but these are not needed.
         """
         compares_vectors = params.task is Task.SCORE and self.spec.score is None
         if params.task is Task.EMBED or compares_vectors:
