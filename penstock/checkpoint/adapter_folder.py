@@ -36,7 +36,8 @@ class _Step(NamedTuple):
     """One operation on the model's hidden states."""
 
     words: str
-    folder: Path | None = None  # contains the weights, if any; the model's folder: they are among the model's
+    # The folder with its weights: the model's own folder if they are stored with the model; None: no weights.
+    folder: Path | None = None
 
 
 def check_folder(folder: Path, spec: ModelSpec) -> None:

@@ -32,7 +32,7 @@ class DualSpec(msgspec.Struct, frozen=True, kw_only=True):
     padded_length: int | None = None  # texts are padded to this length, and attend to the padding
     pad_token: int = 0
     pads_left: bool = False
-    strips_punctuation: bool = False  # before tokenising
+    strips_punctuation: bool = False  # remove punctuation before tokenising
     class_tokens: int = 0  # number of class tokens before the patches of an image
 
 

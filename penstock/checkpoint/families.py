@@ -61,7 +61,7 @@ class ConfigKeys:
     num_heads: tuple[str, ...] = ("num_attention_heads",)
     intermediate_size: tuple[str, ...] = ("intermediate_size",)
     max_positions: tuple[str, ...] = ("max_position_embeddings",)
-    head_dim: tuple[str, ...] = ()  # empty: head_dim, or hidden size / heads
+    head_dim: tuple[str, ...] = ()  # empty: `head_dim`, or hidden size / heads
     output_size: tuple[str, ...] = ()  # width of the last hidden states, if not hidden_size
     trained_positions: str | None = None  # limits positions if `rotary_scaling_factor` is set
 

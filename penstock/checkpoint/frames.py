@@ -1,6 +1,6 @@
 """The prompt template around the texts and images of chat models that embed.
 
-Published models are recognised by name. In a sentence-transformers layout it comes from the chat template,
+Published models are recognised by name. A sentence-transformers layout has the template as a chat template,
 which is rendered once with placeholders for prompt and text. Free of torch.
 """
 

@@ -94,7 +94,7 @@ def encoder_config(file: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_zero_shot(config: Mapping[str, Any]) -> ZeroShotSpec | None:
-    """Read how labels are read; None for a model that is not a GLiClass model."""
+    """Read the options of a GLiClass model; None for other models."""
     settings = config.get("gliclass")
     if not isinstance(settings, Mapping):
         return None

@@ -136,7 +136,7 @@ def gliner_config(file: Path) -> dict[str, Any]:
 
 
 def read_entities(config: Mapping[str, Any]) -> EntitySpec | None:
-    """Read how entities are found; None for a model with fixed labels."""
+    """Read the options of a GLiNER model; None for a model with fixed labels."""
     settings = config.get("gliner")
     if not isinstance(settings, Mapping):
         return None

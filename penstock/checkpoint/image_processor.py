@@ -123,4 +123,4 @@ class ImageProcessorSpec(msgspec.Struct, frozen=True, kw_only=True):
         return tiles * tiles + 1
 
 
-MAX_SPLIT_EDGE = 4096  # pixels; longest edge of an image that is split into tiles
+MAX_SPLIT_EDGE = 4096  # pixels; maximum edge of an image before it is split into tiles

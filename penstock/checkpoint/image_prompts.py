@@ -1,5 +1,5 @@
 """How an image is written in a prompt: its placeholder token, the text around it, and the text that a page
-retriever adds to an image without text.
+retriever adds to an image alone.
 
 Read from the files of the processor and the tokenizer. Defaults are those of the processor classes in
 transformers and colpali-engine. Free of torch.
@@ -34,12 +34,12 @@ class ImagePromptSpec(msgspec.Struct, frozen=True, kw_only=True):
     placeholder: str  # a token of the tokenizer
     token_id: int | None = None  # its id in config.json
     inline: str  # an image among texts, with one placeholder
-    page: str | None = None  # an image without text, if it differs; one placeholder
+    page: str | None = None  # an image alone, with one placeholder; None: as `inline`
     before: str = ""  # put before every run of placeholders
     after: str = ""  # put after every run of placeholders
     is_tiled: bool = False  # tiles are labelled by row and column
     adds_special_tokens: bool = True  # add the tokenizer's special tokens to a page
-    is_alone: bool = False  # no prompt has both text and an image
+    is_alone: bool = False  # an image is a whole input, never combined with text
     has_plain_positions: bool = False  # image tokens have the positions of text tokens: 0, 1, 2 …
     pools_image: bool = False  # pool only the tokens of the image, its start and its end
 
@@ -113,7 +113,7 @@ class _Names:
         return None
 
     def page(self, default: str) -> str | None:
-        """The text of an image without text, for page retrievers."""
+        """The text of an image alone, for page retrievers."""
         if (given := self.processor.get("visual_prompt_prefix")) is not None:
             return str(given)
         return default if self._is_retriever else None
