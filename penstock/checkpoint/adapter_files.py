@@ -1,4 +1,4 @@
-"""Where the files of a LoRA adapter are, and which content they have. Free of torch."""
+"""Finds the files of a LoRA adapter, and identifies their content. Free of torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ Marks = tuple[tuple[str, int, int, int], ...]
 
 
 def find_adapter(path: str, root: str | None = None, download_dir: str | None = None) -> Path:
-    """The folder of an adapter: `path`, or the files of this hub id. With `root`, only folders below it are
-    allowed; a relative path starts there."""
+    """The folder of an adapter: `path`, or the downloaded files if it is a hub id.
+
+    With `root`, only folders below it are allowed, and relative paths are resolved against it.
+    """
     try:
         return _find(path, root, download_dir)
     except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, no home folder
@@ -30,7 +32,7 @@ def _find(path: str, root: str | None, download_dir: str | None) -> Path:
     given = Path(path).expanduser()
     if root is not None:
         top = Path(root).resolve()
-        folder = (top / given).resolve()  # follows links, which may lead elsewhere
+        folder = (top / given).resolve()  # resolves links, which may lead out of `top`
         if not folder.is_relative_to(top):
             raise BadValue(f"the adapter's path {path!r} is not below --lora-root", param="lora_path")
     else:
@@ -47,14 +49,14 @@ def _find(path: str, root: str | None, download_dir: str | None) -> Path:
 
 
 def _check_links(folder: Path, top: Path, path: str) -> None:
-    """Refuse a folder with files that are links to others outside of `top`."""
+    """Refuse a folder whose files are links to files outside of `top`."""
     for name in _FILES:
         if (folder / name).is_file() and not (folder / name).resolve().is_relative_to(top):
             raise BadValue(f"{name} of the adapter {path!r} is not below --lora-root", param="lora_path")
 
 
 def file_marks(folder: str | Path) -> Marks:
-    """What tells one version of the adapter's files from another without reading them."""
+    """Identify a version of the adapter's files without reading them."""
     marks = []
     for name in _FILES:
         file = Path(folder, name)
@@ -65,7 +67,7 @@ def file_marks(folder: str | Path) -> Marks:
 
 
 def adapter_digest(folder: str | Path) -> str:
-    """A hash of the content of the adapter's files. Reads them, unless it has before; may block."""
+    """A hash of the adapter's files, which are read again only if they have changed. May block."""
     try:
         return _digest(str(folder), file_marks(folder))
     except OSError as error:

@@ -1,6 +1,7 @@
-"""What an adapter's folder says of the model that it was trained with: modules after it, prompts and tokens.
+"""Compares an adapter's folder with the served model: modules after the model, prompts and tokens.
 
-A request that chooses an adapter gets those of the served model, so they have to be the same. Free of torch.
+A request with an adapter uses those of the served model, so the adapter must have been trained with the same.
+Free of torch.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 class _Step(NamedTuple):
-    """Something that happens to the model's states."""
+    """One operation on the model's hidden states."""
 
     words: str
-    folder: Path | None = None  # of its weights, if it has some; that of the model: they are among its own
+    # The folder with its weights: the model's own folder if they are stored with the model; None: no weights.
+    folder: Path | None = None
 
 
 def check_folder(folder: Path, spec: ModelSpec) -> None:
@@ -47,8 +49,10 @@ def check_folder(folder: Path, spec: ModelSpec) -> None:
 
 
 def _report_base(folder: Path, spec: ModelSpec) -> None:
-    """Warn if both the adapter's base model and the served one are known by hub ids, of different models.
-    Copies of a model under another organisation have its name."""
+    """Warn if the hub ids of the adapter's base model and of the served model name different models.
+
+    Organisations are ignored, because copies of a model are published under the same name.
+    """
     base = optional_json(folder / CONFIG).get("base_model_name_or_path")
     served = [name for name in names_of(spec.root_path, "") if "/" in name]
     if not served or not isinstance(base, str) or not _HUB_ID.fullmatch(base) or Path(base).exists():
@@ -68,7 +72,7 @@ def _model_name(hub_id: str) -> str:
 
 
 def _check_modules(folder: Path, spec: ModelSpec) -> None:
-    """A folder without modules.json does not say."""
+    """Refuse an adapter whose modules differ from the model's. Without modules.json, nothing is checked."""
     family = find_architecture(spec.architecture, spec.config).family
     if not (folder / "modules.json").is_file() or family.has_own_pooling or family.is_dual:
         return
@@ -127,7 +131,7 @@ def _words(steps: Sequence[_Step]) -> str:
 
 
 def _is_same(own: _Step, model: _Step) -> bool:
-    """Whether two steps that are called alike have the same weights."""
+    """Whether two steps with the same description have the same weights."""
     if own.folder is None or model.folder is None:
         return own.folder is model.folder
     files, others = weight_files(own.folder), weight_files(model.folder)

@@ -1,7 +1,7 @@
-"""Low-rank adapters as PEFT saves them, and the task adapters that a checkpoint carries beside its weights.
+"""LoRA adapters that PEFT has saved, and task adapters that are part of a checkpoint.
 
-`read_lora` reads a folder with adapter_config.json and adapter_model.safetensors, without torch. What it does
-not understand, it refuses by name.
+`read_lora` reads a folder with adapter_config.json and adapter_model.safetensors, without torch. It refuses
+unknown options and tensors by name.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ MAX_RANK = 1 << 14
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _ALL_LINEAR = "all-linear"
-_INPUT_TABLE = ""  # stands for the name of the table of input tokens, where a file does not give it
+_INPUT_TABLE = ""  # key of the input embedding table, if a file does not name it
 _TASK_TENSOR = re.compile(r"(?P<matrix>.+\.lora_[AB])\.(?P<task>[^.]+)\.weight")
-_TOWER = re.compile("vision|visual|image|audio")  # beside the language model, perhaps with the same layers
+_TOWER = re.compile("vision|visual|image|audio")  # other towers, whose layers may have the same names
 _WRAPPERS = frozenset({"model", "language_model", "vlm"})
-# Options that change the computation, and the values with which they do not. () stands for an empty one.
+# Options that change the computation, and the values with which they do not; (): any empty value.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -46,7 +46,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "corda_config": (),
     "lora_ga_config": (),
     "loftq_config": (),
-    # Others, such as pissa, olora and loftq, change the weights of the base model before the training.
+    # Other values, such as pissa, olora and loftq, change the base model's weights before training.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
 _READ: set[str] = {"r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "exclude_modules"}
@@ -77,8 +77,8 @@ _HARMLESS |= {
 }
 LACKING = "adapter %r has no tensors for modules that target_modules names, which stay as they are: %s"
 _NUMBER = re.compile(r"\d+")
-_FLOATS = ("F", "BF")  # types of tensors begin so: F64, F32, F16, BF16, F8_E4M3 …
-_PARTS = (  # of the names of tensors, after that of their module
+_FLOATS = ("F", "BF")  # prefixes of float dtypes: F64, F32, F16, BF16, F8_E4M3 …
+_PARTS = (  # suffixes of tensor names, after the name of the module
     ".lora_A.weight",
     ".lora_B.weight",
     ".lora_embedding_A",
@@ -95,25 +95,25 @@ class LoraTarget(msgspec.Struct, frozen=True):
 
     rank: int
     scale: float
-    inputs: int  # of a table: its rows
+    inputs: int  # for a table, its rows
     outputs: int
     is_table: bool = False  # an embedding
-    is_dora: bool = False  # each row of the sum W + BA has a stored length
-    has_base: bool = False  # the file repeats the weight of the base model
+    is_dora: bool = False  # DoRA: each row of W + BA is scaled to a stored length
+    has_base: bool = False  # the file also has the base model's weight
 
 
 class LoraSpec(msgspec.Struct, frozen=True):
-    """An adapter in a folder, checked but for whether it fits the model."""
+    """An adapter in a folder, checked except for whether it fits the model."""
 
     name: str
     folder: str
-    rank: int  # the largest of its targets
-    base_model: str  # as the adapter names it; empty: it does not
-    targets: dict[str, LoraTarget]  # by the names of modules
-    saved: dict[str, tuple[int, ...]]  # tensors that replace those of the model, with their shapes
-    tokens: dict[str, tuple[int, ...]]  # tables of which some rows are replaced, and which
-    modules_to_save: tuple[str, ...] = ()  # ends of the names of modules whose tensors are in `saved`
-    task: str = ""  # of several in one file; empty: the file has one adapter
+    rank: int  # largest rank of its targets
+    base_model: str  # as the adapter names it; empty if it does not
+    targets: dict[str, LoraTarget]  # by module name
+    saved: dict[str, tuple[int, ...]]  # shapes of tensors that replace the model's, by name
+    tokens: dict[str, tuple[int, ...]]  # replaced rows, by name of the table
+    modules_to_save: tuple[str, ...] = ()  # suffixes of names of modules in `saved`
+    task: str = ""  # the task, if the file has several adapters; otherwise empty
 
     @property
     def file(self) -> Path:
@@ -127,20 +127,22 @@ class LoraSpec(msgspec.Struct, frozen=True):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The last parts of the names of its modules."""
+        """The last parts of its modules' names."""
         return tuple(sorted({module.rpartition(".")[2] for module in self.modules}))
 
 
 def adapter_names(config: Mapping[str, Any], key: str = "lora_adaptations") -> tuple[str, ...]:
-    """The task adapters that a request may choose; none once `lora_task` merges one."""
+    """The task adapters that a request may choose; none if `lora_task` merges one."""
     if config.get("lora_task") is not None:
         return ()
     return tuple(map(str, config.get(key) or ()))
 
 
 def read_lora(folder: Path, name: str, tasks: Sequence[str] = ()) -> LoraSpec:
-    """The adapter in a folder. Unknown options and tensors are refused. Of a file with the
-    adapters of several `tasks`, the one for the task `name`."""
+    """Read the adapter in a folder, and refuse unknown options and tensors.
+
+    If the file has adapters for several `tasks`, read the one for the task `name`.
+    """
     file = folder / CONFIG
     if not file.is_file():
         raise _refused(f"{folder} has no {CONFIG}, so it is no adapter that PEFT has saved")
@@ -184,8 +186,8 @@ def read_lora(folder: Path, name: str, tasks: Sequence[str] = ()) -> LoraSpec:
 
 
 def of_task(tensors: Mapping[str, T], task: str) -> dict[str, T]:
-    """The tensors of one task, named as in a file that has no others: `….lora_A.task.weight` is
-    `….lora_A.weight` there."""
+    """The tensors of one task, without the task in their names: `….lora_A.task.weight` becomes
+    `….lora_A.weight`."""
     found = {}
     for name, tensor in tensors.items():
         named = _TASK_TENSOR.fullmatch(name)
@@ -206,7 +208,7 @@ def _check_tasks(tensors: Iterable[str], tasks: Sequence[str], file: Path) -> No
 
 
 def read_lora_options(folder: Path) -> tuple[int, tuple[str, ...]]:
-    """The rank of an adapter and the last parts of the names of its modules, without its weights."""
+    """Read the rank of an adapter and the last parts of its modules' names, without its weights."""
     values = read_json(file := folder / CONFIG)
     _check_options(values, file)
     config = _Config.read(values, file)
@@ -216,15 +218,18 @@ def read_lora_options(folder: Path) -> tuple[int, tuple[str, ...]]:
 
 
 class TargetRule(NamedTuple):
-    """Which modules an adapter's options name."""
+    """Which modules an adapter's options select."""
 
-    names: Callable[[str], bool]  # of a module's name in the adapter's file
-    is_list: bool  # by the ends of their names, and not by an expression for whole names
+    names: Callable[[str], bool]  # takes a module's name in the adapter's file
+    is_list: bool  # by suffixes of names, not by an expression for whole names
 
 
 def named_modules(spec: LoraSpec, changed: Mapping[str, str], others: Iterable[str]) -> list[str]:
-    """Those of the model's `others` that the adapter's options name, though its file has no tensors of them.
-    `changed`: the name in the file of each module that the adapter changes, by that in the model."""
+    """Find modules that the adapter's options select although its file has no tensors for them.
+
+    `changed` maps the model's name of each changed module to the name in the file. `others` are the names of
+    the model's other modules.
+    """
     rule = _target_rule(Path(spec.folder))
     alike = {_NUMBER.sub("#", place): (place, module) for place, module in changed.items()}
     found = []
@@ -242,9 +247,11 @@ def _target_rule(folder: Path) -> TargetRule:
 
 
 def match_modules(names: Iterable[str], known: Iterable[str]) -> dict[str, str]:
-    """The one of `known` that each name means, without those that mean none. Names of the same module may
-    differ in what comes first: `bert.encoder.layer.0…` and `encoder.layer.0…`, or, between versions of
-    transformers, `model.language_model.layers.0…` and `model.layers.0…`."""
+    """Map each name to the name in `known` of the same module; leave out names without a clear match.
+
+    The names of a module may differ in their first parts: `bert.encoder.layer.0…` and `encoder.layer.0…`, or,
+    between versions of transformers, `model.language_model.layers.0…` and `model.layers.0…`.
+    """
     exact = dict.fromkeys(known)
     by_core: dict[str, list[str]] = {}
     for name in exact:
@@ -270,15 +277,17 @@ def match_modules(names: Iterable[str], known: Iterable[str]) -> dict[str, str]:
 
 
 def is_saved(tensor: str, modules_to_save: Iterable[str]) -> bool:
-    """Whether `modules_to_save` names the module of a tensor, or one around it. As in PEFT, a name stands for
-    every module whose name ends like it."""
+    """Whether `modules_to_save` names the module of a tensor, or a module that contains it.
+
+    As in PEFT, a name means every module whose name ends with it.
+    """
     parts = tensor.split(".")
     around = [".".join(parts[:end]) for end in range(1, len(parts))]
     return any(module.endswith(name) for module in around for name in modules_to_save)
 
 
 def without_wrappers(name: str) -> str:
-    """The name of a module without the leading parts that only say which model it is in."""
+    """The name of a module without leading wrappers, such as `model` or `language_model`."""
     parts = name.split(".")
     while len(parts) > 1 and parts[0] in _WRAPPERS:
         parts.pop(0)
@@ -301,11 +310,11 @@ def _check_options(values: Mapping[str, Any], file: Path) -> None:
 
 
 class _Found(NamedTuple):
-    """The tensors of a file by what they are."""
+    """The tensors of a file by kind."""
 
-    targets: dict[str, dict[str, StoredTensor]]  # of each module, by their part
-    tokens: dict[str, tuple[int, ...]]  # the shapes of rows that replace those of tables
-    saved: list[str]  # names of the others
+    targets: dict[str, dict[str, StoredTensor]]  # by module, then by suffix
+    tokens: dict[str, tuple[int, ...]]  # shapes of replaced rows, by table
+    saved: list[str]  # names of all other tensors
 
 
 def _by_module(tensors: Mapping[str, StoredTensor], file: Path) -> _Found:
@@ -409,7 +418,7 @@ class _Config(NamedTuple):
         return False
 
     def token_indices(self, module: str, shape: Sequence[int], file: Path) -> tuple[int, ...]:
-        """The rows of a table that are replaced."""
+        """The indices of a table's replaced rows."""
         for name, indices in self.token_tables.items():
             if name == _INPUT_TABLE or module == name or module.endswith(f".{name}"):
                 if len(shape) != 2 or len(indices) != shape[0] or len(set(indices)) != len(indices):
@@ -453,7 +462,7 @@ def _target(module: str, parts: Mapping[str, StoredTensor], config: _Config, fil
 
 
 def _fits(pattern: str, module: str, file: Path) -> bool:
-    """Whether a key of rank_pattern or alpha_pattern is meant for a module."""
+    """Whether a key of rank_pattern or alpha_pattern matches a module."""
     return _compiled(_key_expression(pattern), file).match(module) is not None
 
 

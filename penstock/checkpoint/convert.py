@@ -17,7 +17,7 @@ from penstock.errors import ModelLoadError
 from penstock.isolation import isolated_environment, isolated_python
 
 log = logging.getLogger(__name__)
-_WEIGHTS_FORMAT = 1  # of converted weights; a new number leaves old files unused
+_WEIGHTS_FORMAT = 1  # format of converted weights; files of older formats are not used
 _SOURCES = (
     "vocab.txt",
     "vocab.json",
@@ -59,8 +59,10 @@ def cache_folder() -> Path:
 
 
 def converted_file(pickle: Path) -> Path:
-    """Where the safetensors form of pickled weights is kept, whether or not it exists. The pickle is
-    identified by its path, its size and the time it was written."""
+    """The cached safetensors form of pickled weights, which may not exist yet.
+
+    The pickle is identified by its path, its size and the time it was written.
+    """
     try:
         source = pickle.resolve(strict=True)
         stat = source.stat()

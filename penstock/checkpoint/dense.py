@@ -50,7 +50,7 @@ _DENSE_KEYS = (
 
 
 def refuse_unknown_keys(file: Path, values: Mapping[str, Any], known: Iterable[str]) -> None:
-    """A key that is not understood may change the answer."""
+    """Refuse keys that are not in `known`, because they may change results."""
     if unknown := sorted(set(values) - set(known)):
         raise ModelLoadError(
             f"{file} has {', '.join(unknown)}, which is not supported; supported: {', '.join(known)}",
@@ -66,7 +66,7 @@ def read_layer_norm(root: Path, path: str) -> LayerNormSpec:
 
 
 def check_normalize(root: Path, path: str) -> None:
-    """Refuse a Normalize module that does something else than scale the pooled vector."""
+    """Refuse a Normalize module that does anything but scale the pooled vector."""
     file = root / path / "config.json"  # older folders have none
     values = optional_json(file)
     refuse_unknown_keys(file, values, ("module_input_name", "module_output_name", "normalize_embeddings"))
@@ -88,7 +88,7 @@ def check_normalize(root: Path, path: str) -> None:
 def read_dense(
     folder: Path, path: str, *, reads: str = "sentence_embedding", activation: str = "tanh"
 ) -> DenseSpec:
-    """`reads` is the only accepted input, `activation` the default where the file names none."""
+    """Read a Dense module. `reads` is the only accepted input, `activation` the default."""
     file = folder / path / "config.json"
     values = read_json(file)
     named = str(values.get("activation_function") or activation).rsplit(".", 1)[-1].lower()

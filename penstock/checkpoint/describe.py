@@ -68,7 +68,7 @@ class _Options:
     overrides: dict[str, Any]
     pooler: PoolerConfig
     score_template: str | None
-    is_native: bool  # an architecture without a family record is refused before anything else is read
+    is_native: bool  # not run by transformers, so the architecture needs a family record
 
 
 def describe(config: EngineConfig) -> ModelSpec:
@@ -101,8 +101,10 @@ def describe(config: EngineConfig) -> ModelSpec:
 
 
 def _with_draft(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
-    """The model with its draft model, if it has one. `resolve` refuses a draft for a model that does not
-    generate."""
+    """Add the draft model, if the configuration has one.
+
+    `resolve` refuses a draft model for a model that does not generate.
+    """
     settings = read_speculative_config(config.speculative_config)
     if settings is None or settings.model is None or not spec.generates:
         return spec
@@ -137,7 +139,7 @@ def read_spec(
     *,
     native: bool = True,
 ) -> ModelSpec:
-    """`native`: an architecture without a family record is refused before anything else is read."""
+    """Read a model folder. If `native`, an architecture without a family record is refused first."""
     options = _Options(name, overrides or {}, pooler or PoolerConfig(), score_template, native)
     _check_architecture(folder / "config.json", options)
     layout = read_layout(folder)
@@ -150,15 +152,17 @@ def read_spec(
 
 
 def _check_architecture(file: Path, options: _Options) -> None:
-    """Refuse an architecture that is not supported before any other file is read. Modules may have a
-    config.json of their own, so there may be none here."""
+    """Refuse an unsupported architecture before any other file is read.
+
+    The root may have no config.json, because modules can have their own.
+    """
     config = optional_json(file) | options.overrides
     if (config.get("architectures") or config.get("model_type")) and not static.names_static(config):
         read_architecture(file, config, native=options.is_native)
 
 
 def _read_checkpoint(layout: FolderLayout, options: _Options) -> Checkpoint:
-    """Read config.json and what belongs to it; refuse sizes and formats that are not supported."""
+    """Read config.json and the files that extend it; refuse sizes and formats that are not supported."""
     root, config_file, native = layout.root, layout.folder / "config.json", options.is_native
     if not config_file.is_file() and not is_gliner(root):
         raise ModelLoadError(f"{root} is not a model folder: {why_no_config(root)}", param="model")
@@ -293,7 +297,7 @@ def _image_processor(checkpoint: Checkpoint, identity: Identity) -> ImageProcess
 
 
 def _identity(checkpoint: Checkpoint, name: str) -> Identity:
-    """The checkpoint's names, with its class, because some published models have a class of their own."""
+    """The checkpoint's names and its class, because some published models have a class of their own."""
     identity = read_identity(checkpoint.files.root, name, checkpoint.files.config)
     return replace(identity, names=(*identity.names, checkpoint.architecture.name.lower()))
 
@@ -316,7 +320,7 @@ def _max_positions(checkpoint: Checkpoint, options: _Options) -> int:
 
 
 def _lower_cases(files: CheckpointFiles, family: Family) -> bool:
-    """SigLIP was trained on lower-case texts, which its published tokenizer.json does not say."""
+    """Whether to lower-case texts. SigLIP was trained so, but its published tokenizer.json does not do it."""
     if family.name in ("siglip", "siglip2"):
         return optional_json(files.folder / "tokenizer_config.json").get("do_lower_case") is not False
     return bool(files.transformer.get("do_lower_case", False))
@@ -351,14 +355,14 @@ def _token_dim(checkpoint: Checkpoint, width: int) -> int:
 
 
 def _family_prompts(files: CheckpointFiles, family: Family, identity: Identity) -> dict[str, str]:
-    """The prompts of the model's published code, where its files have none."""
+    """The prompts of the model's published code, for models whose files have none."""
     if is_page_retriever(family.name):
         return page_prompts(files, family.name, identity)
     return dict(family.prompts)
 
 
 def _query_end(checkpoint: Checkpoint, parts: Parts, identity: Identity) -> str:
-    """What follows a query of a model with one vector for each page."""
+    """The text after a query, for page retrievers with one vector per page."""
     if parts.late is not None or not is_page_retriever(checkpoint.family.name):
         return ""
     return page_query_end(checkpoint.files, checkpoint.family.name, identity)

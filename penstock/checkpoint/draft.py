@@ -75,5 +75,5 @@ def _token_texts(file: Path) -> dict[int, str]:
 
 
 def _num_parameters(spec: ModelSpec) -> int:
-    """About how many a model's layers have; 0: not known."""
+    """A rough measure of the parameters in a model's layers; 0 if unknown."""
     return (spec.num_layers or 0) * (spec.hidden_size or 0) ** 2

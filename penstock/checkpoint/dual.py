@@ -1,5 +1,7 @@
-"""What the files of a model with a text and a vision tower say: how its texts are framed, and how vectors of
-texts and images are compared. Free of torch."""
+"""How a model with a text and a vision tower frames texts, and compares vectors of texts and images.
+
+Free of torch.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +17,23 @@ from penstock.checkpoint.files import optional_json, shown, weight_files
 from penstock.checkpoint.tensors import read_scalar
 from penstock.errors import ModelLoadError
 
-_LEGACY_EOS = 2  # of CLIP's first files; transformers then takes the highest token id for the end
+_LEGACY_EOS = 2  # in CLIP's first files; transformers then uses the highest token id
 _CANONICAL = "SiglipTokenizer"  # removes punctuation in code, as big_vision did in training
-_LEFT_PADDED = ("Gemma", "Siglip2")  # tokenizers that pad on the left where no file says otherwise
+_LEFT_PADDED = ("Gemma", "Siglip2")  # tokenizers that pad on the left by default
 
 
 class DualSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How a model with towers for texts and images reads texts and compares vectors."""
 
-    activation: Literal["softmax", "sigmoid"]  # of the scores of an image's labels
-    logit_scale: float | None  # cosines are multiplied by its exponential; None: no file has it
+    activation: Literal["softmax", "sigmoid"]  # applied to the scores of an image's labels
+    logit_scale: float | None  # cosines are multiplied by exp(logit_scale); None: not in the files
     logit_bias: float = 0.0
-    end_token: int | None = None  # a text's vector is the state of this token; None: of its last
+    end_token: int | None = None  # a text's vector is the state of this token; None: of the last token
     padded_length: int | None = None  # texts are padded to this length, and attend to the padding
     pad_token: int = 0
     pads_left: bool = False
-    strips_punctuation: bool = False  # before texts are tokenised
-    class_tokens: int = 0  # that the vision tower puts before the patches
+    strips_punctuation: bool = False  # remove punctuation before tokenising
+    class_tokens: int = 0  # number of class tokens before the patches of an image
 
 
 def read_dual(folder: Path, architecture: Architecture, config: Mapping[str, Any]) -> DualSpec:

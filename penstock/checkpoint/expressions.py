@@ -1,8 +1,8 @@
-"""Whether the regular expressions that a file brings, such as `target_modules` of an adapter, can be matched.
+"""Detects regular expressions in files that take too long to match, such as an adapter's `target_modules`.
 
-Python's `re` tries every way to match. An expression such as `((a+)+)+b` takes years,
-and holds the interpreter's lock meanwhile: no other thread of the process runs. So expressions that could do
-that are tried in a process of their own first, which can be ended.
+Python's `re` backtracks: an expression such as `((a+)+)+b` can take years. It holds the GIL meanwhile, so no
+other thread of the process runs. Expressions that could do that are first tried in a child process with a
+time limit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from penstock.isolation import isolated_python
 
 TIME_LIMIT_S = 10.0
-_MAX_REPEATS = 3  # in an expression that is not tried; a few of them take polynomial time in short names
+_MAX_REPEATS = 3  # with no more, matching a short name takes polynomial time, so it is not tried
 _MAX_NAME_CHARS = 256
 _REPEAT = re.compile(r"[*+{]")
 _REPEATED_GROUP = re.compile(r"\)[*+{]")

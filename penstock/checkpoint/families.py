@@ -1,4 +1,4 @@
-"""One record for each model family: everything that differs by family and is known without its weights.
+"""One record for each model family: everything that differs by family and does not depend on weights.
 
 Free of torch, because API processes read it. `models/registry.py` builds models from the same records, so
 a new family is one record here, the file that builds it, and a parity test.
@@ -18,9 +18,9 @@ from penstock.types import Task
 
 log = logging.getLogger("penstock.checkpoint")
 
-COLBERT_CLASS = "HF_ColBERT"  # says nothing about the backbone; model_type does
+COLBERT_CLASS = "HF_ColBERT"  # any backbone, which model_type names
 
-# What follows a family's prefix in a class name, and the head that such a checkpoint carries.
+# Suffixes of class names, after the family's prefix, and the heads of such checkpoints.
 CLASS_SUFFIXES: dict[str, Task | None] = {
     "Model": None,
     "ForMaskedLM": None,
@@ -33,11 +33,11 @@ CLASS_SUFFIXES: dict[str, Task | None] = {
     "ForProcessRewardModel": Task.REWARD,
 }
 _ENCODER_HEADS = frozenset({Task.CLASSIFY, Task.TOKEN_CLASSIFY, Task.SPARSE})
-IMAGE_SUFFIXES = ("ForConditionalGeneration", "ForRetrieval")  # of families whose prompts hold images besides
+IMAGE_SUFFIXES = ("ForConditionalGeneration", "ForRetrieval")  # also of families that mix images and text
 _DECODER_HEADS = frozenset({Task.CLASSIFY, Task.TOKEN_CLASSIFY, Task.REWARD, Task.GENERATE, Task.SPARSE})
 
 
-# The builders whose layers are divided by tensor parallelism.
+# Builders that support tensor parallelism.
 _DIVIDED = frozenset(
     {
         *("encoder:albert", "encoder:bert", "encoder:distilbert", "encoder:electra", "encoder:mpnet"),
@@ -54,26 +54,26 @@ _DIVIDED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ConfigKeys:
-    """What a family's config.json calls its sizes; the first key that is set counts."""
+    """The keys of the sizes in a family's config.json. The first key that is set is used."""
 
     hidden_size: tuple[str, ...] = ("hidden_size",)
     num_layers: tuple[str, ...] = ("num_hidden_layers",)
     num_heads: tuple[str, ...] = ("num_attention_heads",)
     intermediate_size: tuple[str, ...] = ("intermediate_size",)
     max_positions: tuple[str, ...] = ("max_position_embeddings",)
-    head_dim: tuple[str, ...] = ()  # of a family whose heads have a size of their own under this key
-    output_size: tuple[str, ...] = ()  # of the last hidden states, where it is not hidden_size
-    trained_positions: str | None = None  # limits the positions of a model with `rotary_scaling_factor`
+    head_dim: tuple[str, ...] = ()  # empty: `head_dim`, or hidden size / heads
+    output_size: tuple[str, ...] = ()  # width of the last hidden states, if not hidden_size
+    trained_positions: str | None = None  # limits positions if `rotary_scaling_factor` is set
 
 
-# For architectures that only transformers knows.
+# For architectures without a record, which transformers runs.
 ANY_KEYS = ConfigKeys(
     hidden_size=("hidden_size", "n_embd", "dim", "d_model"),
     num_layers=("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     max_positions=("max_position_embeddings", "n_positions"),
 )
 
-# Of these, the model_types whose positions are counted from pad_token_id + 1.
+# Model types without a record whose positions are counted from pad_token_id + 1.
 _COUNT_FROM_PADDING = frozenset(
     ("data2vec-text", "ibert", "longformer", "luke", "mluke", "roberta-prelayernorm", "xmod")
 )
@@ -81,57 +81,55 @@ _COUNT_FROM_PADDING = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    name: str  # its model_type, or its class name where it shares the model_type of another family
-    class_prefix: str  # class names are this and one of CLASS_SUFFIXES
+    name: str  # model_type, or the class name if another family has the same model_type
+    class_prefix: str  # class names are this prefix and one of CLASS_SUFFIXES
     builder: str  # "file:function" below penstock/models
-    heads: frozenset[Task] = _ENCODER_HEADS  # that the builder can add
-    # Which tokens see which.
-    is_decoder: bool = False  # tokens see only those before them, unless the next two or config.json differ
-    attends_both_ways: bool = False  # of a decoder: its tokens see later ones unless config.json says not
-    both_ways_key: str | None = None  # its tokens see later ones if config.json has this key
+    heads: frozenset[Task] = _ENCODER_HEADS  # heads that the builder supports
+    # Attention.
+    is_decoder: bool = False  # causal, unless the next two fields or config.json say otherwise
+    attends_both_ways: bool = False  # a bidirectional decoder, unless config.json says otherwise
+    both_ways_key: str | None = None  # bidirectional if config.json has this key
     # Sizes and positions.
     keys: ConfigKeys = field(default_factory=ConfigKeys)
     is_nested: bool = False  # config.json has the sizes of the text tower in text_config
-    outer_keys: tuple[str, ...] = ()  # of these the value beside text_config counts, not the one in it
-    nested_defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that text_config leaves out
-    default_head_dim: int | None = None  # where config.json has no head_dim; None: hidden size / heads
-    default_num_segments: int = 0  # where config.json has no type_vocab_size
-    has_experts: bool = False  # its sizes include those of experts
+    outer_keys: tuple[str, ...] = ()  # keys whose top-level value is used, not that in text_config
+    nested_defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults of missing keys
+    default_head_dim: int | None = None  # if config.json has no head_dim; None: hidden size / heads
+    default_num_segments: int = 0  # if config.json has no type_vocab_size
+    has_experts: bool = False  # check the sizes of experts too
     shares_layers: bool = False  # the layers of a group are stored once and repeated
-    has_rotary_positions: bool = False  # no table of positions is stored
+    has_rotary_positions: bool = False  # no position table is stored
     positions_follow_padding: bool = False  # positions are counted from pad_token_id + 1
-    max_row_length: int | None = None  # where positions are relative, so that config.json has no limit
-    trained_row_length: int | None = None  # the limit of a row if neither files nor flags have one
+    max_row_length: int | None = None  # limit for relative positions; config.json has none
+    trained_row_length: int | None = None  # default row limit if files and flags set none
     # Texts.
     instruction_template: str | None = None  # with {instruction}; precedes every text
-    appends_eos: bool = False  # each text ends with the eos token, which its tokenizer does not add
-    begins_with_bos: bool = False  # the bos token alone frames a text, whatever its tokenizer adds
-    colbert_markers: tuple[str, str] = ("[unused0]", "[unused1]")  # of queries and of documents
-    adapters_key: str = "lora_adaptations"  # of config.json: the names of its task adapters
-    requires_adapter: bool = False  # each request has to choose one
-    prompts: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of its published code; the first is the default
-    query_adapters: tuple[str, ...] = ()  # with which every text has the prompt of queries
+    appends_eos: bool = False  # append the eos token to each text; the tokenizer does not
+    begins_with_bos: bool = False  # add only the bos token to a text, whatever its tokenizer adds
+    colbert_markers: tuple[str, str] = ("[unused0]", "[unused1]")  # markers of queries, documents
+    adapters_key: str = "lora_adaptations"  # key with the names of task adapters
+    requires_adapter: bool = False  # each request has to choose an adapter
+    prompts: Mapping[str, str] = field(default_factory=dict)  # from published code; the first is the default
+    query_adapters: tuple[str, ...] = ()  # adapters with which every text gets the query prompt
     # Images.
-    qwen_vision: str | None = None  # the kind of its vision tower in checkpoint/qwen_vision.py; None: none
-    page_dim: int | None = None  # of token vectors of a retriever of pages, where no file has it; None: none
+    qwen_vision: str | None = None  # kind of vision tower in checkpoint/qwen_vision.py; None: none
+    page_dim: int | None = None  # default width of a page retriever's token vectors; None: not one
     has_gemma_vision: bool = False  # Gemma 4's vision tower, if its files have one
     has_siglip: bool = False  # its text model reads the patches of a SigLIP tower as tokens
-    token_dim_key: str | None = None  # of config.json: the width of token vectors beside the one vector
-    is_dual: bool = False  # texts and images have towers of their own, and vectors in one space
-    vision_defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that vision_config leaves out
+    token_dim_key: str | None = None  # key of the token vectors' width, if they have their own
+    is_dual: bool = False  # separate towers for texts and images, one vector space
+    vision_defaults: Mapping[str, Any] = field(default_factory=dict)  # the same for vision_config
     # Pooling.
-    pooling: str = "mean"  # where no file names a method and tokens see the whole text
-    causal_pooling: str = "last"  # the same where they see only what comes before
-    has_own_pooling: bool = False  # its published code pools, whatever modules.json lists
-    pools_prompt: bool = True  # where no file says whether pooling reads the tokens of a prompt
+    pooling: str = "mean"  # default method with bidirectional attention
+    causal_pooling: str = "last"  # default method with causal attention
+    has_own_pooling: bool = False  # pools as in its published code; modules.json is ignored
+    pools_prompt: bool = True  # whether to pool the tokens of a prompt, if no file says
     embed_mark: str | None = None  # mean pooling starts after this text
     # Scores and generation.
-    score_prompts: tuple[str, ...] = ()  # of its rerankers: names in checkpoint/rerankers.py
+    score_prompts: tuple[str, ...] = ()  # prompts of its rerankers, named in checkpoint/rerankers.py
     is_listwise: bool = False  # scores a whole list of documents in one row
-    why_whole_rows: str | None = None  # why a row has to run in one step; None: it may be spread over several
-    generates_by_default: bool = False  # the bare class has a language-model head and is meant to generate
+    why_whole_rows: str | None = None  # why a row cannot be split over several steps; None: it can
+    generates_by_default: bool = False  # the bare class has a language-model head and is intended to generate
 
     @property
     def is_divided(self) -> bool:
@@ -144,16 +142,16 @@ class Family:
 
     @property
     def mixes_images(self) -> bool:
-        """Whether images stand among the tokens of a text."""
+        """Whether a row can contain both text and images."""
         return self.reads_images and not self.is_dual
 
     @property
     def has_rope_axes(self) -> bool:
-        """Whether tokens of images have positions in time, down and across (M-RoPE)."""
+        """Whether image tokens have positions in time, down and across (M-RoPE)."""
         return self.qwen_vision is not None
 
     def is_causal(self, config: Mapping[str, Any]) -> bool:
-        """Whether tokens see only those before them: config.json's value, else the family's."""
+        """Whether attention is causal, from config.json or otherwise the family's default."""
         if not self.is_decoder:
             return False
         if (causal := _boolean(config, "is_causal")) is not None:
@@ -219,7 +217,7 @@ _EMBEDDING_GEMMA2_FACTS: dict[str, Any] = {  # a backbone without heads
     "keys": ConfigKeys(output_size=("embedding_dim",)),
 }
 _GEMMA_FACTS: dict[str, Any] = {"score_prompts": ("bge-reranker-v2-gemma",), "default_head_dim": 256}
-_GEMMA3_TOWER_DEFAULTS: dict[str, Any] = {  # what transformers assumes; published files leave much of it out
+_GEMMA3_TOWER_DEFAULTS: dict[str, Any] = {  # defaults of transformers; published files omit most of these
     "vocab_size": 262_208,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -243,7 +241,7 @@ _QWEN3_VL_FACTS = _QWEN_VL_FACTS | {
     "default_head_dim": 128,
     "score_prompts": ("qwen3-vl-reranker",),
 }
-_RETRIEVER: dict[str, Any] = {"heads": frozenset()}  # a backbone for vectors alone
+_RETRIEVER: dict[str, Any] = {"heads": frozenset()}  # a backbone without heads
 _CLIP_SIZES: dict[str, Any] = {"num_hidden_layers": 12, "layer_norm_eps": 1e-5, "hidden_act": "quick_gelu"}
 _CLIP_FACTS: dict[str, Any] = {
     "is_nested": True,
@@ -290,7 +288,7 @@ _SIGLIP_FACTS: dict[str, Any] = {
 }
 _SIGLIP_VISION: dict[str, Any] = {**_SIGLIP_SIZES, "num_channels": 3, "patch_size": 16}
 _PALIGEMMA_FACTS: dict[str, Any] = {
-    "attends_both_ways": True,  # image, prompt and query are all prefix
+    "attends_both_ways": True,  # image, prompt and query are all part of the prefix
     "is_nested": True,
     "has_siglip": True,
     "begins_with_bos": True,
@@ -325,8 +323,8 @@ _RECORDS = (
         heads=frozenset(),
         default_head_dim=128,
     ),
-    # colpali-engine's classes: Bi* give one vector, Col* one for each token. transformers' own classes of
-    # retrievers have a model of any of the three kinds in vlm_config.
+    # colpali-engine's classes: Bi* give one vector, Col* one for each token. transformers' own retriever
+    # classes nest a model of any of the three kinds in vlm_config.
     _decoder("BiQwen2", "BiQwen2", "qwen_vl:qwen2_vl", **_QWEN2_VL_FACTS | _RETRIEVER),
     _decoder("BiQwen2_5", "BiQwen2_5", "qwen_vl:qwen2_5_vl", **_QWEN2_5_VL_FACTS | _RETRIEVER),
     _decoder("BiQwen3", "BiQwen3", "qwen_vl:qwen3_vl", **_QWEN3_VL_FACTS | _RETRIEVER),
@@ -416,7 +414,7 @@ _RECORDS = (
         "jina_embeddings_v5",
         "JinaEmbeddingsV5",
         "jina_v5:jina_embeddings_v5",
-        both_ways_key="mask_token_id",  # of EuroBERT, the base of the nano size; the other's base is Qwen3
+        both_ways_key="mask_token_id",  # set for the nano size (EuroBERT); the other is causal (Qwen3)
         adapters_key="task_names",
         requires_adapter=True,
         has_own_pooling=True,
@@ -525,15 +523,15 @@ FAMILIES: dict[str, Family] = {family.name: family for family in _RECORDS}
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What config.json names: a class of a family, or a family's model_type alone."""
+    """The architecture that config.json names: a class of a family, or only a family's model_type."""
 
     name: str
     family: Family
-    suffix: str = ""  # of CLASS_SUFFIXES; "" for a bare model_type and for classes without one
+    suffix: str = ""  # class suffix; "" for a model_type, and for classes without one
 
     @property
     def head(self) -> Task | None:
-        """The head that the checkpoint carries."""
+        """The head of the checkpoint, according to its class."""
         return CLASS_SUFFIXES.get(self.suffix)
 
     @property
@@ -550,7 +548,7 @@ class Architecture:
 
     @property
     def is_process_reward_model(self) -> bool:
-        """Rewards each step of a text instead of the whole."""
+        """Whether it rewards each step of a text instead of the whole text."""
         return self.suffix == "ForProcessRewardModel"
 
     @property
@@ -570,12 +568,14 @@ class Architecture:
         return self.name == COLBERT_CLASS
 
 
-_PROJECTED_QWEN3 = "VoyageQwen3BidirectionalEmbedModel"  # vLLM's name, which its users set
+_PROJECTED_QWEN3 = "VoyageQwen3BidirectionalEmbedModel"  # vLLM's name for the class
 
 
 def read_architecture(file: Path, config: Mapping[str, Any], *, native: bool = True) -> Architecture:
-    """The architecture that `config`, from `file`, names. It is refused here unless a record covers it or
-    transformers is to run it (`native` False)."""
+    """The architecture that `config`, from `file`, names.
+
+    If `native`, an architecture without a record is refused; otherwise transformers runs it.
+    """
     name = _named(file, config)
     return find_architecture(name, config) if native else _any_architecture(name, config)
 
@@ -586,7 +586,9 @@ _ROPE_KEYS = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "rope_l
 def text_tower(architecture: Architecture, file: Path, config: dict[str, Any]) -> dict[str, Any]:
     """The configuration of the part that reads text: all of `config`, unless the family nests it.
 
-    Keys of the text tower win, except for what names the architecture."""
+    Keys of text_config take precedence, except those that name the architecture and the family's
+    `outer_keys`.
+    """
     if architecture.family.page_dim is not None and "vlm_config" in config:
         config = _unwrapped(file, config)
     nested = config.get("text_config")
@@ -601,7 +603,7 @@ def text_tower(architecture: Architecture, file: Path, config: dict[str, Any]) -
     if not isinstance(nested, dict):
         raise ModelLoadError(f"{file} has text_config = {nested!r}; it has to be an object", param="model")
     hidden = {"text_config"}
-    if any(nested.get(key) for key in _ROPE_KEYS):  # these mean something together only
+    if any(nested.get(key) for key in _ROPE_KEYS):  # these keys are only meaningful together
         hidden |= _ROPE_KEYS
         _report_rope(file, config, nested)
     outer = {key: value for key, value in config.items() if key not in hidden}
@@ -615,7 +617,7 @@ def text_tower(architecture: Architecture, file: Path, config: dict[str, Any]) -
 
 
 def _report_rope(file: Path, config: Mapping[str, Any], nested: Mapping[str, Any]) -> None:
-    """Warn about rotary options beside a text_config that has others."""
+    """Warn about top-level rotary options that differ from those in text_config."""
     newer = nested.get("rope_parameters")
     within = {**(newer if isinstance(newer, dict) else {}), **nested}
     if ignored := [key for key in sorted(_ROPE_KEYS) if config.get(key) not in (None, within.get(key))]:
@@ -627,8 +629,8 @@ def _report_rope(file: Path, config: Mapping[str, Any], nested: Mapping[str, Any
 
 
 def _unwrapped(file: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a retriever's model, which transformers nests in vlm_config, with the retriever's
-    own keys."""
+    """Merge the configuration of a retriever's model, which transformers nests in vlm_config, with the
+    retriever's own keys."""
     inner = config["vlm_config"]
     if not isinstance(inner, dict):
         raise ModelLoadError(f"{file} has vlm_config = {inner!r}; it has to be an object", param="model")
@@ -657,7 +659,7 @@ def find_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
 
 
 def _any_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
-    """For a model that transformers runs: its record, else defaults of the family with the nearest name."""
+    """The architecture of a model that transformers runs. Without a record, the closest one is used."""
     try:
         return find_architecture(name, config)
     except ModelLoadError:
@@ -691,8 +693,10 @@ def _named(file: Path, config: Mapping[str, Any]) -> str:
 
 
 def _projects_both_ways(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether config.json has voyage-4-nano's own class. The class it names for transformers may be Qwen3's,
-    without the projection."""
+    """Whether config.json names voyage-4-nano's own class, in `architectures` or in auto_map.
+
+    `architectures` may name Qwen3's class, which lacks the projection.
+    """
     code = config.get("auto_map")
     places = code.values() if isinstance(code, dict) else ()
     named = [name, *(str(place).rpartition(".")[2] for place in places)]

@@ -17,12 +17,12 @@ from penstock.errors import ModelLoadError
 CHAT_END_MODULE = "ZembedTransformer"  # of zembed-1; its code ends each text as a chat template would
 TRANSFORMER_MODULES = ("Transformer", "MLMTransformer", "CLIPModel", CHAT_END_MODULE)
 MASK_MODULE = "MultiVectorMask"
-QUANTIZER_MODULE = "FlexibleQuantizer"  # of pplx-embed
+QUANTIZER_MODULE = "FlexibleQuantizer"  # used by pplx-embed
 MAX_JSON_BYTES = 256 << 20  # the largest tokenizer.json in use has some 40 MB
 STATIC_MODULE = "StaticEmbedding"
 SPARSE_STATIC_MODULE = "SparseStaticEmbedding"
 ROUTER_MODULES = ("Router", "Asym")  # two names of one class
-# Where a folder's weights are, the best first: an index of several files, or one file.
+# Weight files in order of preference, each as an index of shards or one file.
 _WEIGHTS = (
     ("model.safetensors.index.json", "model.safetensors"),
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
@@ -54,18 +54,18 @@ class Module(NamedTuple):
     """An entry of modules.json."""
 
     kind: str  # the class name without its package
-    path: str  # of its folder, below the model's
+    path: str  # path of its folder below the model's
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFiles:
-    """What the files of a model folder hold."""
+    """The content of the files of a model folder."""
 
     root: Path  # holds modules.json; paths of modules are below it
     folder: Path  # holds the model's config.json, tokenizer and weights: the root, or a module's folder
-    config: dict[str, Any]  # config.json under the caller's overrides
+    config: dict[str, Any]  # config.json with the caller's overrides
     overrides: dict[str, Any]
-    modules: tuple[Module, ...]  # of the sentence-transformers layout; none for a plain checkpoint
+    modules: tuple[Module, ...]  # of the sentence-transformers layout; empty for a plain checkpoint
     transformer: dict[str, Any]  # options of the Transformer module
     sentence_transformers: dict[str, Any]  # config_sentence_transformers.json
 
@@ -88,7 +88,7 @@ class CheckpointFiles:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():  # a pipe would never end
+    if not file.is_file():  # reading a pipe would never end
         raise ModelLoadError(f"{file.parent} is not a model folder: it has no {file.name}", param="model")
     value = _decode(file)
     if not isinstance(value, dict):
@@ -142,7 +142,7 @@ def mapping(values: Mapping[str, Any], key: str, *, file: Path) -> dict[str, Any
 
 @contextmanager
 def usable_values(folder: Path) -> Iterator[None]:
-    """Turn an error about a value of an unforeseen kind into one about the model in `folder`."""
+    """Turn errors from unexpected values into a `ModelLoadError` that names `folder`."""
     try:
         yield
     except _UNUSABLE as error:
@@ -152,18 +152,20 @@ def usable_values(folder: Path) -> Iterator[None]:
 
 
 def shown(value: Any) -> str:
-    """A value from a file in an error message, shortened."""
+    """Shorten a value from a file for an error message."""
     return _SHORT.repr(value)
 
 
 def first_names(names: Sequence[str], most: int = 8) -> str:
-    """The names in a message; a long list is shortened."""
+    """Join names for a message, at most `most` of them."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a folder, whether or not they exist; none if it names none. Those of safetensors
-    are preferred; `pytorch_model.bin` is used where there are no others."""
+    """The weight files of a folder; empty if there are none. Shards that an index names may be missing.
+
+    safetensors files are preferred to `pytorch_model.bin`.
+    """
     for index, single in _WEIGHTS:
         if (folder / index).is_file():
             return [inside(folder, name, folder / index) for name in sorted(set(_weight_map(folder / index)))]
@@ -180,7 +182,7 @@ def _weight_map(index: Path) -> list[str]:
 
 
 def inside(folder: Path, name: str, file: Path) -> Path:
-    """The path `name`, which `file` gives relative to `folder`. It may not lead out of it."""
+    """Resolve `name`, which `file` gives relative to `folder`. Paths that lead out of it are refused."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\0" in name:
         raise ModelLoadError(f"{file} names {shown(name)}, which is outside of the model's folder")
@@ -202,7 +204,7 @@ def read_modules(file: Path) -> tuple[Module, ...]:
 
 
 def named_module(file: Path, kind: str, path: str, more: tuple[str, ...] = ()) -> Module:
-    """The module of class `kind` that `file` names. `more` are classes that are supported here alone."""
+    """The module of class `kind` that `file` names. `more` are classes that only this file supports."""
     module = Module(kind.rsplit(".", 1)[-1], path)
     inside(file.parent, path, file)
     supported = (*_KNOWN_MODULES, *more)

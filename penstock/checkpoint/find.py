@@ -22,7 +22,7 @@ _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def find(model: str | None, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """The folder that holds `model`. Downloads a hub id into `download_dir`, or else the standard cache."""
+    """The folder that holds `model`. Downloads a hub id into `download_dir` or the standard cache."""
     if model is None:
         return default_folder()
     path = Path(model).expanduser()

@@ -1,7 +1,7 @@
-"""What stands around the texts and images of embedders that are chat models.
+"""The prompt template around the texts and images of chat models that embed.
 
-Published ones are known by name. A sentence-transformers layout says it by its chat template, which is
-rendered once with marks in the places of prompt and text. Free of torch.
+Published models are recognised by name. A sentence-transformers layout has the template as a chat template,
+which is rendered once with placeholders for prompt and text. Free of torch.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from penstock.errors import ModelLoadError
 _TURN = "<|im_start|>system\n{prompt}<|im_end|>\n<|im_start|>user\n"
 _ANSWER = "<|im_end|>\n<|im_start|>assistant\n"
 _TEXT, _PROMPT = "\ue000t\ue000", "\ue000p\ue000"
-_PROBE = "  Ab{c}\u0301 <D> \n"  # a template that changes it changes texts
+_PROBE = "  Ab{c}\u0301 <D> \n"  # a template that changes this text changes others too
 
 
 class TextFrame(msgspec.Struct, frozen=True, kw_only=True):
     """A text is written between `begin` and `end`, or with a prompt between `prompted` and `end`."""
 
     begin: str = ""
-    prompted: str | None = None  # with {prompt}; None: a prompt stands right before the text
+    prompted: str | None = None  # with {prompt}; None: the prompt is put directly before the text
     end: str = ""
-    ends_sentences: bool = False  # a prompt that does not end with punctuation gets a full stop
+    ends_sentences: bool = False  # add a full stop to a prompt that does not end with punctuation
 
 
 class _Embedder(NamedTuple):
-    names: str  # a pattern that its published names match, lower case
-    prompt: str  # where the caller gives none
+    names: str  # pattern of the published names, in lower case
+    prompt: str  # default prompt
     end: str
     ends_sentences: bool = False
 
 
-# As in the code that is published with the models: gme_inference.py in GME's repositories, and
-# src/models/qwen3_vl_embedding.py in QwenLM/Qwen3-VL-Embedding. Their files say nothing of it.
+# From the code that is published with the models: gme_inference.py in GME's repositories, and
+# src/models/qwen3_vl_embedding.py in QwenLM/Qwen3-VL-Embedding. Their configuration files do not have it.
 _EMBEDDERS = (
     _Embedder(r"gme-?qwen2-?vl", "You are a helpful assistant.", _ANSWER + "<|endoftext|>"),
     _Embedder(r"qwen3-vl-embedding", "Represent the user's input.", _ANSWER, ends_sentences=True),
@@ -45,7 +45,7 @@ _EMBEDDERS = (
 
 
 def published_frame(identity: Identity) -> TextFrame:
-    """The frame of a checkpoint that goes by a published name; an empty one for any other."""
+    """The frame of a checkpoint with a published name; an empty one for any other."""
     for embedder in _EMBEDDERS:
         if identity.is_named(embedder.names, with_origin=True):
             return TextFrame(
@@ -59,7 +59,7 @@ def published_frame(identity: Identity) -> TextFrame:
 
 def message_frame(files: CheckpointFiles) -> TextFrame:
     """The frame of a sentence-transformers layout that writes texts as messages; an empty one for others.
-    A prompt is the message of the system there."""
+    The prompt is the system message."""
     if "message" not in (files.transformer.get("modality_config") or {}):
         return TextFrame()
     from penstock.checkpoint.pair_template import find_template  # Jinja is not needed otherwise

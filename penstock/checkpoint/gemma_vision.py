@@ -41,7 +41,7 @@ class GemmaVision:
 
 
 def read_gemma_vision(folder: Path | None, config: Mapping[str, Any]) -> GemmaVision | None:
-    """None for a text model. `config` is config.json's."""
+    """Read tower and image processor; None for a text model. `config` is the content of config.json."""
     values = config.get("vision_config")
     pixels = None if folder is None or values is None else read_image_processor(folder, config)
     if pixels is None:
@@ -94,8 +94,8 @@ def _read_shape(values: Mapping[str, Any]) -> GemmaVisionShape:
 
 
 _ROPE_TYPES = ("axial", "default")  # two names of the same type
-# Keys of training and of libraries. attention_bias has no effect: projections never have a bias. Nothing
-# reads max_position_embeddings.
+# Keys for training and for libraries. attention_bias has no effect: projections never have a bias.
+# max_position_embeddings is not used.
 _HARMLESS = """
 architectures attention_bias attention_dropout attn_implementation chunk_size_feed_forward
 default_output_length dtype global_head_dim id2label initializer_range is_encoder_decoder label2id

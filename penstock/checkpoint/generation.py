@@ -1,4 +1,4 @@
-"""Whether a checkpoint generates text, and which tokens end what it generates."""
+"""Whether a checkpoint can generate text, and which tokens end a sequence."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from penstock.checkpoint.pickles import may_hold
 from penstock.checkpoint.tensors import header_bytes
 
 _HEAD = "lm_head.weight"
-_HEADS = (_HEAD, "lm_head.weight_packed", "lm_head.qweight")  # the others: of quantised checkpoints
+_HEADS = (_HEAD, "lm_head.weight_packed", "lm_head.qweight")  # the others are in quantised checkpoints
 
 
 def eos_token_ids(files: CheckpointFiles) -> tuple[int, ...]:
-    """From generation_config.json, else config.json."""
+    """The tokens that end a sequence, from generation_config.json or otherwise config.json."""
     generation = optional_json(files.folder / "generation_config.json")
     ids = generation.get("eos_token_id", files.config.get("eos_token_id"))
     if ids is None:
@@ -38,7 +38,10 @@ def why_not_generate(folder: Path, architecture: Architecture, config: Mapping[s
 
 
 def _has_head(folder: Path) -> bool:
-    """Some checkpoints are saved without the head of their architecture. Without weights, assume it."""
+    """Whether the weights include a language-model head, which some checkpoints are saved without.
+
+    True if there are no weight files.
+    """
     for kind in ("model.safetensors", "pytorch_model.bin"):
         if (where := optional_json(folder / f"{kind}.index.json").get("weight_map")) is not None:
             return any(name.endswith(_HEADS) for name in where)
@@ -52,6 +55,6 @@ def _may_hold(file: Path) -> bool:
         return any(may_hold(file, head) for head in _HEADS)
     try:
         header = header_bytes(file)
-    except ValueError:  # loading the weights says what is wrong with the file
+    except ValueError:  # the error is reported when the weights are loaded
         return False
     return any(f'{head}"'.encode() in header for head in _HEADS)

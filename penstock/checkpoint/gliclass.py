@@ -16,7 +16,7 @@ from penstock.checkpoint.gliner import allow_long_rows, check_encoder
 from penstock.errors import ModelLoadError
 
 GLICLASS_CLASS = "GLiClassModel"
-# Options with the values that are supported; the first is what a file without the option means.
+# Supported values of each option. The first is the default of a file without the option.
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "architecture_type": ("uni-encoder",),
     "scorer_type": ("simple", "weighted-dot", "mlp"),
@@ -37,9 +37,9 @@ class ZeroShotSpec(msgspec.Struct, frozen=True):
     label_token_id: int
     separator_id: int
     is_prompt_first: bool  # the labels precede the text
-    pooling: str  # of the text's tokens
+    pooling: str  # pooling of the text's tokens
     reads_text_only: bool  # pooling begins at the separator
-    reads_label_token: bool  # a label's state is that of its marker; otherwise that of the token after it
+    reads_label_token: bool  # a label's state is its marker's; otherwise the next token's
     label_token: str = "<<LABEL>>"
     separator: str = "<<SEP>>"
 
@@ -94,7 +94,7 @@ def encoder_config(file: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_zero_shot(config: Mapping[str, Any]) -> ZeroShotSpec | None:
-    """None for a model that is no GLiClass."""
+    """Read the options of a GLiClass model; None for other models."""
     settings = config.get("gliclass")
     if not isinstance(settings, Mapping):
         return None
@@ -109,6 +109,6 @@ def read_zero_shot(config: Mapping[str, Any]) -> ZeroShotSpec | None:
 
 
 def _token_index(config: Mapping[str, Any], encoder: Mapping[str, Any], key: str, beyond: int) -> int:
-    """The id of a marker; a file without it counts it from the size of the vocabulary."""
+    """The id of a marker. If the file has none, it is the vocabulary size plus `beyond`."""
     found = optional_integer(config, key)
     return int(encoder.get("vocab_size", 0)) + beyond if found in (None, -1) else int(found or 0)

@@ -15,13 +15,13 @@ from penstock.checkpoint.files import optional_integer, positive_integer, read_j
 from penstock.errors import ModelLoadError
 
 GLINER_FILE = "gliner_config.json"
-GLINER_CLASS = "GLiNERModel"  # what the derived configuration calls the architecture
-ENCODERS = ("deberta-v2", "modernbert")  # model types; the first is meant where a file names none
-TOKEN_LEVEL = "token_level"  # a span mode: words are scored, not spans
-_MAX_POSITIONS = 2048  # of an encoder that knows relative positions only
+GLINER_CLASS = "GLiNERModel"  # the architecture in the derived configuration
+ENCODERS = ("deberta-v2", "modernbert")  # supported model types; the first is the default
+TOKEN_LEVEL = "token_level"  # the span mode in which words are scored, not spans
+_MAX_POSITIONS = 2048  # encoders with only relative positions accept rows of at least this length
 _MODEL_TYPES = (None, "gliner", "gliner_uni_encoder_span", "gliner_uni_encoder_token")
 _SPAN_MODES = ("markerV0", "marker", TOKEN_LEVEL)
-# Options with the values that are supported; the first is what a file without the option means.
+# Supported values of each option. The first is the default of a file without the option.
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "model_type": _MODEL_TYPES,
     "span_mode": _SPAN_MODES,
@@ -62,7 +62,7 @@ def _deberta_v3(hidden: int, layers: int, heads: int, **others: Any) -> dict[str
     return _DEBERTA_V3 | sizes | {"intermediate_size": 4 * hidden} | others
 
 
-# Encoders that older files name without their configuration.
+# Encoders that older files name without including their configuration.
 _ENCODERS: dict[str, dict[str, Any]] = {
     "microsoft/deberta-v3-xsmall": _deberta_v3(384, 12, 6),
     "microsoft/deberta-v3-small": _deberta_v3(768, 6, 12),
@@ -77,12 +77,11 @@ class EntitySpec(msgspec.Struct, frozen=True):
 
     label_token: str  # precedes each label
     separator: str  # between the labels and the text
-    label_token_id: int  # -1: the file does not say
-    max_words: int  # of a text
-    max_width: int  # words of the longest span; 0: words are scored, not spans
-    reads_label_token: bool = (
-        True  # a label's state is that of its marker; otherwise that of the token after it
-    )
+    label_token_id: int  # -1: not in the file
+    max_words: int  # words read of each text
+    max_width: int  # words in the longest span; 0: words are scored, not spans
+    # Whether the state of a label is that of its marker, or that of the token after the marker.
+    reads_label_token: bool = True
 
     @property
     def is_token_level(self) -> bool:
@@ -94,7 +93,7 @@ class EntitySpec(msgspec.Struct, frozen=True):
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """config.json, or what `gliner_config.json` says in the same form."""
+    """Read config.json, or convert `gliner_config.json` to the same form."""
     return gliner_config(folder / GLINER_FILE) if is_gliner(folder) else read_json(folder / "config.json")
 
 
@@ -137,7 +136,7 @@ def gliner_config(file: Path) -> dict[str, Any]:
 
 
 def read_entities(config: Mapping[str, Any]) -> EntitySpec | None:
-    """None for a model with fixed labels."""
+    """Read the options of a GLiNER model; None for a model with fixed labels."""
     settings = config.get("gliner")
     if not isinstance(settings, Mapping):
         return None
@@ -163,7 +162,7 @@ def check_encoder(file: Path, encoder: dict[str, Any], model: str) -> None:
 
 
 def allow_long_rows(encoder: dict[str, Any]) -> dict[str, Any]:
-    """An encoder's configuration with the positions that its relative distances allow."""
+    """Raise the maximum row length of an encoder that has only relative positions."""
     positions = encoder.get("max_position_embeddings")
     has_relative_positions = (
         encoder.get("relative_attention") and encoder.get("position_biased_input") is False

@@ -24,28 +24,28 @@ _TEXTS = (".json", ".txt", ".model", ".jinja")
 _ROOT_TEXTS = ("README.md", "artifact.metadata")  # the card, and settings of stanford's ColBERT models
 # Pickled weights, and the safetensors that replace them in the same folder.
 _PICKLES = (("pytorch_model", "model"), ("adapter_model", "adapter_model"))
-_COPIES = re.compile(
-    r"consolidated[\w.-]*\.safetensors|(tf|flax|rust)_model.*"
-)  # of weights in other layouts
+_COPIES = re.compile(r"consolidated[\w.-]*\.safetensors|(tf|flax|rust)_model.*")  # weights in other layouts
 _TRAINING = ("optimizer.pt", "scheduler.pt", "scaler.pt", "training_args.bin", "trainer_state.json")
-# Folders with the model in forms for other runtimes, and those with no model at all.
+# Folders with files for other runtimes, and folders without a model.
 _OTHER_FOLDERS = re.compile(
     r"\.|_?onnx|openvino|coreml|gguf|ggml|original|tensorrt|mlx|checkpoint-|runs$|logs$|eval|results?$|"
     r"assets$|images?$|figures?$|examples?$|data$|datasets?$|scripts?$|tests?$"
 )
-_MAX_DEPTH = 4  # parts of a path, such as adapters/retrieval/adapter_config.json
+_MAX_DEPTH = 4  # parts of a path; adapters/retrieval/adapter_config.json has 3
 _LOG_INTERVAL_S = 10.0
 _TRUE = ("1", "ON", "YES", "TRUE")
 
 
 class HubFile(NamedTuple):
     name: str  # its path in the repository
-    size: int  # bytes; 0 where the hub does not say
+    size: int  # bytes; 0 if unknown
 
 
 def select_files(names: Iterable[str]) -> list[str]:
-    """The files of a repository that Penstock reads. A folder's pickles are read only where it has no
-    safetensors in their place."""
+    """Select the files of a repository that Penstock reads.
+
+    Pickles are left out if their folder has safetensors that replace them.
+    """
     paths = [path for name in names if _is_readable(path := PurePosixPath(name))]
     safe = [path for path in paths if path.suffix == ".safetensors"]
 
@@ -73,7 +73,7 @@ def _is_readable(path: PurePosixPath) -> bool:
 
 
 def fetch(model: str, revision: str | None, download_dir: str | None) -> Path:
-    """The folder of a hub model's files. Fetches those that are not in the cache."""
+    """Fetch the files of a hub model that are not cached, and return their folder."""
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     named = f"{model} at revision {revision}" if revision else model
@@ -97,7 +97,7 @@ def fetch(model: str, revision: str | None, download_dir: str | None) -> Path:
 def _cached_snapshot(model: str, revision: str | None, download_dir: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
-    # The pattern keeps files that were never meant to be fetched from counting as missing.
+    # Without the pattern, files that are never fetched would count as missing.
     return Path(
         snapshot_download(
             model,
@@ -149,7 +149,7 @@ def is_cached(model: str, name: str, revision: str | None = None, download_dir: 
 
 
 def _announce(model: str, missing: list[HubFile], download_dir: str | None) -> None:
-    """Say what will be fetched. Refuse it if it has no room."""
+    """Log what will be fetched, and refuse it if the disk has too little space."""
     from huggingface_hub import constants
 
     folder = Path(download_dir or constants.HF_HUB_CACHE).expanduser()
@@ -169,7 +169,7 @@ def _count(files: list[HubFile]) -> str:
 
 
 def _logged_progress(model: str) -> Any:
-    """A progress bar that writes lines to the log, for output that is no terminal."""
+    """A progress bar that writes lines to the log, for output that is not a terminal."""
     from tqdm.auto import tqdm
 
     class LoggedProgress(tqdm):  # type: ignore[misc]

@@ -1,7 +1,6 @@
-"""What a checkpoint calls itself: its names and the tags of its model card.
+"""The names of a checkpoint, and the tag of its model card.
 
-Many rerankers and embedders are published as plain language models. Their names and tags are then all that
-tells them apart from one.
+Many rerankers and embedders are published as plain language models. Only their names and tags identify them.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ _RERANKER_TAG, _EMBEDDER_TAGS = "text-ranking", ("sentence-similarity", "feature
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    names: tuple[str, ...]  # lower case: as it is served, of its folder, on the hub
-    origin: str = ""  # what it was saved or trained from, lower case; "" if config.json does not say
+    names: tuple[str, ...]  # served name, folder names and hub id, in lower case
+    origin: str = ""  # the model it was saved or trained from, in lower case; "" if unknown
     card_tag: str = ""  # pipeline_tag of README.md
-    base_names: tuple[str, ...] = ()  # of the model that an adapter is merged into, lower case
+    base_names: tuple[str, ...] = ()  # names of the model that an adapter is merged into, in lower case
 
     def is_named(self, pattern: str, *, with_origin: bool) -> bool:
         names = (*self.names, self.origin) if with_origin else self.names
@@ -56,7 +55,7 @@ def read_identity(folder: Path, served_name: str, config: Mapping[str, Any]) -> 
 
 
 def names_of(folder: Path, served_name: str) -> tuple[str, ...]:
-    """What a model is called, in lower case: as it is served, its folder, and on the hub."""
+    """The names of a model in lower case: served name, folder names and hub id."""
     names = [served_name, folder.name, folder.resolve().name]
     names += [found[1].replace("--", "/") for part in folder.parts if (found := _HUB_FOLDER.fullmatch(part))]
     return tuple(dict.fromkeys(name.lower() for name in names))

@@ -1,4 +1,4 @@
-"""What a model's files say about preparing images: `ImageProcessorSpec`, and how its kinds differ.
+"""How a model prepares images: `ImageProcessorSpec`, with one geometry class for each kind of processor.
 
 `image_processor_files.py` reads it. Free of torch.
 """
@@ -14,10 +14,10 @@ Channels = tuple[float, float, float]  # red, green, blue
 class FixedSize(msgspec.Struct, frozen=True, tag="fixed"):
     """Every image gets the same size: CLIP, SigLIP, PaliGemma, ViT, BLIP, Gemma 3."""
 
-    size: Size  # of every prepared image
+    size: Size  # size of every prepared image
     resize: Size | None = None  # an image is resized to this, whatever its aspect ratio
-    shortest_edge: int | None = None  # or so that its shorter edge has this length
-    is_cropped: bool = False  # then the centre is cut out, with black borders where it is too small
+    shortest_edge: int | None = None  # or: it is resized so that its shorter edge has this length
+    is_cropped: bool = False  # then crop the centre, with black borders if it is too small
 
 
 class MaxPatches(msgspec.Struct, frozen=True, tag="max_patches"):
@@ -32,18 +32,18 @@ class PixelRange(msgspec.Struct, frozen=True, tag="pixel_range"):
 
     min_pixels: int
     max_pixels: int
-    merge_size: int  # patches of one token, down and across; they are neighbours in the order of patches
-    temporal_patch_size: int  # frames of one patch; an image fills all of them, and is sent once
+    merge_size: int  # patches per token, down and across; they are adjacent in patch order
+    temporal_patch_size: int  # frames per patch; an image is repeated in all of them, but sent once
     is_resized: bool = True
     sides_have_a_token: bool = False  # round each side up to one token before the area is checked
-    first_range: tuple[int, int] | None = None  # of pixels: an image is first resized to fit it
+    first_range: tuple[int, int] | None = None  # (min, max) pixels that an image is resized to first
 
 
 class SoftTokens(msgspec.Struct, frozen=True, tag="soft_tokens"):
     """As many pooled tokens as a budget allows: Gemma 4's tower, which EmbeddingGemma 2 has."""
 
     max_soft_tokens: int
-    pooling_kernel_size: int  # patches of one token, down and across
+    pooling_kernel_size: int  # patches per token, down and across
     is_resized: bool = True
 
 
@@ -51,7 +51,7 @@ class Tiles(msgspec.Struct, frozen=True, tag="tiles"):
     """Square tiles of a large version of the image, then the whole image as one tile: Idefics 3, SmolVLM,
     ModernVBERT."""
 
-    longest_edge: int  # of the large version
+    longest_edge: int  # longest edge of the large version
     tile_size: int
     is_split: bool = True  # otherwise the whole image is the only tile
 
@@ -65,11 +65,11 @@ class ImageProcessorSpec(msgspec.Struct, frozen=True, kw_only=True):
     geometry: Geometry
     patch_size: int
     channels_last: bool = False  # values of a patch are (row, column, channel), not (channel, row, column)
-    resample: int  # Pillow's number of the filter
+    resample: int  # number of the filter in Pillow
     rescale_factor: float = 1 / 255  # 1: values stay 0 to 255
     mean: Channels = (0.0, 0.0, 0.0)
     std: Channels = (1.0, 1.0, 1.0)
-    tokens_per_tile: int | None = None  # placeholders, where each tile has the same number; 0: none at all
+    tokens_per_tile: int | None = None  # placeholders per tile; 0: none; None: depends on the image size
 
     @property
     def values_per_patch(self) -> int:
@@ -77,7 +77,7 @@ class ImageProcessorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_patches(self) -> int:
-        """The most patches that one image can have."""
+        """Maximum number of patches of one image."""
         geometry = self.geometry
         if isinstance(geometry, FixedSize):
             return (geometry.size[0] // self.patch_size) * (geometry.size[1] // self.patch_size)
@@ -91,7 +91,7 @@ class ImageProcessorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tile_patches(self) -> int:
-        """Patches down and across of a tile, or of an image of a middle size where sizes differ."""
+        """Patches along each side of a tile, or of an image of medium size if sizes differ."""
         geometry = self.geometry
         if isinstance(geometry, FixedSize):
             return geometry.size[0] // self.patch_size
@@ -103,11 +103,11 @@ class ImageProcessorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sizes_differ(self) -> bool:
-        """Whether images keep sizes of their own, with a number of tokens for each."""
+        """Whether the number of tokens depends on the size of an image."""
         return isinstance(self.geometry, PixelRange | SoftTokens)
 
     def tokens_of(self, num_patches: int) -> int:
-        """Tokens that stand for a tile of so many patches."""
+        """Number of tokens of a tile with `num_patches` patches."""
         if isinstance(self.geometry, PixelRange):
             return num_patches // self.geometry.merge_size**2
         if isinstance(self.geometry, SoftTokens):
@@ -123,4 +123,4 @@ class ImageProcessorSpec(msgspec.Struct, frozen=True, kw_only=True):
         return tiles * tiles + 1
 
 
-MAX_SPLIT_EDGE = 4096  # of the large version of an image that is split into tiles
+MAX_SPLIT_EDGE = 4096  # pixels; maximum edge of an image before it is split into tiles

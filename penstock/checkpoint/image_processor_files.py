@@ -1,8 +1,8 @@
 """Reads the files of an image processor into an `ImageProcessorSpec`.
 
 The files are `processor_config.json` or `preprocessor_config.json`, and `config.json` for the sizes of the
-vision tower. Defaults are those of the processor class in transformers. A key that is neither used nor known
-to be harmless is refused.
+vision tower. Defaults are those of the processor class in transformers. Keys that are neither used nor listed
+as harmless are refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _HALF = (0.5, 0.5, 0.5)
 _SOFT_TOKENS = (70, 140, 280, 560, 1120)
 _EDGES = {"shortest_edge", "longest_edge"}
-# Keys that change nothing here: names of classes, forms of the output, how batches are grouped. Images are
+# Keys without effect here: names of classes, forms of the output, how batches are grouped. Images are
 # always converted to RGB, because every tower reads three channels.
 _HARMLESS = """
 auto_map data_format default_to_square device disable_grouping do_convert_rgb feature_extractor_type
@@ -71,7 +71,7 @@ def read_image_processor(folder: Path, config: Mapping[str, Any]) -> ImageProces
 
 
 def _processor_values(folder: Path) -> tuple[Path, Mapping[str, Any] | None, Mapping[str, Any]]:
-    """The keys of the image processor and of the processor around it. Newer files have one in the other."""
+    """The keys of the image processor and of the processor around it. Newer files nest the former."""
     around = folder / "processor_config.json"
     processor = optional_json(around)
     if nested := mapping(processor, "image_processor", file=around):
@@ -81,7 +81,7 @@ def _processor_values(folder: Path) -> tuple[Path, Mapping[str, Any] | None, Map
 
 
 def _class_name(name: str) -> str:
-    """The class without the suffix of its backend, and under its present name."""
+    """The class name without the suffix of its backend; old names are replaced by current ones."""
     name = name.removesuffix("Fast").removesuffix("Pil")
     if name.endswith("FeatureExtractor"):
         name = name.removesuffix("FeatureExtractor") + "ImageProcessor"
@@ -99,7 +99,7 @@ class _Kind:
     size: Mapping[str, int] = field(default_factory=dict)
     is_square: bool = True  # one number as size means a square
     crop: int | None = None
-    can_crop: bool = True  # otherwise the class leaves do_center_crop unread
+    can_crop: bool = True  # otherwise the class ignores do_center_crop
     is_normalized: bool = True
 
 
@@ -112,7 +112,7 @@ def _spec(
     channels_last: bool = False,
     tokens_per_tile: int | None = None,
 ) -> ImageProcessorSpec:
-    """The spec, with what all kinds have: filter, rescaling and normalisation."""
+    """Build the spec, with the options of all kinds: filter, rescaling and normalisation."""
     resample = keys.take("resample", kind.resample)
     if "resample" in keys.values and keys.values["resample"] is None:  # transformers fails, or takes any
         raise keys.refuse("resample", None, "a filter of Pillow, 0 to 5")
@@ -172,11 +172,11 @@ def _fixed_geometry(keys: ProcessorKeys, kind: _Kind) -> FixedSize:
     tower = keys.vision.get("image_size")
     if edge is not None or not isinstance(tower, int):
         raise keys.refuse("size", size, "an object with height and width, because do_center_crop is false")
-    return FixedSize(size=(tower, tower))  # images have to come in the tower's size
+    return FixedSize(size=(tower, tower))  # images must already have the tower's size
 
 
 def _fixed_tokens(keys: ProcessorKeys, num_patches: int) -> int:
-    """Placeholders of one image. PaliGemma has one for each patch; Gemma 3's tower pools its patches."""
+    """Number of placeholders of one image. PaliGemma has one per patch; Gemma 3's tower pools its patches."""
     pooled = keys.model.get("mm_tokens_per_image")
     outer = keys.processor.get("image_seq_length") if pooled is not None else None
     tokens = keys.take("image_seq_length", outer)

@@ -1,4 +1,4 @@
-"""The keys of an image processor's file: typed values, and errors that name the key and what it may be."""
+"""The keys of an image processor's file: typed values, and errors that name the key and accepted values."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from penstock.checkpoint.files import shown
 from penstock.checkpoint.image_processor import Channels
 from penstock.errors import ModelLoadError
 
-MAX_SIDE = 16_384  # of a prepared image
-# Patch sizes that a config of this type means where it has none.
+MAX_SIDE = 16_384  # pixels; longest side of a prepared image
+# Default patch sizes by model_type.
 _PATCH_SIZES = {
     "blip_vision_model": 16,
     "clip": 32,
@@ -27,7 +27,7 @@ _PATCH_SIZES = {
 
 @dataclass(slots=True)
 class ProcessorKeys:
-    """The keys of one processor file. Every key has to be taken, or be harmless."""
+    """The keys of one processor file. Every key must be taken or be harmless."""
 
     values: Mapping[str, Any]
     file: Path
@@ -76,12 +76,12 @@ class ProcessorKeys:
         return red, green, blue
 
     def off(self, key: str) -> None:
-        """Refuse a step that no image processor of the kind has switched on."""
+        """Refuse a step that is switched on, but not supported for this kind of processor."""
         if value := self.take(key):
             raise self.refuse(key, value, "false")
 
     def agrees(self, key: str, value: int, vision_key: str) -> int:
-        """The value, which the config of the vision tower repeats under another name."""
+        """Check that the config of the vision tower has the same value under `vision_key`."""
         tower = self.vision.get(vision_key)
         if isinstance(tower, list | tuple) and len(set(tower)) == 1:
             tower = tower[0]

@@ -1,5 +1,5 @@
-"""How an image stands in a prompt: which token is its placeholder, what is around it, and which text a
-retriever of pages puts beside an image alone.
+"""How an image is written in a prompt: its placeholder token, the text around it, and the text that a page
+retriever adds to an image alone.
 
 Read from the files of the processor and the tokenizer. Defaults are those of the processor classes in
 transformers and colpali-engine. Free of torch.
@@ -29,25 +29,25 @@ _PAGE_CLASS = re.compile(r"(Col|Bi)(Qwen|Pali|Idefics|Smol|ModernVBert|ModernVBE
 
 
 class ImagePromptSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The text of an image. Each placeholder in it is one run of tokens that the vision tower fills."""
+    """The text of an image. Each placeholder expands to a run of tokens, which the vision tower fills."""
 
     placeholder: str  # a token of the tokenizer
-    token_id: int | None = None  # its id, as config.json has it
-    inline: str  # an image among texts; it has the placeholder once
-    page: str | None = None  # an image alone, where it has a text of its own; it has the placeholder once
-    before: str = ""  # stands around the run of placeholders, wherever one is
-    after: str = ""
-    is_tiled: bool = False  # tiles are named by their row and column
-    adds_special_tokens: bool = True  # the tokenizer's own tokens stand around a page
-    is_alone: bool = False  # an image is a whole input: the model has no prompt for text with an image
+    token_id: int | None = None  # its id in config.json
+    inline: str  # an image among texts, with one placeholder
+    page: str | None = None  # an image alone, with one placeholder; None: as `inline`
+    before: str = ""  # put before every run of placeholders
+    after: str = ""  # put after every run of placeholders
+    is_tiled: bool = False  # tiles are labelled by row and column
+    adds_special_tokens: bool = True  # add the tokenizer's special tokens to a page
+    is_alone: bool = False  # an image is a whole input, never combined with text
     has_plain_positions: bool = False  # image tokens have the positions of text tokens: 0, 1, 2 …
-    pools_image: bool = False  # the vector is the mean of the image with its start and end tokens only
+    pools_image: bool = False  # pool only the tokens of the image, its start and its end
 
 
 def read_image_prompt(
     folder: Path, config: Mapping[str, Any], processor: ImageProcessorSpec, identity: Identity
 ) -> ImagePromptSpec | None:
-    """None for models that read images apart from texts."""
+    """Read the prompt of images; None for models that read images separately from texts."""
     geometry, names = processor.geometry, _Names(folder, config)
     if isinstance(geometry, PixelRange):
         return ImagePromptSpec(
@@ -96,7 +96,7 @@ def _paligemma(names: _Names, identity: Identity) -> ImagePromptSpec:
 
 
 class _Names:
-    """What the files of one model call things."""
+    """Names and tokens in the files of one model."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self.folder, self.config = folder, config
@@ -113,7 +113,7 @@ class _Names:
         return None
 
     def page(self, default: str) -> str | None:
-        """The text beside an image alone, for retrievers of pages."""
+        """The text of an image alone, for page retrievers."""
         if (given := self.processor.get("visual_prompt_prefix")) is not None:
             return str(given)
         return default if self._is_retriever else None
@@ -130,7 +130,7 @@ class _Names:
         return any(_PAGE_CLASS.match(str(name)) for name in names)
 
     def token(self, key: str) -> str:
-        """A token that only models with images have; files keep it in one of several places."""
+        """A special token for images, from whichever file has it."""
         extra = self.tokenizer.get("extra_special_tokens")
         for values in (self.tokenizer, extra if isinstance(extra, dict) else {}):
             if (text := token_text(values.get(key))) is not None:
@@ -148,11 +148,11 @@ class _Names:
 class _PublishedCode(msgspec.Struct, frozen=True):
     """How the published code of a model treats images. It overrides the processor's file."""
 
-    names: str = ""  # a pattern that the model's published names match, lower case
-    min_pixels: int | None = None  # None: that of the processor's file
+    names: str = ""  # pattern of the published names, in lower case
+    min_pixels: int | None = None  # None: from the processor's file
     max_pixels: int = 0
-    uses_qwen_vl_utils: bool = True  # to resize images; otherwise the processor of transformers does
-    first_range: tuple[int, int] | None = None  # of pixels: an image is resized to it before
+    uses_qwen_vl_utils: bool = True  # qwen-vl-utils resizes images, not transformers' processor
+    first_range: tuple[int, int] | None = None  # (min, max) pixels that an image is resized to first
     has_plain_positions: bool = False
 
 

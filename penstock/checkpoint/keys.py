@@ -1,7 +1,7 @@
 """Keys of config.json that change what a model computes.
 
-A key at a value that a family's wiring does not compute is refused here, before anything is built. A key that
-nothing reads, and that is not known to be harmless, is reported once when the model is loaded. Free of torch.
+Values that a family's implementation does not support are refused here, before anything is built. Keys that
+nothing reads and that are not listed as harmless are reported once, when the model is loaded. Free of torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.checkpoint.families import Family
 from penstock.checkpoint.files import shown
 from penstock.errors import ModelLoadError
 
-Accepted = Mapping[str, tuple[Any, ...]]  # the values of a key that are computed; null always is
+Accepted = Mapping[str, tuple[Any, ...]]  # supported values of each key; null always is
 
 _ANY: Accepted = {
     "pruned_heads": ({}, []),
@@ -22,7 +22,7 @@ _ANY: Accepted = {
     "mask_non_image_embeddings": (False,),
 }
 _ENCODER: Accepted = {"is_decoder": (False,), "is_causal": (False,)}
-_CAUSAL: Accepted = {"use_bidirectional_attention": (False,)}  # transformers does not read it for these
+_CAUSAL: Accepted = {"use_bidirectional_attention": (False,)}  # transformers ignores it for these families
 _PLAIN_LOGITS: Accepted = {"final_logit_softcapping": (), "logits_scaling": (1,)}
 _QWEN2_VL = (
     *("qwen2_vl", "qwen2_5_vl", "BiQwen2", "BiQwen2_5", "ColQwen2", "ColQwen2_5", "GmeQwen2VL"),
@@ -38,20 +38,20 @@ _BY_FAMILY: dict[str, Accepted] = {
     # Both are constants in transformers, whatever config.json says.
     "mpnet": {"pad_token_id": (1,), "relative_attention_num_buckets": (32,)},
     "gemma": {**_GEMMA_ACT, **_PLAIN_LOGITS},
-    # A whole row is a prefix. transformers attends in both directions there, whatever config.json says.
+    # A whole row is a prefix, in which transformers attends in both directions, whatever config.json says.
     "ColPali": {**_GEMMA_ACT, "use_bidirectional_attention": (True,), "is_causal": (False,)},
     "exaone4": {**_CAUSAL, **_PLAIN_LOGITS},
     "gemma2": {**_CAUSAL, "logits_scaling": (1,)},
     "gpt_oss": {**_CAUSAL, **_PLAIN_LOGITS},
     "granite": _CAUSAL,
-    "lfm2": {**_CAUSAL, **_PLAIN_LOGITS, "is_causal": (True,)},  # its convolutions see only what is before
+    "lfm2": {**_CAUSAL, **_PLAIN_LOGITS, "is_causal": (True,)},  # its convolutions are causal
     "gpt2": {**_CAUSAL, **_PLAIN_LOGITS},
     "llama": {**_CAUSAL, **_PLAIN_LOGITS},
     "ministral": {**_CAUSAL, **_PLAIN_LOGITS},
     "ministral3": {**_CAUSAL, **_PLAIN_LOGITS},
     "mistral": {**_CAUSAL, **_PLAIN_LOGITS},
     "olmo2": {**_CAUSAL, **_PLAIN_LOGITS},
-    # transformers gives another base than this to full attention alone, which no model means.
+    # transformers applies any other base only to full attention, which no model intends.
     "olmo3": {**_CAUSAL, **_PLAIN_LOGITS, "rope_theta": (500_000,)},
     "phi3": {**_CAUSAL, **_PLAIN_LOGITS},
     "qwen2": {**_CAUSAL, **_PLAIN_LOGITS},
@@ -61,7 +61,7 @@ _BY_FAMILY: dict[str, Accepted] = {
     "smollm3": {**_CAUSAL, **_PLAIN_LOGITS},
     "qwen3_moe": {**_CAUSAL, **_PLAIN_LOGITS, "use_sliding_window": (False,)},
 }
-# All layers of these attend alike in transformers, which ignores layer_types.
+# In transformers, all layers of these have the same attention: it ignores layer_types.
 _UNIFORM_FAMILIES = frozenset(("eurobert", "gemma", "granite", "llama", "llama_bidirec", *_QWEN3_VL))
 
 
@@ -69,14 +69,14 @@ _MODERNBERTS = ("modernbert", "modernvbert", "ColModernVBert")
 
 
 def check_keys(file: Path, family: Family, config: Mapping[str, Any]) -> None:
-    """Refuse what the family's wiring would compute otherwise than the library that `config` is for."""
+    """Refuse values that the family's implementation would compute differently from the reference."""
     tables = [_ANY, *([] if family.is_decoder else [_ENCODER]), _BY_FAMILY.get(family.name, {})]
     for key, accepted in (pair for table in tables for pair in table.items()):
         value = config.get(key)
         if value is None or any(value == other for other in accepted):
             continue
         if key == "use_bidirectional_attention" and isinstance(config.get("is_causal"), bool):
-            continue  # a key that counts says the same or overrules it
+            continue  # is_causal takes precedence
         raise _unsupported(file, key, value, _words(accepted, key))
     _check_layer_types(file, family, config)
     if family.name in _MODERNBERTS:
@@ -97,18 +97,18 @@ def _check_layer_types(file: Path, family: Family, config: Mapping[str, Any]) ->
 
 
 def _check_window(file: Path, config: Mapping[str, Any]) -> None:
-    """`sliding_window` is another name of half of `local_attention`."""
+    """Refuse a `sliding_window` that is not half of `local_attention`, which it repeats."""
     window, both_sides = config.get("sliding_window"), config.get("local_attention", 128)
     if window is not None and window != both_sides // 2:
         supported = f"{both_sides // 2}, half of local_attention; set local_attention instead"
         raise _unsupported(file, "sliding_window", window, supported)
 
 
-_T5_KINDS = {"t5": "relu", "mt5": "gated-gelu"}  # where config.json has no feed_forward_proj
+_T5_KINDS = {"t5": "relu", "mt5": "gated-gelu"}  # defaults of feed_forward_proj
 
 
 def _check_t5_activation(file: Path, config: Mapping[str, Any], default: str) -> None:
-    """`dense_act_fn` and `is_gated_act` repeat what `feed_forward_proj` says, but may differ from it."""
+    """Refuse a `dense_act_fn` or `is_gated_act` that contradicts `feed_forward_proj`."""
     kind = str(config.get("feed_forward_proj", default))
     act = "gelu_new" if kind == "gated-gelu" else kind.rpartition("-")[2]
     for key, wanted in (("dense_act_fn", act), ("is_gated_act", kind.startswith("gated-"))):
@@ -132,7 +132,7 @@ def _unsupported(file: Path, key: str, value: Any, supported: str) -> ModelLoadE
 
 
 class ReadKeys(dict[str, Any]):
-    """A configuration that remembers which of its keys were read."""
+    """A configuration that records which of its keys were read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -151,7 +151,7 @@ class ReadKeys(dict[str, Any]):
         return super().__contains__(key)
 
     def unknown(self, family: Family) -> dict[str, Any]:
-        """Keys that nothing read, that are turned on, and that are not known to be harmless."""
+        """Keys with a true value that nothing has read, and that are not listed as harmless."""
         known = self.read | _KNOWN | set(_UNUSED_BY_FAMILY.get(family.name, "").split())
         if family.is_nested:
             known |= _OTHER_TOWERS
@@ -162,7 +162,7 @@ class ReadKeys(dict[str, Any]):
         }
 
 
-# Read elsewhere: by the checkpoint's own modules, or refused above at other values.
+# Read by other modules of `checkpoint`, or checked above.
 _READ_ELSEWHERE = """
 text_model_type vlm_model_type add_cross_attention architectures auto_map classifier_from_token eos_token_id
 final_logit_softcapping id2label is_causal is_decoder is_original_qwen3_reranker label2id lora_adaptations
@@ -170,12 +170,12 @@ lora_alpha lora_rank max_trained_positions model_type num_labels pad_token_id po
 pruned_heads load_trained_adapters lora_prompts quantization_config sbert_ce_default_activation_function
 score_template sentence_transformers type_vocab_size use_bidirectional_attention vocab_size
 """
-# A missing or superfluous tensor shows these: no weight of the kind is left unread.
+# Missing or superfluous tensors reveal these: no such weight is left unread.
 _SHOWN_BY_TENSORS = """
 attention_bias classifier_bias decoder_bias lm_head_bias mlp_bias norm_bias qkv_bias tie_encoder_decoder
 tie_weights_ tie_word_embeddings use_qk_norm
 """
-# Of training, of generation's defaults, of libraries, of token ids, and names for sizes that are given twice.
+# Keys for training, generation defaults, libraries and token ids, and second names of sizes.
 _HARMLESS = """
 attention_dropout attention_probs_dropout_prob attn_dropout attn_pdrop classifier_dropout
 classifier_dropout_prob cls_dropout dropout dropout_rate embd_pdrop embedding_dropout hidden_dropout
@@ -207,12 +207,12 @@ block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swi
 conv_dim conv_use_xavier_init num_heads use_pos_enc
 """
 _PAGE_DIM = "dim embed_dim embedding_dim"  # `pages` reads it
-# Keys that a family's own code does not read either, though others' code does.
+# Keys that other families read, but that this family's reference code does not.
 _UNUSED_BY_FAMILY = {
     **dict.fromkeys(("ColQwen2", "ColQwen2_5", "ColQwen3"), _PAGE_DIM),
-    # The projector is one linear layer, and its tensor has the width. The other two keys are for training.
-    "ColModernVBert": _PAGE_DIM + " classifier_activation",  # of heads that are not read
+    "ColModernVBert": _PAGE_DIM + " classifier_activation",  # for heads that are not read
     "modernvbert": "classifier_activation",
+    # The projector is one linear layer, and its tensor has the width. The last two keys are for training.
     "ColPali": _PAGE_DIM + " projection_dim num_image_tokens ignore_index",
     "clip": _CLIP,
     "albert": "down_scale_factor gap_size net_structure_type num_memory_blocks",

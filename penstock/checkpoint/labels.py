@@ -9,12 +9,12 @@ from penstock.checkpoint.families import Architecture
 
 
 def label_count(config: Mapping[str, Any], default: int = 2) -> int:
-    """How many outputs a classifier has; `default` where config.json does not say."""
+    """Number of outputs of a classifier; `default` if config.json does not say."""
     return int(config.get("num_labels") or len(config.get("id2label") or ()) or default)
 
 
 def reward_count(config: Mapping[str, Any]) -> int:
-    """How many outputs a reward model has: one, or two where it judges steps (wrong, right)."""
+    """Number of outputs of a reward model. Default: one, or two if it scores steps (wrong, right)."""
     name = str((config.get("architectures") or [""])[0])
     return label_count(config, default=2 if name.endswith("ForProcessRewardModel") else 1)
 
@@ -23,11 +23,11 @@ class NliLabels(NamedTuple):
     """The labels of a natural-language-inference classifier that zero-shot classification reads."""
 
     entailment: int
-    contradiction: int  # of a model with two labels: the other one
+    contradiction: int  # with two labels, the other one
 
 
 def nli_labels(names: Sequence[str]) -> NliLabels | None:
-    """Which labels say that a hypothesis follows or is contradicted; None if the names do not tell."""
+    """Find the labels for entailment and contradiction; None if the names are ambiguous."""
     lowered = [name.lower() for name in names]
     entailments = [index for index, name in enumerate(lowered) if name.startswith("entail")]
     if len(entailments) != 1 or len(names) < 2:

@@ -1,6 +1,6 @@
 """Late-interaction (ColBERT) models: their projection, and how they read texts.
 
-Retrievers of pages are read by `pages`. Of texts there are three layouts. Stanford's `HF_ColBERT` stores one
+Page retrievers are read by `pages`. Text retrievers have three layouts. Stanford's `HF_ColBERT` stores one
 projection with the backbone's tensors and an optional `artifact.metadata`. PyLate has modules and
 `config_sentence_transformers.json`. The MultiVectorEncoder of sentence-transformers has modules, and its
 markers are prompts.
@@ -31,8 +31,8 @@ from penstock.checkpoint.tokenizer_settings import special_tokens, token_text
 from penstock.errors import ModelLoadError
 
 QUERY_LENGTH = 32
-COLBERT_DIM = "colbert_dim"  # the key under which `ModelSpec.config` keeps the width of stanford's models
-STANFORD_DIM = 128  # where no file names one
+COLBERT_DIM = "colbert_dim"  # key of the token vectors' width in `ModelSpec.config`
+STANFORD_DIM = 128  # default width of token vectors
 _ENCODER_KEYS = ("query_length", "document_length", "query_expansion")
 _PYLATE_KEYS = (
     "query_length",
@@ -58,26 +58,26 @@ _EXPANSION_TOKENS = ("mask_token", "eos_token", "pad_token")  # the first that e
 
 class LateSpec(msgspec.Struct, frozen=True, kw_only=True):
     dense: tuple[DenseSpec, ...]  # hidden states → token vectors, applied in order
-    dim: int  # of a token vector
+    dim: int  # width of a token vector
     query_length: int | None  # queries are truncated to it; None: to the model's limit
     document_length: int | None  # documents are truncated to it; None: to the model's limit
-    expand_to: int | None  # shorter queries are padded with `expansion_token` to it; None: they are not
-    attend: bool = False  # the expansion is attended to
+    expand_to: int | None  # shorter queries are padded with `expansion_token` to it; None: no padding
+    attend: bool = False  # attention includes the expansion tokens
     expansion_token: str | None = None
     query_marker: str = ""  # inserted after the first token; "": none
     document_marker: str = ""
-    skip_words: tuple[str, ...] = ()  # tokens of documents that are left out of the comparison
-    skip_queries: bool = False  # queries leave them out too
-    unknown_token: str | None = None  # replaces a skip word that is no token; None: nothing does
+    skip_words: tuple[str, ...] = ()  # document tokens that are left out of the comparison
+    skip_queries: bool = False  # leave them out of queries too
+    unknown_token: str | None = None  # replaces skip words that are not tokens; None: these are ignored
     normalize: bool = True
-    strip: bool = True  # spaces around a text are removed
-    query_end: str = ""  # follows every query before it is tokenised
+    strip: bool = True  # remove spaces around a text
+    query_end: str = ""  # appended to every query before it is tokenised
 
 
 def read_late(
     files: CheckpointFiles, architecture: Architecture, identity: Identity, hidden_size: int
 ) -> LateSpec | None:
-    """None where the files describe another kind of model. Overrides are named by the files' own keys."""
+    """Read a late-interaction model; None for other models. Overrides have the same keys as the files."""
     late: LateSpec | None = None
     if architecture.family.page_dim is not None:
         late = _pages(files, architecture, architecture.family.page_dim, identity)
@@ -240,7 +240,7 @@ def _stanford(
 
 
 def _stanford_dim(files: CheckpointFiles, architecture: Architecture, values: Mapping[str, Any]) -> int:
-    """The width of token vectors: artifact.metadata has it, or config.json where `dim` means nothing else."""
+    """The width of token vectors: `dim` in artifact.metadata, or in config.json if it is not hidden_size."""
     if "dim" in values:
         file = files.folder / "artifact.metadata"
         return positive_integer(values, "dim", file=file, high=MAX_FEATURES)

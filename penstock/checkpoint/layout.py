@@ -32,10 +32,10 @@ ROUTES = ("query", "document")
 
 
 class QueryRoute(msgspec.Struct, frozen=True):
-    """A Router's route for queries: a weight for each token, without a model. All else is a document."""
+    """A Router's route for queries: a weight for each token, without a model."""
 
-    folder: str  # of the SparseStaticEmbedding module, with its tokenizer and weights
-    is_default: bool  # a text whose input type is not given is a query
+    folder: str  # the SparseStaticEmbedding module's, with its tokenizer and weights
+    is_default: bool  # texts without an input type are queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class FolderLayout:
 
     root: Path  # holds modules.json
     folder: Path  # holds the config.json, tokenizer and weights of the module that reads texts
-    modules: tuple[Module, ...]  # those of a Router's document route take its place
-    query_route: QueryRoute | None = None  # where a Router sends queries elsewhere
+    modules: tuple[Module, ...]  # a Router is replaced by the modules of its document route
+    query_route: QueryRoute | None = None  # if a Router has a different route for queries
 
 
 def read_layout(root: Path) -> FolderLayout:
@@ -90,7 +90,7 @@ def _transformer_options(folder: Path, modules: tuple[Module, ...]) -> dict[str,
 
 
 def _model_folder(root: Path, modules: tuple[Module, ...]) -> Path:
-    """The folder of the module that reads the text, if it has files of its own."""
+    """The folder of the module that reads texts; the root if that module has no files of its own."""
     for module in modules[:1]:
         if module.kind in (*TRANSFORMER_MODULES, STATIC_MODULE):
             folder = root / module.path
@@ -101,7 +101,7 @@ def _model_folder(root: Path, modules: tuple[Module, ...]) -> Path:
 
 
 def _routed(root: Path, modules: tuple[Module, ...]) -> tuple[tuple[Module, ...], QueryRoute | None]:
-    """The modules that documents run through, and the route of queries if it differs."""
+    """The modules of the document route, and the query route if it differs."""
     router, *others = modules
     file = root / router.path / "router_config.json"
     config = read_json(file) if file.is_file() else read_json(root / router.path / "config.json")
@@ -152,6 +152,6 @@ def _routed(root: Path, modules: tuple[Module, ...]) -> tuple[tuple[Module, ...]
 
 
 def max_query_tokens(folder: Path) -> int | None:
-    """Where queries are cut: model_max_length of the query route's tokenizer; None: nowhere."""
+    """Maximum tokens of a query: model_max_length of the query route's tokenizer; None: no limit."""
     length = optional_json(folder / "tokenizer_config.json").get("model_max_length")
     return length if isinstance(length, int) and 0 < length < 1_000_000 else None

@@ -1,4 +1,4 @@
-"""How long a row may be: what the weights allow, and what the model is meant for."""
+"""Limits of the row length: what the weights allow, and what the model is intended for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.checkpoint.families import Family
 from penstock.checkpoint.files import CheckpointFiles, integer, optional_json, shown
 from penstock.errors import ModelLoadError
 
-_NO_LIMIT = 1_000_000  # tokenizers without a limit name a far larger number
+_NO_LIMIT = 1_000_000  # tokenizers without a limit have a far larger model_max_length
 
 
 def max_positions(family: Family, config: Mapping[str, Any], file: Path = Path("config.json")) -> int:
@@ -34,7 +34,7 @@ def max_positions(family: Family, config: Mapping[str, Any], file: Path = Path("
 
 
 def any_max_positions(files: CheckpointFiles, family: Family) -> int:
-    """The same for a model that transformers runs: where config.json has no limit, that of other files."""
+    """The same for a model that transformers runs. If config.json has no limit, other files are read."""
     file, limit = files.folder / "config.json", 1 << 24
     if family.max_row_length is not None or any(
         files.config.get(key) is not None for key in family.keys.max_positions
@@ -50,8 +50,11 @@ def any_max_positions(files: CheckpointFiles, family: Family) -> int:
 
 
 def max_model_len(files: CheckpointFiles, positions: int, trained: int | None = None) -> int:
-    """The length that the model is meant for: that of sentence-transformers, else the tokenizer's, else what
-    its family was `trained` with, within what the weights allow."""
+    """The row length that the model is intended for, at most `positions`.
+
+    It comes from the sentence-transformers files, otherwise from the tokenizer, otherwise from the length
+    that the family was `trained` with.
+    """
     length = files.transformer.get("max_seq_length")
     if isinstance(length, int):
         return min(

@@ -29,7 +29,7 @@ from penstock.config import EngineConfig
 from penstock.errors import ModelLoadError
 
 log = logging.getLogger("penstock.load")
-_READ = (".json", ".txt", ".model", ".jinja")  # suffixes of the adapter's files that are read
+_READ = (".json", ".txt", ".model", ".jinja")  # suffixes of the files that are read from the adapter's folder
 _CARD = "README.md"
 # Files that define a vocabulary, and files that belong to it.
 _VOCABULARIES: tuple[str, ...] = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "spm.model")
@@ -74,7 +74,7 @@ def with_base_model(folder: Path, config: EngineConfig) -> Path:
 
 
 def check_merged(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse an adapter of transposed weights. `config` is the model's."""
+    """Refuse an adapter for transposed weights. `config` is the model's."""
     values = read_json(folder / CONFIG)
     if values.get("fan_in_fan_out") or config.get("model_type") == "gpt2":
         raise _refused(
@@ -84,7 +84,7 @@ def check_merged(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _base_folder(folder: Path, config: EngineConfig) -> tuple[Path, str]:
-    """The base model's folder and name: those of --base-model, or those that the adapter names."""
+    """The base model's folder and name, from --base-model or from the adapter's configuration."""
     values = read_json(folder / CONFIG)
     name, revision = config.base_model, None
     if name is None:
@@ -144,29 +144,29 @@ def _has_tensor(folder: Path, module: str) -> bool:
 
 
 def _files(folder: Path, base: Path) -> dict[str, Path]:
-    """The files and folders of the model, by their names."""
+    """The files and folders of the merged model, by name."""
     own = {
         path.name: path
         for path in folder.iterdir()
         if not path.name.startswith(".")
         and (path.is_dir() or path.suffix in _READ or path.name in (_CARD, WEIGHTS))
     }
-    own.pop("config.json", None)  # the weights are those of the base
+    own.pop("config.json", None)  # the base model's config.json describes the weights
     found = {path.name: path for path in base.iterdir() if not path.name.startswith(".")}
-    found.pop(_CARD, None)  # the card says what the base model is
+    found.pop(_CARD, None)  # the card describes the base model, not the adapter
     if any(name in own for name in _VOCABULARIES):
         found = {name: path for name, path in found.items() if name not in _TOKENIZER}
     return found | own
 
 
 def _label(folder: Path) -> str:
-    """The name of the assembled folder, by which a model may be known: that of the adapter."""
+    """The name of the assembled folder: the adapter's, because some models are recognised by their name."""
     hub = (part for part in reversed(folder.absolute().parts) if part.startswith("models--"))
     return next(hub, folder.absolute().name)
 
 
 def _assembled(files: Mapping[str, Path], written: Mapping[str, bytes], label: str) -> Path:
-    """A folder with links to these files, and with others written. It is made once and kept in the cache."""
+    """Create a folder with links to `files` and with the `written` files, or reuse it from the cache."""
     links = {name: str(path.absolute()) for name, path in files.items() if name not in written}
     content = repr(sorted(links.items())) + repr(sorted(written.items()))
     top = cache_folder() / "merged" / hashlib.sha256(content.encode()).hexdigest()[:24]

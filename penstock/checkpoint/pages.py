@@ -1,7 +1,7 @@
-"""Multi-vector retrievers of pages (ColPali, ColQwen …): how they project token vectors and read queries.
+"""Visual document retrievers (ColPali, ColQwen …): their projection to token vectors, and their query format.
 
 colpali-engine names the projection `custom_text_proj`, transformers and others `embedding_proj_layer`. Its
-width stands in the files of weights, and in most configurations. Free of torch.
+width is read from the weight files; most configurations have it too. Free of torch.
 """
 
 from __future__ import annotations
@@ -19,28 +19,30 @@ from penstock.errors import ModelLoadError
 log = logging.getLogger("penstock.load")
 
 PROJECTIONS = ("custom_text_proj", "embedding_proj_layer")
-_DIM_KEYS = ("embedding_dim", "embed_dim", "dim")  # of config.json
+_DIM_KEYS = ("embedding_dim", "embed_dim", "dim")  # keys of config.json
 
 
 class _QueryForm(NamedTuple):
-    """How one library reads queries: a prompt, and a token that is repeated behind the query, where the model
-    gathers more of its meaning."""
+    """The query format of one library: a prompt before the query, and a token repeated after it.
+
+    The repeated tokens give the model room for further vectors of the query (query augmentation).
+    """
 
     token: str
-    is_padding: bool = False  # the tokenizer's padding token, if it names one, takes the place of `token`
+    is_padding: bool = False  # use the tokenizer's padding token instead of `token`, if it has one
     prompt: str = ""
     num_tokens: int = 10
-    end: str = ""  # follows the repeated tokens
+    end: str = ""  # text after the repeated tokens
 
 
 class _Forms(NamedTuple):
-    native: _QueryForm  # of transformers' own class
-    engine: _QueryForm  # of colpali-engine
-    had_prompt: bool = False  # colpali-engine put "Query: " before queries once
+    native: _QueryForm  # checkpoints of transformers' own classes
+    engine: _QueryForm  # checkpoints of colpali-engine
+    had_prompt: bool = False  # older versions of colpali-engine put a prompt before queries
 
 
 _ENGINE_QWEN = _QueryForm("<|endoftext|>")
-_FORMS = {  # by the family's name, or its beginning
+_FORMS = {  # by family name or a prefix of it
     "BiQwen3": _Forms(_ENGINE_QWEN, _ENGINE_QWEN),
     "BiQwen": _Forms(_ENGINE_QWEN, _ENGINE_QWEN, had_prompt=True),
     "ColModernVBert": _Forms(_QueryForm("<end_of_utterance>"), _QueryForm("<end_of_utterance>")),
@@ -59,15 +61,15 @@ _FORMS = {  # by the family's name, or its beginning
 
 
 class _Published(NamedTuple):
-    """Checkpoints of colpali-engine by the names they were published under, lower case."""
+    """The query format of published colpali-engine checkpoints."""
 
-    names: str
+    names: str  # pattern of the published names, in lower case
     prompt: str
     token: str = ""  # "": that of the library's form
     num_tokens: int = 10
     end: str = ""
-    has_one_begin: bool = False  # a page of ColPali has one begin token, as in transformers' own class
-    is_native_too: bool = False  # its copy in transformers' own class is read like this too
+    has_one_begin: bool = False  # a page has one begin token, as in transformers' own class
+    is_native_too: bool = False  # also holds for its copy in transformers' own class
 
 
 # What colpali-engine wrote around queries when it trained them (illuin-tech/colpali, nomic-ai/colpali): until
@@ -110,12 +112,12 @@ def page_dim(files: CheckpointFiles, default: int) -> int:
 
 
 def is_page_retriever(family: str) -> bool:
-    """Whether queries of this family are read as retrievers of pages read them."""
+    """Whether this family has a query format of visual document retrievers."""
     return family.startswith(tuple(_FORMS))
 
 
 def page_prompts(files: CheckpointFiles, family: str, identity: Identity) -> dict[str, str]:
-    """The prompt of queries: that of the processor's file, else that which the model was trained with."""
+    """The query prompt: from the processor's file, otherwise the one that the model was trained with."""
     given = _given_prefix(files)
     prompt = _query_form(files, family, identity).prompt if given is None else given
     if given is None and _may_lack_prompt(files, family, identity):
@@ -129,7 +131,7 @@ def page_prompts(files: CheckpointFiles, family: str, identity: Identity) -> dic
 
 
 def page_query_end(files: CheckpointFiles, family: str, identity: Identity) -> str:
-    """What follows a query."""
+    """The text after a query: the repeated tokens, and an end."""
     form = _query_form(files, family, identity)
     known = special_tokens(optional_json(files.folder / "tokenizer_config.json"))
     token = (known.get("pad_token") if form.is_padding else None) or form.token
@@ -143,12 +145,12 @@ def page_has_one_begin(config: Mapping[str, Any], identity: Identity) -> bool:
 
 
 def is_native(config: Mapping[str, Any]) -> bool:
-    """Whether transformers' own class saved it, which nests the model in vlm_config."""
+    """Whether transformers' own class saved the checkpoint. That class nests the model in vlm_config."""
     return config.get("vlm_model_type") is not None or "vlm_config" in config
 
 
 def _given_prefix(files: CheckpointFiles) -> str | None:
-    """The prompt that the processor's file names. transformers' classes take an empty one for none given."""
+    """The prompt in the processor's file. transformers' own classes treat an empty one as missing."""
     given = optional_json(files.folder / "processor_config.json").get("query_prefix")
     return None if given is None or (given == "" and is_native(files.config)) else str(given)
 
@@ -168,7 +170,10 @@ def _may_lack_prompt(files: CheckpointFiles, family: str, identity: Identity) ->
 
 
 def _published(identity: Identity) -> _Published | None:
-    """A model that was trained from a published one is another model, so its origin does not count."""
+    """Find a published checkpoint by its name.
+
+    The origin is ignored, because a model that was trained from a published one is a different model.
+    """
     named = (each for each in _PUBLISHED if identity.is_named(each.names, with_origin=False))
     return next(named, None)
 

@@ -1,6 +1,6 @@
 """How a sentence-transformers CrossEncoder writes a pair: as two messages, through the model's chat template.
 
-The template is rendered once, with placeholders for the texts. What it writes around them is the prompt.
+The template is rendered once, with placeholders for the texts. The text around them is the prompt.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from penstock.checkpoint.templates import template_environment
 from penstock.checkpoint.tokenizer_settings import named_templates, special_tokens
 from penstock.errors import ModelLoadError
 
-# What sentence-transformers hands to the tokenizer and not to the template.
+# Options that sentence-transformers passes to the tokenizer, not to the template.
 _TOKENIZER_OPTIONS = {"padding", "truncation", "max_length", "return_tensors", "padding_side"}
 _NEUTRAL_OPTIONS = _TOKENIZER_OPTIONS | {"pad_to_multiple_of", "logits_to_keep", "return_attention_mask"}
-# What shows that a template loops over the parts of a content instead of writing it.
+# Signs that a template loops over the parts of a message's content instead of writing it as a string.
 _PART_MARKS = ("content[0]", ".type", "'type'", '"type"', "message.content[")
 _ROLES = ("query", "document")
 _QUERY, _DOCUMENT, _INSTRUCTION = "\ue000q\ue000", "\ue000d\ue000", "\ue000i\ue000"
@@ -30,7 +30,7 @@ _PLACEHOLDERS = {_QUERY: "{query}", _DOCUMENT: "{document}", _INSTRUCTION: "{ins
 
 
 class MessageTemplate(NamedTuple):
-    """A compiled chat template, and everything that it is rendered with besides the messages."""
+    """A compiled chat template, and the variables that it is rendered with besides the messages."""
 
     file: str
     compiled: Any
@@ -41,7 +41,7 @@ class MessageTemplate(NamedTuple):
         return self.render_messages([("query", query), ("document", document)], system)
 
     def render_messages(self, texts: Sequence[tuple[str, str]], system: str | None = None) -> str:
-        """The text of messages, each with a role; that of the system comes first."""
+        """Render messages, given as (role, text), after the system message if there is one."""
         if system is not None:
             texts = [("system", system), *texts]
         messages = [
@@ -60,7 +60,7 @@ class MessageTemplate(NamedTuple):
 
 
 def read_pair_prompt(files: CheckpointFiles, open_tokenizer: Callable[[], Tokenizer]) -> Prompt | None:
-    """The prompt of a CrossEncoder; None where it joins the texts by the tokenizer's pair template."""
+    """The prompt of a CrossEncoder; None if the tokenizer's pair template joins the texts."""
     template = find_template(files)
     if template is None:
         return None
@@ -86,7 +86,7 @@ _NAMES = tuple(_PLACEHOLDERS.values())
 
 
 def find_template(files: CheckpointFiles) -> MessageTemplate | None:
-    """The chat template through which sentence-transformers writes texts; None where it does not."""
+    """The chat template with which sentence-transformers writes texts; None if it uses none."""
     options, file = files.transformer, files.folder / "sentence_bert_config.json"
     modalities = options.get("modality_config")
     if modalities is not None and "message" not in modalities:
@@ -132,7 +132,7 @@ def _refuse_unknown(options: Mapping[str, Any], file: str) -> None:
 
 
 def _default_prompt(files: CheckpointFiles) -> str | None:
-    """The system's message where the caller gives none."""
+    """The default system message."""
     names = files.sentence_transformers.get("prompts")
     name = files.sentence_transformers.get("default_prompt_name")
     prompt = names.get(name) if isinstance(names, dict) and name is not None else None
@@ -140,9 +140,10 @@ def _default_prompt(files: CheckpointFiles) -> str | None:
 
 
 def _with_instruction(plain: str, instructed: str) -> tuple[str, str, str]:
-    """The text with a place for an instruction, what stands there by default, and its wording.
+    """Return the text with a placeholder for the instruction, the default instruction, and its wording.
 
-    A template that ignores the system's message has no such place."""
+    If the template ignores the system message, the text has no placeholder.
+    """
     if _INSTRUCTION not in instructed:
         return plain, "", "{instruction}"
     limit = min(len(plain), len(instructed))
@@ -190,8 +191,11 @@ def _known_prompt(text: str, instruction: str, wording: str) -> Prompt | None:
 
 
 def _split(text: str, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The text in parts with the same tokens as the whole: it is divided only at added tokens, which the
-    tokenizer itself splits at. The document's part is as short as possible."""
+    """Divide the text into parts that give the same tokens as the whole.
+
+    It is divided only at added tokens, where the tokenizer splits too. The part with the document is as short
+    as possible.
+    """
     if "prepend_scheme=first" in str(tokenizer.pre_tokenizer):  # only the whole text begins with a space
         return (text,)
     added = tokenizer.get_added_tokens_decoder().values()

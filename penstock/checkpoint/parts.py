@@ -1,6 +1,6 @@
-"""The parts of a checkpoint with a model behind it: pooling, scores, sparse weights, late interaction.
+"""The parts of a checkpoint other than static embeddings: pooling, scores, sparse weights, late interaction.
 
-Each is read by its own module. This one reads them in order and checks whether they fit together.
+Each part is read by its own module. This one reads them in order and checks whether they fit together.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class Checkpoint:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     hidden_size: int
-    width: int  # of the last hidden states
+    width: int  # width of the last hidden states
     late: LateSpec | None
     pooling: PoolingSpec
     sparse: SparseSpec | None
     score: ScoreSpec | None
-    why_not_score: str | None  # of a model that could compare vectors, but is not known to embed
+    why_not_score: str | None  # reason not to score by comparing vectors, if any
 
 
 def read_parts(checkpoint: Checkpoint, name: str, pooler: PoolerConfig, score_template: str | None) -> Parts:
-    """`name` is the one that the model is served under; some rerankers are known by nothing else."""
+    """Read all parts. `name` is the served name, by which alone some rerankers are recognised."""
     files, architecture = checkpoint.files, checkpoint.architecture
     keys = checkpoint.family.keys
     hidden_size = files.integer(*keys.hidden_size)
@@ -76,7 +76,7 @@ def read_parts(checkpoint: Checkpoint, name: str, pooler: PoolerConfig, score_te
 
 
 def check_combinations(checkpoint: Checkpoint, parts: Parts) -> None:
-    """Refuse parts that are supported, but not together."""
+    """Refuse combinations of parts that are supported only separately."""
     architecture, config = checkpoint.architecture, checkpoint.files.config
     is_masked = architecture.is_masked_language_model
     if checkpoint.is_causal and is_masked and config.get("is_causal") is None:

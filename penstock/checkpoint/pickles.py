@@ -1,4 +1,4 @@
-"""What can be learnt about a pickle without torch, and without unpickling it."""
+"""Inspects pickled weights without torch and without unpickling them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 
 _ZIP = b"PK\x03\x04"
-_MAX_PICKLE_BYTES = 100_000_000  # of the part that names the tensors
+_MAX_PICKLE_BYTES = 100_000_000  # maximum size read of the part that names the tensors
 
 
 def is_zip(file: Path) -> bool:

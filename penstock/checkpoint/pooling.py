@@ -1,4 +1,4 @@
-"""How a model's token states become one vector: what modules.json says, else the family's default."""
+"""How token states are pooled to one vector: as modules.json says, otherwise the family's default."""
 
 from __future__ import annotations
 
@@ -47,28 +47,26 @@ _METHOD_NAMES = {
 POOLING_METHODS = tuple(dict.fromkeys(_METHOD_NAMES.values()))
 _AFTER_STATIC = ("Dense", "LayerNorm", "Normalize", "Dropout")
 _POOLING_KEYS = ("pooling_mode", "include_prompt", "embedding_dimension", "word_embedding_dimension", *_FLAGS)
-# Published without `include_prompt`: sentence-transformers too knows them by name.
+# Published without `include_prompt`. sentence-transformers, too, recognises them by name.
 _INSTRUCTORS = frozenset({"instructor-base", "instructor-large", "instructor-xl"})
-# Pooling types of `--pooler-config` that add a task and leave the vectors alone.
+# Pooling types of `--pooler-config` that add a task and do not change the vectors.
 SPLADE, STEP = "splade", "step"
 
 
 class PoolingSpec(msgspec.Struct, frozen=True):
     methods: tuple[str, ...]  # several are concatenated
     include_prompt: bool = True
-    modules: tuple[ModuleSpec, ...] = ()  # that the pooled vector runs through, in order
-    normalize: bool = False  # to unit length, after all of them
+    modules: tuple[ModuleSpec, ...] = ()  # applied to the pooled vector, in this order
+    normalize: bool = False  # scale to unit length, after all modules
     after: str | None = None  # the mean starts after this text
-    activates: bool | None = (
-        None  # whether scores of labels are activated by default; None: as the task has it
-    )
+    activates: bool | None = None  # whether label scores are activated by default; None: the task decides
     quantizes: bool = False  # a component x becomes the integer round(127 · tanh(x)), as in pplx-embed
 
 
 def read_pooling(
     files: CheckpointFiles, architecture: Architecture, pooler: PoolerConfig, *, is_late: bool
 ) -> PoolingSpec:
-    """`is_late`: Dense modules project token vectors of a late-interaction model, not the pooled one."""
+    """Read how the model pools. If `is_late`, Dense modules project token vectors, not the pooled vector."""
     if files.modules and not architecture.family.has_own_pooling:
         pooling = pooling_of_modules(files, is_late=is_late)
         if architecture.family.is_dual:
@@ -85,8 +83,7 @@ def read_pooling(
 
 
 def static_pooling(files: CheckpointFiles, pooler: PoolerConfig, *, normalize: bool) -> PoolingSpec:
-    """The mean of token vectors, then the modules after the table; `normalize` applies if no file names
-    any."""
+    """The mean of token vectors, then the modules after the table. `normalize` applies without modules."""
     if pooler.pooling_type is not None and pooler.pooling_type.lower() not in ("mean", "avg"):
         raise ModelLoadError(
             f"pooling_type is {pooler.pooling_type!r}, but static embeddings are averaged; use mean",
@@ -110,7 +107,7 @@ def static_pooling(files: CheckpointFiles, pooler: PoolerConfig, *, normalize: b
 
 
 def default_pooling(architecture: Architecture, config: Mapping[str, Any]) -> PoolingSpec:
-    """For a checkpoint without modules.json. Decoders are pooled as their embedding models are trained."""
+    """The pooling without modules.json. Decoders get the method that their embedders are trained with."""
     family = architecture.family
     if not family.is_decoder:
         return PoolingSpec(methods=(family.pooling,), normalize=family.is_dual)
@@ -137,7 +134,7 @@ def is_pooling_type(pooler: PoolerConfig, kind: str) -> bool:
 
 
 def pooling_of_modules(files: CheckpointFiles, *, is_late: bool) -> PoolingSpec:
-    """What modules.json says."""
+    """The pooling that modules.json describes."""
     methods: tuple[str, ...] = ("mean",)
     include_prompt = True
     quantizes = files.has_module(QUANTIZER_MODULE)
@@ -155,12 +152,12 @@ def pooling_of_modules(files: CheckpointFiles, *, is_late: bool) -> PoolingSpec:
     modules = list(_after_pooling(files))
     normalize = bool(modules) and isinstance(modules[-1], UnitSpec)
     while modules and isinstance(modules[-1], UnitSpec):
-        modules.pop()  # a second one changes nothing
+        modules.pop()  # repeated normalisation changes nothing
     return PoolingSpec(methods, include_prompt, tuple(modules), normalize, quantizes=quantizes)
 
 
 def _after_pooling(files: CheckpointFiles) -> Iterator[ModuleSpec]:
-    """What a pooled vector runs through. sentence-transformers runs modules in the order of modules.json."""
+    """The modules applied to a pooled vector, in the order of modules.json as in sentence-transformers."""
     for number, module in enumerate(files.modules):
         if module.kind not in ("Dense", "LayerNorm", "Normalize"):
             continue
@@ -180,7 +177,7 @@ def _after_pooling(files: CheckpointFiles) -> Iterator[ModuleSpec]:
 
 
 def check_widths(files: CheckpointFiles, pooling: PoolingSpec, width: int) -> int:
-    """The size of the final vector. A module that reads vectors of another size is refused."""
+    """Check that the sizes of the modules match, and return the size of the final vector."""
     for module in pooling.modules:
         expected = None
         if isinstance(module, DenseSpec):

@@ -1,7 +1,7 @@
 """Quantised checkpoints: what `quantization_config` says about how each module's weight is stored.
 
 Every writer has its own keys and its own way to name modules. `stored_format` turns them into one
-description, and refuses what no reader in `weights/quantized.py` understands. Free of torch.
+description, and refuses formats that `weights/quantized.py` cannot read. Free of torch.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ BLOCK = 128
 _CONFIG_KEYS = ("quantization_config", "compression_config")  # the second: old compressed-tensors files
 _MODELOPT_FILE = "hf_quant_config.json"
 _MAX_PATTERN_LENGTH = 300
-_MAX_PATTERN_REPEATS = 4  # of a regular expression: more could take minutes to match
+_MAX_PATTERN_REPEATS = 4  # in a regular expression; more could take minutes to match
 Scope = Literal["tensor", "channel", "group", "block"]
 
 
 class Layout(Enum):
-    """The tensors that a module's weight is stored in."""
+    """The format in which a module's weight is stored."""
 
     FP8_BLOCKS = "fp8 blocks"
     FP8 = "fp8"  # with a scale for the tensor or for each output
-    INT8 = "int8"  # one value to a byte
+    INT8 = "int8"  # one value per byte
     PACKED = "packed"  # compressed-tensors: integers packed along the inputs
     GPTQ = "gptq"  # integers packed along the inputs, zero points along the outputs
     AWQ = "awq"  # integers and zero points packed along the outputs, interleaved
     BNB_4BIT = "bitsandbytes 4-bit"  # entries of a table of 16 values
-    BNB_INT8 = "bitsandbytes int8"  # rows with a scale each
+    BNB_INT8 = "bitsandbytes int8"  # one scale per row
 
 
-# Tensors of which a module in a layout has one. Some writers of fp8 call the scale weight_scale_inv.
+# Tensors that identify the layout of a module, which has one of them. Some fp8 writers name the scale
+# weight_scale_inv.
 _FP8_SCALES = ("weight_scale", "weight_scale_inv")
 MARKS: dict[Layout, tuple[str, ...]] = {
     Layout.FP8_BLOCKS: _FP8_SCALES,
@@ -100,7 +101,7 @@ class StoredFormat:
 
     @property
     def min_bits(self) -> int:
-        """The fewest bits that a weight takes."""
+        """Minimum number of bits of a weight."""
         return min((rule.weight.bits for rule in self.rules if rule.weight is not None), default=16)
 
 
@@ -121,7 +122,7 @@ def with_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
-    """None for weights that are not quantised. Formats that no reader understands are refused."""
+    """Read the format of quantised weights, and refuse unsupported formats; None if not quantised."""
     options = config.get("quantization_config")
     if not options:
         return None
@@ -145,7 +146,7 @@ def _notes(options: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _fp8(options: Mapping[str, Any]) -> StoredFormat:
-    """Blocks of 128 × 128 with dynamic activations, or one scale a tensor."""
+    """Read FP8: blocks of 128 × 128 with dynamic activations, or one scale per tensor."""
     if options.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise _unsupported("fmt", options["fmt"], "e4m3")
     scheme, size = options.get("activation_scheme", "dynamic"), options.get("weight_block_size")
@@ -163,7 +164,7 @@ def _fp8(options: Mapping[str, Any]) -> StoredFormat:
 
 
 def _modelopt(options: Mapping[str, Any]) -> StoredFormat:
-    """FP8 of NVIDIA's ModelOpt. Modules are excluded by names with wildcards."""
+    """Read FP8 of NVIDIA's ModelOpt. Modules are excluded by names with wildcards."""
     scopes: dict[str, Scope] = {"FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel"}
     algorithm = options.get("quant_algo")
     if algorithm not in scopes:
@@ -175,7 +176,7 @@ def _modelopt(options: Mapping[str, Any]) -> StoredFormat:
 
 
 def _gptq(options: Mapping[str, Any]) -> StoredFormat:
-    """GPTQ. `dynamic` overrides options by module: "-:" excludes, "+:" or nothing changes."""
+    """Read GPTQ. `dynamic` has patterns of modules: "-:" excludes them, "+:" or no prefix changes options."""
     stored_as = str(options.get("checkpoint_format") or options.get("format") or "gptq").lower()
     if stored_as not in ("gptq", "gptq_v2") or options.get("is_marlin_format"):
         raise _unsupported("checkpoint_format", stored_as, "gptq, gptq_v2")
@@ -232,7 +233,7 @@ def _bitsandbytes(options: Mapping[str, Any]) -> StoredFormat:
 
 
 def _compressed_tensors(options: Mapping[str, Any]) -> StoredFormat:
-    """A scheme for each group of targets: module names, "re:" patterns, or the class Linear."""
+    """Read a scheme for each group of targets: module names, "re:" patterns, or the class Linear."""
     sparsity = options.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
         raise _unsupported("sparsity_config.format", sparsity.get("format"), "dense")
@@ -305,7 +306,7 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], StoredFormat]] = {
 
 
 def _integers(layout: Layout, options: Mapping[str, Any], bits: tuple[int, ...] = (4, 8)) -> StoredWeight:
-    """The description of integers in groups; a group size of -1 is a scale for each output."""
+    """Describe integers in groups. A group size of -1 means one scale for each output."""
     found, size = options.get("bits"), options.get("group_size", -1)
     if found not in bits:
         raise _unsupported("bits", found, ", ".join(map(str, bits)))
@@ -323,10 +324,10 @@ def _any(module: str) -> bool:
 def _is_named(names: Iterable[str]) -> Callable[[str], bool]:
     """Accept a module whose name is in `names`, ends in one of them, or has a parent among them."""
     left = frozenset(names)
-    counts = sorted({name.count(".") + 1 for name in left})  # parts of the names
+    counts = sorted({name.count(".") + 1 for name in left})  # number of parts of the names
 
     def matches(module: str) -> bool:
-        """Looks a name's beginnings and ends up: models have tens of thousands of modules."""
+        """Look up prefixes and suffixes of the name, because models have tens of thousands of modules."""
         for own in _spellings(module):
             parts = own.split(".")
             for count in counts:
@@ -352,7 +353,7 @@ def _is_globbed(patterns: Iterable[str]) -> Callable[[str], bool]:
 
 
 def _is_matched(targets: Iterable[str]) -> Callable[[str], bool]:
-    """Accept a module by its whole name, or by the start of it if the target is "re:" and a pattern."""
+    """Accept a module by its whole name, or by its start if the target is "re:" and a pattern."""
     names, patterns = set(), []
     for target in targets:
         if target.startswith("re:"):
@@ -367,7 +368,7 @@ def _is_matched(targets: Iterable[str]) -> Callable[[str], bool]:
 
 
 def _spellings(module: str) -> tuple[str, ...]:
-    """A module's name with and without the prefix of a model's backbone: files and lists may differ in it."""
+    """A module's name without and with the prefix `model.`: files and lists may differ in it."""
     bare = module.removeprefix("model.")
     return (bare, f"model.{bare}")
 

@@ -1,6 +1,6 @@
 """The vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: what `vision_config` of config.json says.
 
-Every key is read, known to be harmless, or refused. Defaults are those of transformers. Free of torch.
+Every key is read, listed as harmless, or refused. Defaults are those of transformers. Free of torch.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from penstock.checkpoint.families import Family
 from penstock.checkpoint.files import shown
 from penstock.errors import ModelLoadError
 
-MAX_WINDOW = 64  # patches: such windows are all short rows for attention, whatever their order
+MAX_WINDOW = 64  # patches; a window of this size is still a short row for attention
 
 
 @dataclass(frozen=True, slots=True)
 class QwenVisionShape:
-    """What the three towers differ in."""
+    """The properties in which the three towers differ."""
 
     hidden: int
     layers: int
@@ -27,27 +27,29 @@ class QwenVisionShape:
     intermediate: int
     out: int  # width of a token's vector
     patch_size: int
-    frames: int  # of one patch
-    merge: int  # patches of a token, down and across
+    frames: int  # frames per patch
+    merge: int  # patches per token, down and across
     act: str
-    has_rms_norms: bool = False  # and a gated MLP
+    has_rms_norms: bool = False  # with RMS norms and a gated MLP
     has_patch_bias: bool = False
-    full_layers: frozenset[int] | None = None  # attend to the whole image, others within windows; None: all
-    window: int = 0  # tokens of a window, down and across
-    position_side: int = 0  # entries of the table of positions, down and across; 0: none
-    deep_layers: tuple[int, ...] = ()  # whose output gives further features, for the language model's layers
+    full_layers: frozenset[int] | None = None  # attend to the whole image, others to windows; None: all
+    window: int = 0  # tokens along each side of a window
+    position_side: int = 0  # entries along each side of the position table; 0: none
+    deep_layers: tuple[int, ...] = ()  # layers whose outputs give DeepStack features for the language model
     mlp_names: tuple[str, str] = ("fc1", "fc2")
     merger_names: tuple[str, str, str] = ("ln_q", "mlp.0", "mlp.2")  # norm, up, down
 
     @property
     def feature_width(self) -> int:
-        """Of a token, with the further features behind its vector."""
+        """Width of a token's vector together with its DeepStack features."""
         return self.out * (1 + len(self.deep_layers))
 
 
 def read_qwen_vision(kind: str, config: Mapping[str, Any]) -> QwenVisionShape:
-    """The tower of a model of `kind` "qwen2_vl", "qwen2_5_vl" or "qwen3_vl". `config` is config.json's, with
-    the text model's sizes at its top level."""
+    """Read the tower of a model of `kind` "qwen2_vl", "qwen2_5_vl" or "qwen3_vl".
+
+    `config` is the content of config.json, with the text model's sizes at its top level.
+    """
     values = config.get("vision_config")
     if values is None:
         values = {}
@@ -73,13 +75,13 @@ def read_qwen_vision(kind: str, config: Mapping[str, Any]) -> QwenVisionShape:
 
 
 def check_qwen_vision(family: Family, config: Mapping[str, Any]) -> None:
-    """Refuse a tower that would be computed otherwise than config.json says."""
+    """Refuse a tower whose configuration is not supported."""
     if family.qwen_vision is not None:
         read_qwen_vision(tower_kind(family.qwen_vision, config), config)
 
 
 def tower_kind(default: str, config: Mapping[str, Any]) -> str:
-    """The kind of a model's tower: that of the model in vlm_config, else its family's."""
+    """The kind of a model's tower: that of the model in vlm_config, otherwise its family's."""
     kind = config.get("vlm_model_type") or default
     if kind not in _READERS:
         raise ModelLoadError(
@@ -91,14 +93,14 @@ def tower_kind(default: str, config: Mapping[str, Any]) -> str:
 
 
 class _Keys:
-    """Reads keys, remembers them and refuses the others."""
+    """Reads keys, records them, and refuses all others."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
         self.read: set[str] = set()
 
     def integer(self, *names: str, default: int, high: int = 1 << 16) -> int:
-        """The first of these keys that is set. All that are set have to agree."""
+        """The value of the first key that is set. All keys that are set must agree."""
         self.read.update(names)
         given = {name: self.values[name] for name in names if self.values.get(name) is not None}
         for name, value in given.items():
@@ -109,7 +111,7 @@ class _Keys:
         return int(next(iter(given.values()), default))
 
     def layers(self, name: str, count: int, default: Sequence[int]) -> tuple[int, ...]:
-        """Numbers of layers, ascending."""
+        """A list of layer numbers, in ascending order."""
         self.read.add(name)
         value = self.values.get(name, default)
         is_list = isinstance(value, list | tuple) and all(
@@ -127,7 +129,7 @@ class _Keys:
         return value
 
     def check_all_read(self) -> None:
-        """Refuse keys that would change what the tower computes, at other values than it does."""
+        """Refuse unknown keys, and values that this tower does not compute."""
         for name, accepted in _FIXED.items():
             if self.values.get(name) not in (None, accepted):
                 raise _wrong(name, self.values[name], repr(accepted))
@@ -145,7 +147,7 @@ class _Keys:
 
 _FIXED = {"in_channels": 3, "in_chans": 3}
 _ROPE = {"rope_type": "axial", "rope_theta": 10_000.0}
-# Of training and of libraries, and for video, which is refused.
+# Keys for training, for libraries, and for video, which is refused.
 _HARMLESS = """
 architectures attn_implementation chunk_size_feed_forward dtype id2label initializer_range
 is_encoder_decoder label2id model_type output_attentions output_hidden_states problem_type return_dict

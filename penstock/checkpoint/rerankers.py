@@ -1,7 +1,7 @@
 """The prompts that published decoder rerankers were trained with, and how each is recognised.
 
-A record is written from the model's card or its own scoring code. It applies where the checkpoint itself says
-nothing; a sentence-transformers layout says everything (`pair_template`).
+Each record comes from the model's card or its own scoring code. It is used only if the checkpoint does not
+contain the prompt; a sentence-transformers layout does (`pair_template`).
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ Activation = Literal["sigmoid", "identity"]
 
 
 class Prompt(NamedTuple):
-    """What a reranker is asked, and how its answer becomes a score."""
+    """The prompt of a reranker, and how its answer becomes a score."""
 
     template: tuple[str, ...]  # parts that are tokenised separately
-    tokens: tuple[str | int, ...] = ()  # it answers with these, relevant first; texts or ids
-    names: str = ""  # a pattern that its published names match, lower case
+    tokens: tuple[str | int, ...] = ()  # answer tokens, the relevant one first; texts or ids
+    names: str = ""  # pattern of the published names, in lower case
     mark: str = ""  # a phrase that identifies its chat template
-    answers_identify: bool = True  # within its family, whoever names these tokens means this prompt
-    instruction: str = ""  # in the place of an instruction where the caller gives none
-    wording: str = "{instruction}"  # how an instruction is written in the row
+    answers_identify: bool = True  # within the family, these tokens imply this prompt
+    instruction: str = ""  # default instruction
+    wording: str = "{instruction}"  # format of an instruction in the row
     activation: Activation = "sigmoid"
-    scale: float = 1.0  # a logit is divided by it before the sigmoid
-    strips: bool = False  # white space around query and document is removed
-    opened: bool = True  # the tokenizer's special tokens are added at the beginning
-    closed: bool = False  # and at the end
+    scale: float = 1.0  # divisor of a logit before the sigmoid
+    strips: bool = False  # remove white space around query and document
+    opened: bool = True  # add the tokenizer's special tokens at the beginning
+    closed: bool = False  # add the tokenizer's special tokens at the end
 
 
 _QWEN3_MARK = (
@@ -89,8 +89,8 @@ PROMPTS: dict[str, Prompt] = {
         names=r"bge-reranker-v2-gemma",
         mark=_GEMMA_TASK,
     ),
-    # The query is the system's message, the document the user's. Until May 2026 the repositories scored with
-    # code of their own, through a sigmoid of a fifth of the logit; since then a LogitScore module does.
+    # The query is the system message, the document the user message. Until May 2026 the repositories had
+    # their own scoring code, sigmoid(logit / 5); since then they have a LogitScore module.
     "zerank": Prompt(
         ("<|im_start|>system\n{query}<|im_end|>\n<|im_start|>user\n", "{document}", _ANSWER),
         ("Yes",),
@@ -99,7 +99,7 @@ PROMPTS: dict[str, Prompt] = {
         scale=5.0,
         strips=True,
     ),
-    # The logit of vocabulary row 0, as it is. The tokens of the whole text are those of one part.
+    # The score is the plain logit of vocabulary row 0. The whole text is tokenised as one part.
     "ctxl-rerank-v2": Prompt(
         (_CTXL_TASK + "\n<Document> {document}\n<Query> {query}{instruction} ??",),
         (0,),

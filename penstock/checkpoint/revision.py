@@ -21,7 +21,7 @@ from penstock import __version__
 from penstock.checkpoint.convert import cache_folder
 from penstock.checkpoint.spec import ModelSpec
 
-# Settings that decide when rows run and where they wait, but not what they give.
+# Settings that affect scheduling and memory, but not results.
 SCHEDULING_SETTINGS = frozenset(
     {
         *("max_num_batched_tokens", "max_num_seqs", "max_queued_tokens", "max_queue_seconds"),
@@ -31,14 +31,14 @@ SCHEDULING_SETTINGS = frozenset(
         *("null_step_s", "graph_capture_seconds", "graph_history"),
     }
 )
-# What a model is called, and what its tokens come from: rows are tokens already.
+# Names, and settings that only affect tokenising: rows are already tokenised.
 UNRELATED_TO_ROWS = frozenset({"name", "folder", "root", "max_model_len", "prompts", "default_prompt_name"})
 _UNREAD_SUFFIXES = frozenset(
     {*(".md", ".png", ".jpg", ".jpeg", ".gif", ".pdf", ".lock"), *(".onnx", ".onnx_data", ".msgpack")}
     | {".h5", ".ot", ".tflite", ".gguf", ".mlmodel", ".pyc"}
 )
 _UNREAD_FOLDERS = frozenset({"onnx", "openvino", "coreml", "__pycache__"})
-MAX_FILES = 10_000  # more are not those of one model
+MAX_FILES = 10_000  # a folder with more files is not one model
 PIECE_BYTES = 1 << 22
 
 
@@ -55,7 +55,7 @@ def loaded_revision(spec: ModelSpec, settings: Mapping[str, Any]) -> str:
 def portable_revision(
     spec: ModelSpec, settings: Mapping[str, Any], loaded: str, is_stopped: Callable[[], bool] = lambda: False
 ) -> str:
-    """The revision by content of the files that were `loaded`; "" if these files are not there any more.
+    """The revision by content of the files that were `loaded`; "" if these have changed or are gone.
 
     Reads all files, unless an earlier call on this machine has. Call it off the event loop.
     """
@@ -80,12 +80,12 @@ def content_revision(spec: ModelSpec) -> str:
 
 
 def _revision(spec: ModelSpec, settings: Mapping[str, Any], files: str) -> str:
-    """Everything that changes numbers, in one hash."""
+    """Hash everything that affects results."""
     described = {
         name: value for name, value in msgspec.to_builtins(spec).items() if name not in UNRELATED_TO_ROWS
     }
     chosen = {name: value for name, value in settings.items() if name not in SCHEDULING_SETTINGS}
-    chosen["device"] = str(settings.get("device", "")).partition(":")[0]  # cuda:0 computes like cuda:1
+    chosen["device"] = str(settings.get("device", "")).partition(":")[0]  # the index does not affect results
     content = msgspec.json.encode([__version__, described, chosen, files], order="deterministic")
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
@@ -107,7 +107,7 @@ def _files(spec: ModelSpec) -> Iterator[tuple[str, Path]]:
 
 
 def _file_marks(spec: ModelSpec) -> list[tuple[str | int, ...]] | None:
-    """What tells one version of each file from another without reading it; None if that is not possible."""
+    """Identify a version of each file without reading it; None if that is not possible."""
     marks: list[tuple[str | int, ...]] = []
     try:
         for name, file in _files(spec):
@@ -122,7 +122,7 @@ def _file_marks(spec: ModelSpec) -> list[tuple[str | int, ...]] | None:
 
 
 def _content_digest(spec: ModelSpec, is_stopped: Callable[[], bool]) -> str:
-    """A hash of all files. It is written down, and one process at a time computes it."""
+    """A hash of all files. It is cached on disk, and only one process at a time computes it."""
     marks = _file_marks(spec)
     if marks is None:
         raise OSError("the model's files cannot be identified")
@@ -137,7 +137,7 @@ def _content_digest(spec: ModelSpec, is_stopped: Callable[[], bool]) -> str:
             _hash_file(file, digest, is_stopped)
         if _file_marks(spec) != marks:
             raise OSError("the model's files changed while they were read")
-        with contextlib.suppress(OSError):  # a read-only home: they are read again next time
+        with contextlib.suppress(OSError):  # with a read-only home, the files are read again next time
             draft = record.with_suffix(f".{os.getpid()}.part")
             draft.write_text(digest.hexdigest())
             draft.replace(record)
@@ -146,7 +146,7 @@ def _content_digest(spec: ModelSpec, is_stopped: Callable[[], bool]) -> str:
 
 @contextlib.contextmanager
 def _locked(record: Path) -> Iterator[str]:
-    """What a record says, with a lock beside it; "" if it says nothing."""
+    """Lock a record, and give its content; "" if there is none."""
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):
             record.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a reward model judges: a whole text, or each of its steps."""
+"""What a reward model scores: a whole text, or each of its steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.checkpoint.pooling import STEP, is_pooling_type
 from penstock.config import PoolerConfig
 from penstock.errors import ModelLoadError
 
-_STEP_TAG = "<extra_0>"  # ends a step, unless step_tag_id says otherwise
+_STEP_TAG = "<extra_0>"  # ends a step, unless step_tag_id is set
 
 
 class RewardSpec(msgspec.Struct, frozen=True):
@@ -23,7 +23,7 @@ class RewardSpec(msgspec.Struct, frozen=True):
 def read_reward(
     files: CheckpointFiles, architecture: Architecture, pooler: PoolerConfig
 ) -> RewardSpec | None:
-    """None for a model without a head that judges."""
+    """Read what is scored; None for a model without a reward or classification head."""
     wants_steps = is_pooling_type(pooler, STEP)
     if not architecture.is_reward_model and not architecture.classifies_sequences:
         if wants_steps:

@@ -1,5 +1,8 @@
-"""How a model that reads a query and a document together scores them: from its files, and from the prompts
-that decoder rerankers were trained with. A model that is not known to score does not."""
+"""How a model that reads a query and a document together scores them.
+
+This comes from its files, and from the prompts that decoder rerankers were trained with. Models that nothing
+identifies as scoring models do not score pairs.
+"""
 
 from __future__ import annotations
 
@@ -21,31 +24,31 @@ from penstock.errors import ConfigError, ModelLoadError
 
 
 class ScoreSpec(msgspec.Struct, frozen=True):
-    """A score is the first of the outputs, minus the second if there is one, through the activation.
+    """A score is activation(first output − second output); the second output is optional.
 
-    `template` is the row as parts that are tokenised separately; a single part is tokenised as any text.
-    Without a template the tokenizer joins query and document to a pair. `tokens` are rows of the
-    language-model head that replace a classifier's labels.
+    `template` is the row as parts that are tokenised separately; a single part is tokenised like any text.
+    Without a template, the tokenizer joins query and document as a pair. `tokens` are rows of the
+    language-model head, which replace a classifier's labels.
     """
 
     outputs: tuple[int, ...] = (0,)
     activation: Activation = "sigmoid"
-    scale: float = 1.0  # a score is divided by it before the sigmoid
+    scale: float = 1.0  # divisor of a score before the sigmoid
     template: tuple[str, ...] = ()  # with {query}, {document} and optionally {instruction}
-    instruction: str = ""  # in the place of an instruction where the caller gives none
-    wording: str = "{instruction}"  # how an instruction is written in the row
+    instruction: str = ""  # default instruction
+    wording: str = "{instruction}"  # format of an instruction in the row
     tokens: tuple[int, ...] = ()
-    strips: bool = False  # white space around query and document is removed
-    opened: bool = True  # the tokenizer's special tokens are added at the beginning
-    closed: bool = True  # and at the end
-    marks: tuple[int, ...] = ()  # of listwise models: the tokens that mark a document and the query
+    strips: bool = False  # remove white space around query and document
+    opened: bool = True  # add the tokenizer's special tokens at the beginning
+    closed: bool = True  # add the tokenizer's special tokens at the end
+    marks: tuple[int, ...] = ()  # listwise models: the tokens that mark a document and the query
 
 
 DOCUMENT_MARK, QUERY_MARK = "<|embed_token|>", "<|rerank_token|>"
-MARK_DIM = 512  # of the vectors of marked tokens
+MARK_DIM = 512  # width of the vectors of marked tokens
 
 
-PLAIN_PAIR = "none"  # the score_template that leaves a pair to the tokenizer
+PLAIN_PAIR = "none"  # as score_template: the tokenizer joins the pair
 
 
 def read_score(
@@ -56,7 +59,7 @@ def read_score(
     template: str | None = None,
     score_labels: Sequence[int] | None = None,
 ) -> ScoreSpec | None:
-    """None for a model that does not read query and document together."""
+    """Read how pairs are scored; None for a model that does not read query and document together."""
     classifies, labels = architecture.classifies_sequences, label_count(files.config)
     vocabulary = _Vocabulary(files.folder)
     if architecture.family.is_listwise:
@@ -104,7 +107,7 @@ def read_score(
 def why_not_score(files: CheckpointFiles, architecture: Architecture, identity: Identity) -> str | None:
     """Why the vectors of a decoder must not be compared to score a pair; None if they may.
 
-    A language model ranks badly by its last token's state, and a reranker's states mean nothing of the kind.
+    The last token's state of a language model ranks badly, and a reranker's states are not embeddings.
     """
     family = architecture.family
     if not family.is_decoder or files.modules or family.embed_mark is not None:
@@ -161,7 +164,7 @@ class _Vocabulary:
         return int(ids[0])
 
     def numbers(self, tokens: Sequence[str | int]) -> list[int | None]:
-        """The ids of tokens; None for one that this vocabulary lacks."""
+        """The ids of tokens; None for tokens that this vocabulary lacks."""
         return [token if isinstance(token, int) else self.rust.token_to_id(token) for token in tokens]
 
     def texts(self, tokens: Sequence[int]) -> tuple[str, ...]:
@@ -211,7 +214,7 @@ def _module_file(files: CheckpointFiles, module: Module) -> Path:
 
 class _OwnPrompt(NamedTuple):
     prompt: Prompt | None
-    is_pair: bool = False  # the files say that the tokenizer joins the texts
+    is_pair: bool = False  # according to the files, the tokenizer joins the texts
 
 
 def _own_prompt(
@@ -221,23 +224,27 @@ def _own_prompt(
     vocabulary: _Vocabulary,
     tokens: tuple[int, ...],
 ) -> _OwnPrompt:
-    """The prompt that the checkpoint was trained with: what its sentence-transformers layout says, else one
-    of the family's, by its tokens, mark or name."""
+    """The prompt that the checkpoint was trained with.
+
+    It comes from the sentence-transformers layout. Otherwise it is a prompt of the family that matches the
+    checkpoint's answer tokens, chat template or name.
+    """
     scores_logits = files.has_module("LogitScore")
     modalities = files.transformer.get("modality_config")
     if scores_logits or (architecture.classifies_sequences and files.modules and modalities is not None):
-        from penstock.checkpoint.pair_template import read_pair_prompt  # Jinja is not needed otherwise
+        from penstock.checkpoint.pair_template import read_pair_prompt  # imports Jinja only if needed
 
         prompt = read_pair_prompt(files, lambda: vocabulary.rust)
         if prompt is not None or modalities is not None:
             return _OwnPrompt(prompt, prompt is None)
     prompts = [PROMPTS[name] for name in architecture.family.score_prompts]
     if files.modules and not architecture.classifies_sequences and not tokens:
-        prompts = []  # an embedder, whatever it is called
+        prompts = []  # an embedder, whatever its name
     chat = _chat_template(files.folder) if prompts and not tokens else ""
     for prompt in prompts:
         with_origin = not architecture.classifies_sequences
-        # An adapter was trained on what its base model is asked; models of that origin may not be.
+        # An adapter was trained with its base model's prompt. A classifier was perhaps trained from such a
+        # model with another prompt, so its origin is ignored.
         is_named = prompt.names != "" and (
             identity.is_named(prompt.names, with_origin=with_origin) or identity.has_base_named(prompt.names)
         )
@@ -293,7 +300,7 @@ _LABELS = "pooler_config.score_labels"
 
 
 def _activation(files: CheckpointFiles) -> Activation | None:
-    """As sentence-transformers finds it; None where no file names one."""
+    """The activation, looked up as in sentence-transformers; None if no file names one."""
     options = files.config.get("sentence_transformers")
     named = options.get("activation_fn") if isinstance(options, Mapping) else None
     named = named or files.config.get("sbert_ce_default_activation_function")

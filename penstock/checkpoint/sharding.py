@@ -1,4 +1,4 @@
-"""Whether a model can be divided among several devices, and among how many. Free of torch."""
+"""Whether a model supports tensor parallelism, and with how many ranks. Free of torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PARAM = "tensor_parallel_size"
 
 
 def check_shards(spec: ModelSpec, settings: Resolved) -> None:
-    """Refuse a model or an option that is not divided, and sizes that do not fit the model."""
+    """Refuse models and options without tensor parallelism, and sizes that do not divide the model evenly."""
     size = settings.tensor_parallel_size
     if size == 1 or settings.device == "null":
         return
@@ -38,7 +38,7 @@ def check_shards(spec: ModelSpec, settings: Resolved) -> None:
 
 
 def _why_whole(spec: ModelSpec, settings: Resolved) -> str | None:
-    """Why a model runs on one device alone; None if it can be divided."""
+    """Why a model can only run on one device; None if it can be divided."""
     if spec.static is not None:
         return "static embeddings are a table, which is not divided"
     if settings.model_impl == "transformers":
@@ -54,8 +54,8 @@ def _why_whole(spec: ModelSpec, settings: Resolved) -> str | None:
 
 
 def _divided_widths(spec: ModelSpec) -> Mapping[str, int]:
-    """What is divided besides attention heads, by its key in config.json: the neurons of feed-forward blocks,
-    and experts."""
+    """The sizes that are divided besides attention heads, by their key in config.json: the width of
+    feed-forward blocks, and the number of experts."""
     config, sizes = spec.config, spec.sizes
     experts = sizes.num_experts or int(config.get("num_experts") or 0)
     if not experts:
@@ -66,14 +66,14 @@ def _divided_widths(spec: ModelSpec) -> Mapping[str, int]:
 
 
 def _has_dense_layers(sizes: ModelSizes, config: Mapping[str, Any]) -> bool:
-    """Whether some layers of a model with experts have none."""
+    """Whether a model with experts also has layers without experts."""
     if not sizes.num_experts:  # NomicBERT, in which at most every other layer has experts
         return True
     return bool(config.get("mlp_only_layers")) or (config.get("decoder_sparse_step") or 1) != 1
 
 
 def _fits(size: int, sizes: ModelSizes, widths: Mapping[str, int]) -> bool:
-    """Ranks have as many heads, neurons and experts each. Key and value heads may be on several ranks."""
+    """Whether heads and `widths` divide evenly by `size`. Several ranks may share a key and value head."""
     kv_heads = sizes.kv_heads
     shares_kv = kv_heads % size == 0 if kv_heads >= size else size % kv_heads == 0
     return shares_kv and not any(count % size for count in (sizes.heads, *widths.values()))

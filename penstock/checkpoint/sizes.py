@@ -1,8 +1,8 @@
-"""Checks the numbers of config.json: types, ranges, and whether they fit one another, the weight files and
-the machine's memory.
+"""Checks the numbers in config.json: types, ranges, and consistency with one another, with the weight files
+and with the machine's memory.
 
-A checkpoint may come from anyone. Every number that decides how much is allocated or computed is checked
-here, before anything is built from it. Free of torch.
+Checkpoints are not trusted. Every number that decides how much is allocated or computed is checked here,
+before anything is built from it. Free of torch.
 """
 
 from __future__ import annotations
@@ -165,12 +165,12 @@ _OBJECTS = (
     "quantization_config",
     "compression_config",
 )
-_MAX_NESTED_ROPES = 8  # layer types with rotary options of their own
+_MAX_NESTED_ROPES = 8  # layer types with separate rotary options
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The sizes of a model's parts, which fit one another."""
+    """The sizes of a model's parts, checked for consistency."""
 
     hidden: int
     layers: int
@@ -185,11 +185,11 @@ class ModelSizes:
     expert_intermediate: int = 0
     is_gated: bool = False
     has_rotary_positions: bool = False
-    stored_layers: int | None = None  # where layers are repeated
+    stored_layers: int | None = None  # if stored layers are repeated
 
     @property
     def min_parameters(self) -> int:
-        """Parameters that such a model has at least."""
+        """Minimum number of parameters of a model of these sizes."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         mlp = (3 if self.is_gated else 2) * self.hidden * self.intermediate
         if self.num_experts:
@@ -198,22 +198,22 @@ class ModelSizes:
         return self.vocabulary * self.embedding + layers * (attention + mlp)
 
     def rank_parameters(self, ranks: int) -> int:
-        """Parameters that each of so many ranks has at least: the token table and a share of the layers."""
+        """Minimum number of parameters on each rank: the token table and a share of the layers."""
         table = self.vocabulary * self.embedding
         return table + (self.min_parameters - table) // ranks
 
     @property
     def position_table_bytes(self) -> int:
-        """Memory that building the rotary tables takes: angles, cosines and sines in fp32."""
+        """Memory needed to build the rotary tables: angles, cosines and sines in fp32."""
         return 10 * self.positions * self.head_dim if self.has_rotary_positions else 0
 
 
 def read_sizes(file: Path, family: Family, config: Mapping[str, Any]) -> ModelSizes:
-    """Check every number that `config`, from `file`, has for this family."""
+    """Check every number in `config`, which is from `file`, and return the sizes."""
     check_numbers(file, config)
     keys = family.keys
     hidden, heads = _first(file, config, keys.hidden_size), _first(file, config, keys.num_heads)
-    is_modern = family.is_decoder and family.has_rotary_positions  # its heads have sizes of their own
+    is_modern = family.is_decoder and family.has_rotary_positions  # config.json may describe the heads
     kv_heads = config.get("num_key_value_heads") if is_modern else None
     head_dim = (config.get("head_dim") if is_modern else None) or family.default_head_dim
     if keys.head_dim:
@@ -278,7 +278,7 @@ def table_sizes(vocabulary: int, width: int) -> ModelSizes:
 
 
 def check_any_sizes(file: Path, architecture: Architecture, config: Mapping[str, Any]) -> None:
-    """Refuse a configuration for transformers that does not say how wide the model is."""
+    """Refuse a configuration for transformers without a hidden size or a vocabulary size."""
     for keys in (architecture.family.keys.hidden_size, ("vocab_size",)):
         if not any(isinstance(config.get(key), int) for key in keys):
             raise ModelLoadError(
@@ -309,8 +309,10 @@ def check_numbers(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_weight_files(folder: Path, sizes: ModelSizes, min_bits: int = 8) -> None:
-    """Refuse a configuration whose tensors cannot be in the folder's files. A parameter takes at least
-    `min_bits`."""
+    """Refuse a configuration with more parameters than the folder's weight files can hold.
+
+    Each parameter takes at least `min_bits`.
+    """
     files = weight_files(folder)
     held = sum(file.stat().st_size for file in files if file.is_file())
     if files and all(file.is_file() for file in files) and sizes.min_parameters * min_bits > 8 * held:
@@ -322,8 +324,10 @@ def check_weight_files(folder: Path, sizes: ModelSizes, min_bits: int = 8) -> No
 
 
 def check_memory(sizes: ModelSizes, bytes_per_parameter: float, total_bytes: int, *, ranks: int = 1) -> None:
-    """Refuse a model that is larger than all memory of the device. With several tensor-parallel `ranks`, the
-    device holds the share of one of them."""
+    """Refuse a model that is larger than the device's memory.
+
+    With several tensor-parallel `ranks`, the device holds the share of one rank.
+    """
     weights = int(sizes.rank_parameters(ranks) * bytes_per_parameter)
     if weights > total_bytes:
         raise ModelLoadError(
@@ -341,7 +345,7 @@ def check_memory(sizes: ModelSizes, bytes_per_parameter: float, total_bytes: int
 
 
 def _first(file: Path, config: Mapping[str, Any], keys: tuple[str, ...], default: int | None = None) -> int:
-    """The first of these keys that is set; `check_numbers` has seen them."""
+    """The value of the first key that is set. `check_numbers` has already checked it."""
     value = next((config[key] for key in keys if config.get(key) is not None), default)
     if value is None:
         raise ModelLoadError(f"{file} has no integer {' or '.join(keys)}", param="model")
@@ -349,7 +353,7 @@ def _first(file: Path, config: Mapping[str, Any], keys: tuple[str, ...], default
 
 
 def _stored_layers(file: Path, config: Mapping[str, Any]) -> int:
-    """The number of layers in the files of a model that repeats them in groups."""
+    """The number of stored layers of a model that repeats them in groups."""
     groups, layers = config.get("num_hidden_groups") or 1, config.get("num_hidden_layers") or 1
     if layers % groups:
         raise ModelLoadError(
@@ -360,7 +364,7 @@ def _stored_layers(file: Path, config: Mapping[str, Any]) -> int:
 
 
 def _experts(file: Path, family: Family, config: Mapping[str, Any]) -> tuple[int, int]:
-    """The number of experts and the width of each; zeros for a family without."""
+    """The number of experts and the width of each; zeros for a family without experts."""
     if not family.has_experts:
         return 0, 0
     count = _first(file, config, ("num_experts", "num_local_experts"))
@@ -411,7 +415,7 @@ def _wrong(file: Path, key: str, value: Any, accepted: str) -> ModelLoadError:
 
 
 def _largest(sizes: ModelSizes) -> str:
-    """The sizes that decide how large the model is."""
+    """The sizes that decide how large the model is, for error messages."""
     parts = {
         "vocab_size": sizes.vocabulary,
         "hidden_size": sizes.hidden,

@@ -1,4 +1,4 @@
-"""How a model makes sparse weights: SPLADE from a language head, or BGE-M3's lexical layer."""
+"""How a model computes sparse weights: SPLADE with a language-model head, or BGE-M3's lexical layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.config import PoolerConfig
 from penstock.errors import ModelLoadError
 from penstock.types import Task
 
-_LEXICAL_LAYER = "sparse_linear"  # BGE-M3 stores each of its two layers in a file of its own
+_LEXICAL_LAYER = "sparse_linear"  # BGE-M3 stores each of these two layers in a separate file
 _MULTI_VECTOR_LAYER = "colbert_linear"
 _SPLADE_KEYS = (
     "pooling_strategy",
@@ -44,7 +44,7 @@ class SparseSpec(msgspec.Struct, frozen=True):
 def read_sparse(
     files: CheckpointFiles, architecture: Architecture, pooler: PoolerConfig
 ) -> SparseSpec | None:
-    """None for a model without sparse weights."""
+    """Read how sparse weights are computed; None for a model without them."""
     module = next(files.modules_of("SpladePooling"), None)
     if module is not None or is_pooling_type(pooler, SPLADE):
         has_head = architecture.is_masked_language_model or architecture.has_language_head
@@ -77,8 +77,10 @@ def _layer_file(folder: Path, name: str) -> str | None:
 
 
 def _check_all_tokens(files: CheckpointFiles) -> None:
-    """Refuse a Transformer module that gives SpladePooling the logits of some tokens only. One that generates
-    keeps those of the last token unless told otherwise."""
+    """Refuse a Transformer module that passes only some tokens' logits to SpladePooling.
+
+    Modules for text generation keep only the last token's logits by default.
+    """
     if files.transformer.get("transformer_task") not in ("text-generation", "any-to-any"):
         return
     options = files.transformer.get("processing_kwargs") or {}

@@ -44,44 +44,42 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     embed_dim: int
     token_dim: int
     vocab_size: int
-    num_segments: int = 0  # token types that the model tells apart
+    num_segments: int = 0  # number of token types
     pooling: PoolingSpec
     prompts: dict[str, str]
     default_prompt_name: str | None
     similarity: str
     lower_case: bool
     tasks: tuple[Task, ...]
-    default_task: Task | None = None  # of requests that name none; None: the first
+    default_task: Task | None = None  # task of requests that name none; None: the first
     labels: tuple[str, ...] = ()
-    is_causal: bool = False  # no token sees a later one
+    is_causal: bool = False  # causal attention
     instruction_template: str | None = None  # with {instruction}; precedes a text
-    frame: TextFrame = TextFrame()  # what stands around texts and images of a chat model that embeds
-    text_end: str = ""  # follows every text before it is tokenised
-    query_end: str = ""  # follows every query instead; late interaction has its own in `late`
-    begin_token: str | None = (
-        None  # frames a text alone, whatever the tokenizer adds; None: the tokenizer decides
-    )
+    frame: TextFrame = TextFrame()  # text around the inputs of a chat model that embeds
+    text_end: str = ""  # appended to every text before it is tokenised
+    query_end: str = ""  # appended to queries instead; late interaction uses `late.query_end`
+    begin_token: str | None = None  # only special token added to a text; None: the tokenizer's are added
     sparse: SparseSpec | None = None
     reward: RewardSpec | None = None
-    adapters: tuple[str, ...] = ()  # a request may choose one of them
-    requires_adapter: bool = False  # a request has to
+    adapters: tuple[str, ...] = ()  # task adapters, of which a request may choose one
+    requires_adapter: bool = False  # a request has to choose an adapter
     query_adapters: tuple[str, ...] = ()  # adapters with which every text gets the query prompt
     multi_vector: str | None = None  # BGE-M3's file with the projection of its token vectors
-    static: StaticSpec | None = None  # a table of token vectors, without a model behind it
-    query_route: QueryRoute | None = None  # how queries are read, where a Router sends them elsewhere
+    static: StaticSpec | None = None  # static embeddings: a table of token vectors
+    query_route: QueryRoute | None = None  # route of queries, if a Router separates them from documents
     late: LateSpec | None = None  # one vector per token, compared token by token
-    images: ImageProcessorSpec | None = None  # None: it reads no images
-    image_prompt: ImagePromptSpec | None = None  # where images stand among texts; None: apart from them
+    images: ImageProcessorSpec | None = None  # None: the model reads no images
+    image_prompt: ImagePromptSpec | None = None  # for images in the row of a text; None: images are separate
     dual: DualSpec | None = None  # for models with towers of their own for texts and images
     score: ScoreSpec | None = None  # for models that read a query and a document together
     entities: EntitySpec | None = None  # for models that find entities of labels in the request
     zero_shot: ZeroShotSpec | None = None  # for models that classify by labels in the request
-    why_not_score: str | None = None  # of a model that could compare vectors, but is not known to embed
-    eos_token_ids: tuple[int, ...] = ()  # end a generated text
-    why_not_generate: str | None = "no checkpoint was read"  # None: it can
+    why_not_score: str | None = None  # reason not to score by comparing vectors, if any
+    eos_token_ids: tuple[int, ...] = ()  # tokens that end a generated text
+    why_not_generate: str | None = "no checkpoint was read"  # None: it can generate
     generates_by_default: bool = False
     merges_adapter: bool = False  # merge the adapter in the model's root folder as weights are read
-    draft: ModelSpec | None = None  # the model that proposes tokens to this one
+    draft: ModelSpec | None = None  # the draft model for speculative decoding
 
     @property
     def generates(self) -> bool:
@@ -89,34 +87,36 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def classifies_each_token(self) -> bool:
-        """Whether a sequence classifier can judge every token: a causal one, whose head reads one token, and
-        each token stands for the text up to it."""
+        """Whether a sequence classifier can also classify every token.
+
+        A causal one can: its head reads one token, and each token represents the text up to it.
+        """
         return self.is_causal and Task.CLASSIFY in self.tasks and Task.TOKEN_CLASSIFY not in self.tasks
 
     @property
     def reads_labels(self) -> bool:
-        """Whether its labels come with the request."""
+        """Whether labels are part of the request."""
         return not LABELLED_TASKS.isdisjoint(self.tasks)
 
     @property
     def labels_images(self) -> bool:
-        """Whether it classifies images by labels that come with the request."""
+        """Whether it classifies images by labels in the request."""
         return self.dual is not None and self.dual.logit_scale is not None
 
     @property
     def is_unmarked(self) -> bool:
-        """Whether nothing says that its vectors mean anything."""
+        """Whether nothing indicates that the model was trained to embed."""
         return self.why_not_score is not None and Task.EMBED in self.tasks
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether rows are expected to begin with the same tokens. Those of a causal reranker do: they begin
-        with the instruction and the query."""
+        """Whether rows are expected to share prefixes. Rows of a causal reranker do: they begin with the
+        instruction and the query."""
         return self.is_causal and self.score is not None and not self.score.marks
 
     @property
     def why_not_chunked(self) -> str | None:
-        """Why a row cannot be spread over several steps; None if it can."""
+        """Why a row cannot be split over several steps; None if it can."""
         if not self.is_causal:
             return f"{self.architecture} is not causal: a token's state depends on later tokens"
         if Task.SPARSE in self.tasks:
@@ -165,7 +165,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def step_tag(self) -> int:
-        """The token that ends a step, for models that judge steps."""
+        """The token that ends a step, for models that score steps."""
         if self.reward is None or self.reward.tag is None:
             raise ValueError(f"{self.architecture} judges no steps")
         return self.reward.tag
@@ -179,7 +179,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return Path(self.root or self.folder)
 
     def width(self, task: Task) -> int:
-        """How many numbers an output row of this task has."""
+        """Number of values in an output row of this task."""
         if task is Task.EMBED:
             return self.embed_dim
         if task is Task.SPARSE:
@@ -194,7 +194,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def with_generation(spec: ModelSpec, wanted: bool | None) -> ModelSpec:
-    """Add generation where it is wanted, or by default where the model can and is meant for nothing else."""
+    """Add generation if `wanted`. If that is None, add it to models that generate by default."""
     if wanted is None:
         wanted = spec.why_not_generate is None and spec.generates_by_default
     if not wanted:
@@ -206,11 +206,11 @@ def with_generation(spec: ModelSpec, wanted: bool | None) -> ModelSpec:
     return msgspec.structs.replace(spec, tasks=(*spec.tasks, Task.GENERATE))
 
 
-GIVEN_PROMPT = "--default-prompt"  # the name of the caller's prompt in the model's table
+GIVEN_PROMPT = "--default-prompt"  # name of the caller's prompt in `prompts`
 
 
 def with_default_prompt(spec: ModelSpec, name: str | None, prompt: str | None) -> ModelSpec:
-    """The model with another prompt for texts whose request names none: one of its own, or the caller's."""
+    """Set the prompt of requests that name none: one of the model's prompts, or the caller's text."""
     if name is None and prompt is None:
         return spec
     if name is not None and prompt is not None:
@@ -229,5 +229,5 @@ def with_default_prompt(spec: ModelSpec, name: str | None, prompt: str | None) -
 
 
 def with_max_model_len(spec: ModelSpec, max_model_len: int) -> ModelSpec:
-    """The model as it is served, with the limit that `resolve` settled on."""
+    """Set the row limit that `resolve` decided on."""
     return msgspec.structs.replace(spec, max_model_len=max_model_len)

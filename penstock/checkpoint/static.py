@@ -1,6 +1,6 @@
-"""Static embeddings: a table with one vector for each token, without a model behind it.
+"""Static embeddings: a table with one vector for each token, and no layers.
 
-Two libraries read such folders, and they differ. sentence-transformers (a modules.json that begins with
+Two libraries define such folders, and they differ. sentence-transformers (a modules.json that begins with
 StaticEmbedding) averages the vectors of all tokens. model2vec (no modules.json) leaves unknown tokens out and
 reads at most `max_length` tokens. Neither adds special tokens.
 """
@@ -19,8 +19,8 @@ from penstock.checkpoint.tensors import StoredTensor, stored_tensors
 from penstock.errors import ModelLoadError
 
 ARCHITECTURE = "StaticModel"
-MAX_TOKENS = 1 << 17  # of one text where the files set no limit
-_MODEL2VEC_LENGTH = 512  # its default max_length
+MAX_TOKENS = 1 << 17  # maximum tokens of a text, and the default if the files set no limit
+_MODEL2VEC_LENGTH = 512  # default max_length
 _TENSORS = {"embeddings", "mapping", "weights"}
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
@@ -29,12 +29,12 @@ class StaticSpec(msgspec.Struct, frozen=True):
     """The table: the vector of token `i` is `embeddings[mapping[i]] · weights[i]`."""
 
     tensor: str  # name of the table
-    rows: int  # of the table
+    rows: int  # rows of the table
     dim: int
     vocab_size: int
-    has_mapping: bool = False  # token ids share rows
+    has_mapping: bool = False  # several token ids can share a row
     has_weights: bool = False
-    drops_unknown: bool = False  # tokens that the vocabulary does not have are left out of the mean
+    drops_unknown: bool = False  # unknown tokens are left out of the mean
 
 
 def names_static(config: Mapping[str, Any]) -> bool:
@@ -49,7 +49,7 @@ def is_static(layout: FolderLayout) -> bool:
         return True
     if not config or config.get("architectures") or config.get("model_type"):
         return False
-    file = layout.folder / "model.safetensors"  # newer folders of model2vec do not name it
+    file = layout.folder / "model.safetensors"  # newer model2vec folders do not name the library
     return file.is_file() and "embeddings" in (found := set(stored_tensors(file))) and found <= _TENSORS
 
 
@@ -102,7 +102,7 @@ def _check_types(file: Path, stored: dict[str, StoredTensor], name: str) -> None
 
 
 def normalizes(files: CheckpointFiles) -> bool:
-    """model2vec's option; in the sentence-transformers layout a Normalize module says it."""
+    """Read model2vec's option; the sentence-transformers layout has a Normalize module instead."""
     value = files.config.get("normalize", False)
     if not isinstance(value, bool):
         raise ModelLoadError(
@@ -112,7 +112,7 @@ def normalizes(files: CheckpointFiles) -> bool:
 
 
 def static_length(files: CheckpointFiles) -> int:
-    """The longest text in tokens: what the tokenizer's own truncation says, or model2vec's max_length."""
+    """Maximum tokens of a text: from the tokenizer's truncation settings, or model2vec's max_length."""
     file = files.folder / "tokenizer.json"
     cut = read_json(file).get("truncation")
     if files.modules and isinstance(cut, dict):

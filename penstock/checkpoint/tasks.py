@@ -39,7 +39,7 @@ def pooling_tasks(
 
 
 def late_tasks(files: CheckpointFiles) -> tuple[Task, ...]:
-    """The tasks of late interaction. One vector for the whole text only where a Pooling module says how."""
+    """The tasks of late interaction. One vector for the whole text requires a Pooling module."""
     pooled = (Task.EMBED,) if files.has_module("Pooling") else ()
     return (Task.TOKEN_EMBED, *pooled, Task.SCORE)
 

@@ -1,9 +1,9 @@
-"""A Jinja environment in which a template can neither run for ever nor fill the memory.
+"""A Jinja environment that limits the time and memory a template can use.
 
-A template comes with a checkpoint, and what it works on comes from clients. Every value that it makes is
-charged to a budget: what it writes, concatenates, slices, filters and calls, and each turn of a loop or call
-of a macro. Where a result may be far larger than what it is made from (`*`, `replace`, `join`, formats), the
-charge comes first. The clock is read at each turn.
+Templates come from checkpoints, and their inputs from clients. Every value that a template creates is charged
+to a budget: output, concatenations, slices, results of filters and calls, and each iteration of a loop or
+call of a macro. Operations whose result may be far larger than their inputs (`*`, `replace`, `join`, formats)
+are charged before they run. The clock is checked at each iteration.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from jinja2 import TemplateError, nodes, pass_context
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_TEMPLATE_CHARS = 1 << 20  # of a template's source
-MAX_RENDER_UNITS = 1 << 27  # characters; an item of a list counts as 64, a turn of a loop as 256
+MAX_TEMPLATE_CHARS = 1 << 20  # characters of a template's source
+MAX_RENDER_UNITS = 1 << 27  # characters; a list item counts as 64, a loop iteration as 256
 MAX_RENDER_S = 5.0
-_MAX_DIGITS = 4096  # of a number
+_MAX_DIGITS = 4096  # digits of a computed integer
 _ITEM, _TURN = 64, 256
-# A field of 10,000 characters or more, or as wide as an argument says.
+# Matches a field width of 10,000 or more, or one that is given by an argument.
 _WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{5}|\*)|\{[^{}]*(\d{5}|\{)")
 
 
 class TemplateLimitExceeded(TemplateError):
-    """The template made too much, or took too long."""
+    """The template created too much, or took too long."""
 
 
 class _Budget:
@@ -55,7 +55,7 @@ _budget: ContextVar[_Budget] = ContextVar("template_budget")
 
 @contextmanager
 def limited(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
-    """Give what is rendered within a budget of its own."""
+    """Give templates that are rendered in this context a budget of their own."""
     token = _budget.set(_Budget(clock))
     try:
         yield
@@ -68,7 +68,7 @@ def _charge(units: int) -> None:
 
 
 def _size(value: Any) -> int:
-    """The units of a value, those of its items not counted."""
+    """The units of a value, without the contents of its items."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, int):
@@ -79,7 +79,7 @@ def _size(value: Any) -> int:
 
 
 def _charge_text(value: Any) -> None:
-    """Charge for a value written as text: all its items, wherever they are nested."""
+    """Charge for a value that is written as text, including all nested items."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -106,7 +106,7 @@ def _charge_format(form: str, values: Any) -> None:
 
 
 def _charge_call(owner: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Charge for a method or filter of a text before it is called."""
+    """Charge for a method or filter before it is called."""
     values = (*args, *kwargs.values())
     numbers = [abs(value) for value in values if isinstance(value, int)]
     if name == "replace" and isinstance(owner, str) and len(values) >= 2:
@@ -132,14 +132,14 @@ def _charge_call(owner: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def _items(value: Any) -> int:
-    """How many items a value has, nested ones included. `_charge_text` has bounded them."""
+    """Number of items in a value, nested ones included. `_charge_text` has already bounded it."""
     if isinstance(value, Mapping):
         return 1 + sum(map(_items, value.values()))
     return 1 + sum(map(_items, value)) if isinstance(value, list | tuple) else 1
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that is charged for. Jinja passes the context, or the like, as the first argument of some."""
+    """Wrap a filter so that it is charged. Jinja passes some filters a context or environment first."""
     skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)
@@ -162,7 +162,7 @@ def _charge_written(value: Any) -> None:
 
 @pass_context
 def _written(context: Context, value: Any) -> Any:
-    """What the template writes. It takes the context so that Jinja does not write constants early."""
+    """Charge for what the template writes. With a context, Jinja does not evaluate constants early."""
     _charge_written(value)
     return value
 
@@ -174,10 +174,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=_written, optimized=False, **options)
-        self.globals.pop("lipsum", None)  # its output has any length that a template asks for
+        self.globals.pop("lipsum", None)  # it can produce text of any length
 
     def guard_filters(self) -> None:
-        """Charge for all filters; call it when all of them are set."""
+        """Charge for all filters; call this after the last filter is added."""
         self.filters = {name: _guarded(name, function) for name, function in self.filters.items()}
 
     def limited_template(self, source: str) -> Any:
@@ -210,7 +210,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return _charged(super().call(context, obj, *args, **kwargs))
 
     def turn(self, units: int) -> str:
-        """Charge an iteration of a loop, or a call of a macro, with the characters that it writes."""
+        """Charge for an iteration of a loop or a call of a macro, and for its literal text."""
         _budget.get().turn(units)
         return ""
 
@@ -224,7 +224,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _with_charges(tree: nodes.Template) -> nodes.Template:
-    """The template with a charge in each loop and macro, for each concatenation and for each slice."""
+    """Insert charges for each loop, macro, concatenation and slice into a template."""
     for body in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
         assert isinstance(body, nodes.For | nodes.Macro | nodes.CallBlock)
         size = sum(len(text.data) for text in body.find_all(nodes.TemplateData))
@@ -251,5 +251,5 @@ def _replaced(node: nodes.Node) -> nodes.Node:
 
 
 def _method(name: str, args: list[Any], lineno: int) -> nodes.Call:
-    """A call of a method of the environment, which no variable of the template can hide."""
+    """A call of a method of the environment, which template variables cannot shadow."""
     return nodes.Call(nodes.EnvironmentAttribute(name), args, [], None, None, lineno=lineno)

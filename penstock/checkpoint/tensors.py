@@ -13,17 +13,17 @@ import numpy as np
 
 from penstock.errors import ModelLoadError
 
-LENGTH_BYTES = 8  # of the header's length
+LENGTH_BYTES = 8  # size of the length field at the start of a file
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit is a little lower
 
 
 class StoredTensor(NamedTuple):
-    dtype: str  # as the format names it, such as F32 or I8
+    dtype: str  # in the format's spelling, such as F32 or I8
     shape: tuple[int, ...]
 
 
 def header_bytes(file: Path) -> bytes:
-    """The header as it is stored; raises `ValueError` if it cannot be one."""
+    """Read the header as stored; raise `ValueError` if its length is not plausible."""
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(LENGTH_BYTES), "little")
         if not 2 <= size <= min(_MAX_HEADER_BYTES, file.stat().st_size):
@@ -32,7 +32,7 @@ def header_bytes(file: Path) -> bytes:
 
 
 def stored_tensors(file: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a safetensors file by name."""
+    """Type and shape of every tensor in a safetensors file, by name."""
     try:
         header = msgspec.json.decode(header_bytes(file))
         return {
@@ -52,7 +52,7 @@ _SCALARS = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
 
 
 def read_scalar(file: Path, name: str) -> float | None:
-    """The value of a tensor that has one number; None if the file has no such tensor."""
+    """Read the value of a tensor with one element; None if the file has no such tensor."""
     header = header_bytes(file)
     entry = msgspec.json.decode(header).get(name)
     if entry is None or math.prod(entry["shape"]) != 1:

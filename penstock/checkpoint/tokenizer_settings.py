@@ -1,5 +1,4 @@
-"""What tokenizer_config.json says beside the vocabulary: chat templates, special tokens, and which of them
-frame a text."""
+"""Settings in tokenizer_config.json: chat templates, special tokens, and which of them surround a text."""
 
 from __future__ import annotations
 
@@ -12,30 +11,32 @@ from penstock.checkpoint.files import optional_json, shown
 from penstock.errors import ModelLoadError
 
 log = logging.getLogger(__name__)
-# Classes whose `add_bos_token` and `add_eos_token` transformers 4 obeyed, and what they did without them.
+# Classes for which transformers 4 applied `add_bos_token` and `add_eos_token`.
 _OBEYING_CLASSES = ("Llama", "CodeLlama", "Gemma", "Cohere")
 _FLAGS = ("add_bos_token", "add_eos_token")
-_REMOTE_QWEN = "tokenization_qwen.Qwen2Tokenizer"  # of gte-Qwen2-instruct
-# Classes that rebuild BERT's normaliser from tokenizer_config.json, whatever tokenizer.json has, and the
-# model_types whose tokenizer is of such a class where no file names one.
+_REMOTE_QWEN = "tokenization_qwen.Qwen2Tokenizer"  # custom class of gte-Qwen2-instruct
+# Classes that rebuild BERT's normaliser from tokenizer_config.json and ignore the one in tokenizer.json, and
+# the model_types that use such a class by default.
 _BERT_CLASSES = frozenset(("Bert", "DistilBert", "Electra", "MPNet", "MobileBert", "LayoutLM", "SqueezeBert"))
 _BERT_TYPES = frozenset(("bert", "distilbert", "electra", "ernie", "mobilebert", "mpnet", "nomic_bert"))
-# The same for classes that take `add_prefix_space` from there.
+# The same for classes that read `add_prefix_space` from tokenizer_config.json.
 _BYTE_LEVEL_CLASSES = frozenset(("Roberta", "GPT2", "Bart", "Longformer"))
 _BYTE_LEVEL_TYPES = frozenset(("roberta", "gpt2", "bart", "longformer"))
 
 
 class BertNormalization(NamedTuple):
-    """How a word-piece tokenizer changes a text before it splits it."""
+    """How a WordPiece tokenizer normalises a text."""
 
     lowercase: bool
-    strip_accents: bool | None  # None: as `lowercase`
+    strip_accents: bool | None  # None: same as `lowercase`
     handle_chinese_chars: bool
 
 
 def read_bert_normalization(folder: Path) -> BertNormalization | None:
-    """What tokenizer_config.json asks of a BERT tokenizer; None for a tokenizer of another class. What it
-    leaves out has the class's default, as in transformers."""
+    """Read a BERT tokenizer's normalisation from tokenizer_config.json; None for other classes.
+
+    Missing options have the defaults of the class, as in transformers.
+    """
     settings = optional_json(folder / "tokenizer_config.json")
     if not _is_of(folder, settings, _BERT_CLASSES, _BERT_TYPES):
         return None
@@ -45,8 +46,10 @@ def read_bert_normalization(folder: Path) -> BertNormalization | None:
 
 
 def read_prefix_space(folder: Path) -> bool | None:
-    """Whether a space is put before a text, as RoBERTa's and GPT-2's tokenizers take it from
-    tokenizer_config.json; None for others, where tokenizer.json decides."""
+    """Whether the tokenizer prepends a space to a text; None if tokenizer.json decides.
+
+    RoBERTa's and GPT-2's tokenizer classes read this from tokenizer_config.json.
+    """
     settings = optional_json(folder / "tokenizer_config.json")
     if not _is_of(folder, settings, _BYTE_LEVEL_CLASSES, _BYTE_LEVEL_TYPES):
         return None
@@ -54,7 +57,7 @@ def read_prefix_space(folder: Path) -> bool | None:
 
 
 def _is_of(folder: Path, settings: Mapping[str, Any], classes: frozenset[str], types: frozenset[str]) -> bool:
-    """Whether the tokenizer is of one of these classes, or of the model types that have one by default."""
+    """Whether the tokenizer's class is in `classes`, or the model's type in `types` if no class is named."""
     if _remote_code(settings) is not None:
         return False
     config = optional_json(folder / "config.json")
@@ -73,23 +76,23 @@ def _flag(folder: Path, settings: Mapping[str, Any], key: str) -> bool | None:
 
 
 class TextFrame(NamedTuple):
-    """The tokens that have to stand before and after every text, whatever tokenizer.json adds."""
+    """The tokens before and after every text. They replace what tokenizer.json adds."""
 
     bos: str | None
     eos: str | None
 
 
 def read_text_frame(folder: Path) -> TextFrame | None:
-    """The frame that tokenizer_config.json asks for; None where tokenizer.json alone decides.
+    """The frame that tokenizer_config.json requires; None if tokenizer.json decides.
 
-    The model's authors trained and evaluated with transformers 4, so its rules are those that count:
+    The models' authors trained and evaluated with transformers 4, so its rules apply:
 
-    - `LlamaTokenizer(Fast)` and its kin rebuilt the frame from `add_bos_token` (true unless set) and
-      `add_eos_token` (false unless set), whatever tokenizer.json had. e5-mistral, SFR-Embedding-Mistral and
-      Linq-Embed-Mistral end a text with `</s>` in this way only; their tokenizer.json adds `<s>` alone, and
-      transformers 5 therefore feeds another last token than the one they pool.
-    - gte-Qwen2-instruct ends a text with `<|endoftext|>` by code of its own, which reads the same two keys,
-      `add_bos_token` being false unless set.
+    - `LlamaTokenizer(Fast)` and similar classes rebuilt the frame from `add_bos_token` (default true) and
+      `add_eos_token` (default false), and ignored the frame in tokenizer.json. e5-mistral,
+      SFR-Embedding-Mistral and Linq-Embed-Mistral end a text with `</s>` only because of this. Their
+      tokenizer.json adds only `<s>`, so transformers 5 pools a different last token.
+    - gte-Qwen2-instruct ends a text with `<|endoftext|>` in its own code, which reads the same two keys, both
+      with default false.
     - `Qwen2Tokenizer` and `PreTrainedTokenizerFast` ignored both keys. Qwen3-Embedding has its end token in
       tokenizer.json.
     """
@@ -137,7 +140,7 @@ def _framing(folder: Path, known: Mapping[str, str], name: str, is_added: bool) 
 
 
 def _remote_code(settings: Mapping[str, Any]) -> str | None:
-    """The class of the repository's own code that tokenises, as auto_map names it."""
+    """The tokenizer class of the repository's own code, from auto_map."""
     named = settings.get("auto_map")
     named = named.get("AutoTokenizer") if isinstance(named, dict) else None
     names = named if isinstance(named, list) else [named]
@@ -145,8 +148,10 @@ def _remote_code(settings: Mapping[str, Any]) -> str | None:
 
 
 def named_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates of a model folder by name, `settings` being its tokenizer_config.json. The unnamed
-    one is `default`."""
+    """The chat templates of a model folder by name; the unnamed one is `default`.
+
+    `settings` is the content of its tokenizer_config.json.
+    """
     known: dict[str, str] = {}
     listed = settings.get("chat_template")
     if isinstance(listed, str):
@@ -184,7 +189,7 @@ def bos_text(folder: Path) -> str:
 
 
 def eos_text(folder: Path) -> str:
-    """The end token's text, for a model whose texts have to end with it."""
+    """The text of the end token, for a model whose texts must end with it."""
     return _required_text(folder, "eos_token", "ends")
 
 

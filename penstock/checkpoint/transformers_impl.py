@@ -1,4 +1,4 @@
-"""What is left of a model where transformers runs it (`--model-impl transformers`)."""
+"""The tasks that remain if transformers runs a model (`--model-impl transformers`)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from penstock.types import Task
 
 
 def run_by_transformers(spec: ModelSpec) -> ModelSpec:
-    """The part of a model that transformers runs: the head that it was trained with, or its hidden states
-    and what is made of them. It has no KV cache."""
+    """Reduce a model to what transformers can run: its trained head, or hidden states and their pooling.
+
+    There is no KV cache.
+    """
     if spec.reads_labels:
         raise ModelLoadError(
             f"model_impl is transformers, which has no {spec.architecture}; leave --model-impl out",
@@ -43,5 +45,5 @@ def run_by_transformers(spec: ModelSpec) -> ModelSpec:
     hidden = (Task.EMBED, Task.TOKEN_EMBED)
     if first in hidden:
         return msgspec.structs.replace(spec, **plain)
-    # Heads that transformers has no class for: token answers, marks, rewards.
+    # Heads without a class in transformers: answer tokens, marks, rewards.
     return msgspec.structs.replace(spec, tasks=hidden, score=None, reward=None, **plain)

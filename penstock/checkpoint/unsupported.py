@@ -1,4 +1,4 @@
-"""Why a published model is not supported: the reason, in words for its user. Free of torch."""
+"""Reasons why published models are not supported, for error messages. Free of torch."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def why_unsupported(name: str, config: Mapping[str, Any]) -> str:
 
 
 def why_no_config(folder: Path) -> str:
-    """What a folder without config.json holds instead of a model that can be read."""
+    """Why a folder without config.json cannot be read, according to its files."""
     if (folder / "adapter_config.json").is_file():
         base = optional_json(folder / "adapter_config.json").get("base_model_name_or_path")
         return (

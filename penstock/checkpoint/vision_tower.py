@@ -16,7 +16,8 @@ from penstock.checkpoint.sizes import check_numbers
 from penstock.errors import ModelLoadError
 
 _ENGINE_VBERT = "modernvbert_vision"  # model_type of colpali-engine's own ModernVBERT
-# Keys of towers whose patches a text model reads. They repeat the text model's, or belong to parts it lacks.
+# Keys of towers whose patches a text model reads. They repeat the text model's keys, or belong to parts that
+# these models do not have.
 _HARMLESS = frozenset(("num_image_tokens", "projector_hidden_act", "vision_use_head", "vocab_size"))
 
 
@@ -64,7 +65,7 @@ def check_vision(file: Path, architecture: Architecture, config: Mapping[str, An
     accepted: dict[str, tuple[Any, ...]] = {"num_channels": (3,)}
     if architecture.family.is_dual:
         accepted["vision_use_head"] = (None, True)
-    else:  # a head, if there is one, is not read
+    else:  # a pooling head, if any, is not used
         accepted["model_type"] = (None, "siglip_vision_model")
     for key, wanted in accepted.items():
         if vision.get(key) not in wanted:
@@ -109,8 +110,10 @@ def _check_grid(
 
 
 def _check_tokens(file: Path, architecture: Architecture, pixels: ImageProcessorSpec) -> None:
-    """Check that images or tiles have one fixed size, and that each has tokens in a prompt. Reading the
-    processor has compared that size with the tower's image_size."""
+    """Check that images or tiles have one fixed size, and that each has placeholder tokens in a prompt.
+
+    `read_image_processor` has already compared that size with the tower's image_size.
+    """
     if not isinstance(pixels.geometry, FixedSize | Tiles):
         raise ModelLoadError(
             f"the image processor of {file.parent} makes images of several sizes, which the tower of "

@@ -10,7 +10,7 @@ from penstock.checkpoint.spec import ModelSpec
 
 
 def model_weight_files(spec: ModelSpec) -> list[Path]:
-    """The weight files of the model: its shards, and those of its dense layers."""
+    """The weight files of the model itself and of the modules after its pooling."""
     modules = [module.folder for module in spec.pooling.modules if not isinstance(module, UnitSpec)]
     folders = [spec.path, *(spec.root_path / folder for folder in modules if folder)]
     return [file for folder in folders for file in files.weight_files(folder) if file.is_file()]

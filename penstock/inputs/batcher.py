@@ -1,7 +1,7 @@
 """Tokenisation for concurrent callers: short texts inline, longer ones in slices on a thread.
 
-No call waits for the whole of another: a slice serves the oldest call and those with the least to do, and
-calls with texts that are long by themselves run on threads of their own.
+No call waits for all of another call: a slice serves the oldest call and the calls with the least work left.
+Calls with very long texts run on separate threads.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from penstock.inputs.words import MAX_TEXT_CHARS
 from penstock.types import Ints
 
 T = TypeVar("T")
-MAX_INLINE_CHARS = 1024  # shorter inputs take less time to encode than a hand-over to a thread
-MAX_INLINE_WORD_CHARS = 4096  # the same, for a tokenizer with a cache of words
-MAX_SLICE_CHARS = 1 << 16  # of all calls together; tokenising them takes 10 to 40 ms
+MAX_INLINE_CHARS = 1024  # encoding shorter inputs takes less time than a hand-over to a thread
+MAX_INLINE_WORD_CHARS = 4096  # the same for a tokenizer with a word cache
+MAX_SLICE_CHARS = 1 << 16  # characters of all calls in a slice; tokenising them takes 10 to 40 ms
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One call, of which some rows may be done."""
+    """One call; some of its rows may be done."""
 
     texts: Sequence[str]
     add_special_tokens: bool
@@ -40,7 +40,7 @@ class _Job:
     rows: list[Ints] = field(default_factory=list)
 
     def take(self, max_chars: int, num_taken: int = 0) -> list[str]:
-        """The next texts, after `num_taken` of this slice: one, or at most `max_chars` characters."""
+        """Take the next texts, after `num_taken` of this slice: one, or at most `max_chars` characters."""
         taken: list[str] = []
         size = 0
         for at in range(len(self.rows) + num_taken, len(self.texts)):
@@ -53,7 +53,7 @@ class _Job:
         return taken
 
     def error_of(self, rows: list[Ints]) -> BadValue | None:
-        """The error of its newest rows if one is too long, so that the rest need not be tokenised."""
+        """The error if one of the newest rows is too long, so that the rest is not tokenised."""
         if self.limit is not None and not self.limit.truncates:
             try:
                 self.limit.reject_long(rows, len(self.rows) - len(rows))
@@ -67,7 +67,7 @@ _Rows = list[Ints] | Exception
 
 
 class BatchTokenizer:
-    """Encodes one slice at a time. Calls that arrive meanwhile are part of the next."""
+    """Encodes one slice at a time. Calls that arrive meanwhile join the next slice."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -79,7 +79,7 @@ class BatchTokenizer:
         self._large = ThreadPoolExecutor(num_workers, thread_name_prefix="penstock-large-inputs")
 
     def encode_short(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Ints] | None:
-        """The rows of short texts, which take less time to encode than to hand to a thread; else None."""
+        """Encode short texts, which takes less time than a hand-over to a thread; None for longer texts."""
         words = self.tokenizer.words
         if num_chars(texts) > (MAX_INLINE_CHARS if words is None else MAX_INLINE_WORD_CHARS):
             return None
@@ -103,8 +103,10 @@ class BatchTokenizer:
         return await job.future
 
     async def encode_words(self, texts: Sequence[str]) -> TokenRows | None:
-        """The rows of short texts without special tokens; None if the tokenizer knows no words or a text is
-        long."""
+        """Encode short texts word by word, without special tokens.
+
+        None if the tokenizer has no word cache, or if a text is long.
+        """
         words = self.tokenizer.words
         if words is None or max_chars(texts) > MAX_TEXT_CHARS:
             return None
@@ -116,15 +118,15 @@ class BatchTokenizer:
     async def encode_with_offsets(
         self, texts: Sequence[str], add_special_tokens: bool = True, limit: RowLimit | None = None
     ) -> list[EncodedText]:
-        """Like `Tokenizer.encode_with_offsets`, on a worker thread and not batched."""
+        """Like `Tokenizer.encode_with_offsets`, on a worker thread, without batching."""
         work = partial(self.tokenizer.encode_with_offsets, texts, add_special_tokens, limit)
         return await self.call(work, num_chars(texts))
 
     async def call(self, work: Callable[[], T], size: int = 0) -> T:
-        """Run other work on a worker thread, not batched: long pairs keep several cores busy.
+        """Run other work on a worker thread, without batching: long pairs keep several cores busy.
 
-        `size` is the number of characters or tokens. Large work has threads of its own, so that small work
-        does not wait for it.
+        `size` is the number of characters or tokens. Large work has separate threads, so that small work does
+        not wait for it.
         """
         pool = self._workers if size <= MAX_SLICE_CHARS else self._large
         return await asyncio.get_running_loop().run_in_executor(pool, work)
@@ -143,8 +145,10 @@ class BatchTokenizer:
             done.add_done_callback(lambda result: self._finish(loop, batch, result))
 
     def _next_slice(self) -> _Slice:
-        """Half for the call that has waited longest, and the rest for the calls with the least to do: a small
-        one waits for one slice, and a large one never starves."""
+        """Fill half of a slice from the oldest call, and the rest from the calls with the least work left.
+
+        So a small call waits for one slice, and a large one never starves.
+        """
         oldest, *others = self._waiting
         first = oldest.take(MAX_SLICE_CHARS // 2)
         batch, room = [(oldest, first)], MAX_SLICE_CHARS - sum(map(len, first))
@@ -159,7 +163,7 @@ class BatchTokenizer:
         return batch
 
     def _encode_slice(self, batch: _Slice) -> list[_Rows]:
-        """The rows of each call, or its error: a bad text fails only its own call."""
+        """The rows of each call, or its error. A bad text fails only its own call."""
         special = batch[0][0].add_special_tokens
         if len(batch) > 1 and all(job.add_special_tokens == special for job, _ in batch):
             try:

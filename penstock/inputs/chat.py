@@ -18,12 +18,12 @@ from penstock.errors import BadValue, ConfigError, PenstockError
 
 Message = Mapping[str, Any]
 _RESERVED = ("messages", "add_generation_prompt")  # not allowed in chat_template_kwargs
-_MARK = "\ue000end\ue000"  # stands in a prompt that is cut there
+_MARK = "\ue000end\ue000"  # marks where to cut a prompt
 _TESTS_FOR_NONE = re.compile(r"\b(?:is|is not|==|!=)\s+none\b", re.IGNORECASE)
 
 
 class ChatTemplate:
-    """One template with the special tokens that it may refer to."""
+    """A chat template and the special tokens that it can refer to."""
 
     def __init__(self, source: str, special: Mapping[str, str] | None = None) -> None:
         self.source = source
@@ -58,8 +58,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for the messages. `template_kwargs` are variables of the template, such as
-        `enable_thinking`."""
+        """Render the prompt. `template_kwargs` are variables of the template, such as `enable_thinking`."""
         if not messages:
             raise BadValue("messages is empty; give at least one message", param="messages")
         if add_generation_prompt and continue_final_message:
@@ -99,10 +98,10 @@ class ChatTemplate:
         return _up_to_last_message(text, messages[-1]) if continue_final_message else text
 
     def _adapt(self, message: Message, index: int) -> dict[str, Any]:
-        """The message with its content in the form the template expects: one text, or a list of parts.
+        """Convert a message's content to the form that the template expects: one text, or a list of parts.
 
-        A missing content is an empty text, unless the template tests for none: most would write "None". A
-        template that does not know the role `developer` gets its older name, `system`.
+        Missing content becomes an empty text, unless the template tests for none: most would write "None".
+        The role `developer` becomes `system`, its older name, for templates that do not mention it.
         """
         if message.get("role") == "developer" and not self._knows_developers:
             message = {**message, "role": "system"}
@@ -117,7 +116,7 @@ class ChatTemplate:
         return {**message, "content": "\n".join(texts)}
 
     def _parts(self, content: list[Any], index: int) -> list[dict[str, Any]]:
-        """Texts and images in their order. The template writes an image's placeholder."""
+        """Texts and images in their order. The template writes the placeholders of images."""
         if not self._takes_parts:
             raise BadValue("the chat template has no place for images", param="messages")
         parts: list[dict[str, Any]] = []
@@ -129,7 +128,7 @@ class ChatTemplate:
         return parts
 
 
-IMAGE_PARTS = ("image_url", "image", "input_image", "image_base64")  # types of parts that are images
+IMAGE_PARTS = ("image_url", "image", "input_image", "image_base64")  # types of image parts
 
 
 def is_image_part(part: Any) -> bool:
@@ -179,7 +178,7 @@ def _last_text(message: Message) -> str:
 
 
 def _marked(message: Message) -> Message:
-    """A last message without words, with a mark in their place: its prompt ends where they would begin."""
+    """Put a mark into a blank last message. The prompt is cut at the mark, where the text would begin."""
     if (not (content := message.get("content")) and content != "") or has_image_parts(content):
         raise BadValue(
             "continue_final_message needs text in the last message", param="continue_final_message"
@@ -207,12 +206,12 @@ def _up_to_last_message(text: str, message: Message) -> str:
             "continue_final_message is not possible: the chat template changes the last message's text",
             param="continue_final_message",
         )
-    whole = last.lstrip()  # with trailing spaces, if the template keeps them
+    whole = last.lstrip()  # includes trailing spaces, if the template keeps them
     return text[: at + (len(whole) if text.startswith(whole, at) else len(words))]
 
 
 def _reads_parts(tree: nodes.Template) -> bool:
-    """Whether the template loops over the parts of a content. Otherwise it expects one text."""
+    """Whether the template loops over the parts of a message's content. Otherwise it expects one text."""
     aliases = {
         node.target.name
         for node in tree.find_all(nodes.Assign)
@@ -260,7 +259,7 @@ class ModelTemplate:
         return ChatTemplate(source, special_tokens(settings))
 
     def given(self, source: str) -> ChatTemplate:
-        """A template that came with a request, with the model's special tokens."""
+        """A template from a request, with the model's special tokens."""
         settings = optional_json(self._folder / "tokenizer_config.json")
         try:
             return ChatTemplate(source, special_tokens(settings))

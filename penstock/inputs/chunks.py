@@ -1,5 +1,5 @@
-"""Chunking of long texts: rows beyond the model's limit are split into rows that fit (`mean`), or the token
-vectors of a row are pooled chunk by chunk (`late`). `outputs.chunks` combines the vectors.
+"""Chunking of long texts. `mean` splits rows that exceed the model's limit into rows that fit. `late` pools
+the token vectors of a row chunk by chunk. `outputs.chunks` combines the vectors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEFAULT_CHUNK_SIZE = 256  # tokens of a late chunk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkOptions:
-    """How texts are chunked. The names are those of the HTTP fields."""
+    """How to chunk texts. The names are those of the HTTP fields."""
 
     chunking: str = "none"
     chunk_size: int | None = None  # tokens of a late chunk
@@ -44,7 +44,7 @@ class ChunkOptions:
 
 
 class Chunker:
-    """Builds the requests of long texts: `mean` for one vector per text, `late` for one per chunk."""
+    """Builds the requests of long texts: `mean` for one vector per text, `late` for one vector per chunk."""
 
     def __init__(self, processor: InputProcessor) -> None:
         self.processor = processor
@@ -52,7 +52,7 @@ class Chunker:
         self.tokenizer = processor.tokenizer
 
     def check(self, params: PoolingParams, options: InputOptions, chunking: ChunkOptions) -> None:
-        """Reject what cannot be chunked before any text is tokenised."""
+        """Reject unsupported requests before any text is tokenised."""
         chunking.check()
         if chunking.chunking == "none":
             return
@@ -89,7 +89,7 @@ class Chunker:
         has_special_tokens = from_text and options.add_special_tokens
         prompt = self._prompt_tokens(options) if from_text else None
         pieces, weights, counts = [], [], []
-        num_repeated = 0  # tokens of the prompt and special tokens, which each piece has again
+        num_repeated = 0  # prompt and special tokens, which each piece repeats
         for row in rows:
             head = _common_prefix(row, prompt) if prompt is not None else 0
             head = max(head, self.tokenizer.prefix if has_special_tokens else 0)
@@ -131,7 +131,7 @@ class Chunker:
     def late_from_ids(
         self, request_id: str, rows: list[Ints], options: InputOptions, chunking: ChunkOptions
     ) -> tuple[Request, Chunks]:
-        """Like `late`, for token ids: their chunks have no character spans."""
+        """Like `late`, for token ids, whose chunks have no character spans."""
         if chunking.chunk_spans is not None:
             raise BadValue(
                 "chunk_spans are character offsets in a text; use chunk_size with token ids",
@@ -190,8 +190,8 @@ def split_row(row: Ints, limit: int, head: int, tail: int) -> tuple[list[Ints], 
 def divide(pooled: int, first: int, end: int, length: int, size: int) -> Ints:
     """Spans of `size` tokens from `first` to `end`, [chunks, 2].
 
-    The first and the last chunk also take what is pooled before and after the text (special tokens, a
-    prompt), so that the chunks cover the whole row.
+    The first and the last chunk include pooled tokens before and after the text (special tokens, a prompt),
+    so that the chunks cover the whole row.
     """
     size = min(size, length)
     inner = np.arange(first + size, end, size, dtype=np.int32)
@@ -225,8 +225,8 @@ def token_spans(
 ) -> Ints:
     """The tokens that end in each character span, [chunks, 2].
 
-    As with `divide`, a chunk with the first or the last token of the text also takes what is pooled before or
-    after it.
+    As in `divide`, a chunk with the first or the last token of the text includes pooled tokens before or
+    after the text.
     """
     first, end = body
     lasts = offsets[first:end, 1] - 1
@@ -244,7 +244,7 @@ def token_spans(
 
 
 def text_body(offsets: Ints, pooled: int) -> tuple[int, int]:
-    """The first and one past the last token of the text itself. Other tokens end at 0 or below."""
+    """The range [first, end) of the text's own tokens. The offsets of other tokens end at 0 or below."""
     inside = np.flatnonzero(offsets[:, 1] > 0)
     if not len(inside) or inside[-1] < pooled:
         return pooled, pooled

@@ -1,8 +1,8 @@
 """Structured output: masks of the tokens that a JSON schema, regular expression or grammar allows next.
 
-llguidance (the `structured` extra) computes them on the CPU, in the engine only. An API process checks the
+llguidance (the `structured` extra) computes them on the CPU, only in the engine. An API process checks the
 bounds of a grammar (`grammar_bounds`) and never compiles one. The engine has one `GrammarCompiler` per model
-and one `Constraint` per row, and asks it for a mask in each step.
+and one `Constraint` per row, which computes a mask in each step.
 """
 
 from __future__ import annotations
@@ -73,7 +73,10 @@ class GrammarCompiler:
         return self.compile(grammar)()
 
     def compile(self, grammar: Grammar) -> Callable[[], Constraint]:
-        """A factory of one `Constraint` per row. Slow for a large grammar; may be called on any thread."""
+        """Return a factory that creates a `Constraint` for each row.
+
+        Slow for large grammars; may be called on any thread.
+        """
         matcher = self._library.LLMatcher(self._tokenizer, source(grammar), log_level=0)
         if matcher.is_error():
             raise rejected(grammar, matcher.get_error())
@@ -86,7 +89,7 @@ def check(grammar: Grammar) -> None:
     check_bounds(grammar)
 
 
-# Some models repeat white space in JSON until `max_tokens`. This is enough for indentation.
+# Some models repeat white space in JSON until `max_tokens`. This limit leaves room for indentation.
 _JSON_DEFAULTS = {"whitespace_pattern": r"[ \n\r\t]{0,40}"}
 _NAMES = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar", "gbnf": "grammar"}
 
@@ -97,7 +100,7 @@ def rejected(grammar: Grammar, message: str) -> BadValue:
 
 
 def source(grammar: Grammar) -> str:
-    """The grammar in the form that the library compiles."""
+    """Convert the grammar to the form that the library compiles."""
     matcher = _library().LLMatcher
     if grammar.kind == "json":
         return str(matcher.grammar_from_json_schema(grammar.text, defaults=_JSON_DEFAULTS))

@@ -46,8 +46,8 @@ MAX_LOGPROBS = 20
 _MIN_TEMPERATURE = 0.01  # lower values above 0 only lose precision
 _MIN_TOP_P = 1e-6  # lower values keep the likeliest token as well, and vanish in float32
 _MAX_STOPS = 64
-_MAX_STOP_CHARS = 8192  # of all stop strings
-_MAX_BAD_WORD_CHARS = 64 * MAX_BAD_WORD_TOKENS  # of one; a longer one has too many tokens in any vocabulary
+_MAX_STOP_CHARS = 8192  # all stop strings together
+_MAX_BAD_WORD_CHARS = 64 * MAX_BAD_WORD_TOKENS  # per word; a longer one has too many tokens in any vocabulary
 _MAX_SALT_CHARS = 1024
 MAX_COPIES = 16_384  # n
 
@@ -72,11 +72,11 @@ class JsonSchema(msgspec.Struct, kw_only=True):
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
-    value: dict[str, Any] | None = None  # with json_object: a schema, as huggingface_hub sends it
+    value: dict[str, Any] | None = None  # a schema for json_object, as huggingface_hub sends it
 
 
 class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """How to continue a prompt. A field that is left out takes the model's default, or has no effect."""
+    """How to continue a prompt. Omitted fields have the model's defaults, or no effect."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -111,7 +111,7 @@ class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
     @property
     def structured(self) -> bool:
-        """Whether any field constrains the text."""
+        """Whether any field constrains the generated text."""
         guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
         constraining = (self.response_format, self.structured_outputs, *guided)
         return any(value is not None for value in constraining)
@@ -120,7 +120,7 @@ class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 class SamplingParams(GenerationFields, kw_only=True):
     """How `Engine.generate` continues prompts: the fields of the server's completion routes."""
 
-    logprobs: int | None = None  # report the chosen token and this many of the likeliest
+    logprobs: int | None = None  # report the chosen token and this many of the likeliest tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ class JobOptions:
     client: str = ""
     weight: float = 1.0
     is_background: bool = False
-    adapter: int = -1  # its id; -1: none
+    adapter: int = -1  # adapter id; -1: none
 
 
 DEFAULT_JOB_OPTIONS = JobOptions()
@@ -160,7 +160,7 @@ class GenerationJob:
     client: str = ""
     weight: float = 1.0
     is_background: bool = False
-    adapter: int = -1  # its id; -1: none
+    adapter: int = -1  # adapter id; -1: none
     images: JobImages | None = None
 
     @property
@@ -169,10 +169,10 @@ class GenerationJob:
         return len(self.prompts) * self.n
 
     def requests(self) -> list[tuple[Request, list[int]]]:
-        """The engine requests of this job, each with the job's rows that it holds.
+        """The engine requests of this job, each with the rows of the job that it contains.
 
-        All rows go into one request, with two exceptions. A request has one seed, but copies need different
-        seeds. And a row that reaches a stop string must end without the other rows.
+        All rows go into one request, with two exceptions. With a seed, copies need different seeds, but a
+        request has only one. With stop strings, rows have to end independently of each other.
         """
         rows = range(self.num_rows)
         if self.stops:
@@ -207,7 +207,7 @@ class GenerationJob:
             client=self.client,
             weight=self.weight,
             is_background=self.is_background,
-            reuse_prefix=sampling.prompt_logprobs is None,  # the cache holds no logits of the prompt
+            reuse_prefix=sampling.prompt_logprobs is None,  # the cache does not contain the prompt's logits
             cache_salt=self.cache_salt,
             sampling=sampling,
             adapters=None if self.adapter < 0 else np.full(len(prompts), self.adapter, dtype=np.int32),
@@ -226,7 +226,7 @@ class JobImages:
     rows: tuple[ImageRow | None, ...]  # one for each prompt
 
     def of(self, prompts: Sequence[int], lengths: Ints) -> RowImages:
-        """What a request with these prompts carries."""
+        """The images of a request with these prompts."""
         return self.prompts.request_images([self.rows[prompt] for prompt in prompts], lengths)
 
 
@@ -251,7 +251,7 @@ class GenerationInputs:
         self.defaults = _defaults(config)
 
     def rows(self, prompt: Any, fields: GenerationFields, add_special_tokens: bool = True) -> list[Ints]:
-        """The prompts (texts or token ids) as rows. Blocking: call it on a worker thread."""
+        """Turn prompts (texts or token ids) into rows. Blocking: call this on a worker thread."""
         try:
             texts, rows = split_inputs(prompt)
         except BadValue as error:
@@ -260,7 +260,7 @@ class GenerationInputs:
             truncates = fields.truncate_prompt_tokens is not None
             limit = RowLimit(self.spec.max_model_len, truncates, fields.truncation_side, "prompt", "prompt")
             rows = self.tokenizer.encode(texts, add_special_tokens, limit)
-            if add_special_tokens and self.tokenizer.suffix:  # trailing special tokens would end the text
+            if add_special_tokens and self.tokenizer.suffix:  # trailing special tokens would end the sequence
                 rows = [row[: len(row) - self.tokenizer.suffix] for row in rows]
         else:
             self._check_ids(np.concatenate(rows), "prompt")
@@ -269,7 +269,7 @@ class GenerationInputs:
     def image_rows(
         self, text: str, images: Sequence[PreparedImage], add_special_tokens: bool
     ) -> tuple[list[Ints], JobImages]:
-        """A rendered conversation with images as a row. It is never cut. Blocking."""
+        """Turn a rendered conversation with images into a row, which is never truncated. Blocking."""
         if self.image_prompts is None:
             raise NotPossible(f"model {self.spec.name} reads texts, not images", param="messages")
         filled = self.image_prompts.fill(text, images)
@@ -302,7 +302,7 @@ class GenerationInputs:
         options: JobOptions = DEFAULT_JOB_OPTIONS,
         images: JobImages | None = None,
     ) -> GenerationJob:
-        """The job for these rows, with all fields checked."""
+        """Check all fields, and create the job for these rows."""
         if len(fields.cache_salt) > _MAX_SALT_CHARS:
             raise BadValue(
                 f"cache_salt has {len(fields.cache_salt)} characters; use at most {_MAX_SALT_CHARS}",
@@ -330,7 +330,7 @@ class GenerationInputs:
     def sampling(
         self, fields: GenerationFields, rows: Sequence[Ints], options: JobOptions = DEFAULT_JOB_OPTIONS
     ) -> SamplerParams:
-        """The engine's parameters: ranges checked, the model's defaults filled in."""
+        """Create the engine's parameters: check ranges, and fill in the model's defaults."""
         _num_copies(fields.n)
         logprobs, echo = options.logprobs, options.echo
         longest = max(len(row) for row in rows)
@@ -366,14 +366,14 @@ class GenerationInputs:
             ),
             grammar=grammar,
         )
-        check_sampling(params, self.spec.vocab_size)  # what the engine would refuse as well
+        check_sampling(params, self.spec.vocab_size)  # the engine checks the same
         return params
 
     def _max_tokens(self, fields: GenerationFields, prompt: int, echo: bool, default: int | None) -> int:
         limit, given = self.spec.max_model_len, fields.max_tokens
         if given is not None and (given < 0 or (given == 0 and not echo)):
             raise BadValue(f"max_tokens is {shown(given)}; it must be at least 1", param="max_tokens")
-        # With echo, max_tokens may be 0: one token is generated and dropped.
+        # With echo, max_tokens may be 0. One token is then generated and dropped.
         max_tokens = max(given, 1) if given is not None else None
         needed = max_tokens or 1
         if prompt + needed > limit:
@@ -408,7 +408,7 @@ class GenerationInputs:
     def _within(self, name: str, given: float | None) -> float:
         value = float(self.defaults.get(name, _NEUTRAL[name])) if given is None else given
         low, high = SAMPLING_RANGES[name]
-        if not low <= value <= high:  # true of NaN as well
+        if not low <= value <= high:  # also true of NaN
             raise BadValue(f"{name} is {value:g}; use {low:g} to {high:g}", param=name)
         return value
 
@@ -467,7 +467,7 @@ class GenerationInputs:
         return tuple(dict.fromkeys(ids for ids in found if ids))
 
     def _ids(self, given: Collection[int], name: str, max_ids: int) -> tuple[int, ...]:
-        """Distinct token ids in their order, checked."""
+        """Check token ids and remove duplicates; the order is kept."""
         vocab_size = self.spec.vocab_size
         if given:
             for token_id in (min(given), max(given)):
@@ -563,7 +563,7 @@ def _stops(given: str | list[str] | None) -> tuple[str, ...]:
 
 
 def grammar_of(fields: GenerationFields) -> Grammar | None:
-    """The grammar that the fields ask for, checked; None if there is none. Two of them are an error."""
+    """The grammar that the fields request, checked; None if they request none. Several are an error."""
     outputs = fields.structured_outputs or StructuredOutputs()
     values = {
         "guided_json": fields.guided_json,

@@ -1,7 +1,7 @@
 """Bounds of a grammar that need no compiler, so that an API process can refuse it with a clear reason.
 
-They bound what compiling recurses over: nesting, and chains of rules or `$ref`. What passes them is still
-compiled in a process of its own first (`grammar_sandbox`).
+They bound the recursion of the compiler: nesting, and chains of rules or `$ref`. Grammars within the bounds
+are still compiled in a separate process first (`grammar_sandbox`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ MAX_NESTING = 100  # levels of a JSON schema
 MAX_CHAIN = 200  # rules or definitions that lead to each other
 MAX_RULES = 4000  # rules of a grammar, definitions of a schema
 MAX_CHOICES = 10_000
-MAX_REPEATS = 100_000  # of a counted repetition: {n,m}
+MAX_REPEATS = 100_000  # bound of a counted repetition {n,m}
 _MAX_NODES = 200_000  # values of a schema, each counted once for every definition that contains it
 
 _COUNTED = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}|~\s*(\d+)(?:\s*\.\.\s*(\d+))?")
-# Comments, strings and expressions, which may contain what looks like a rule.
+# Comments, strings and expressions, which may contain text that looks like a rule.
 _LITERAL = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
 _RULE = re.compile(r"^[ \t]*[?!]?([A-Za-z_][A-Za-z_0-9-]*)[^\n:]*:", re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9-]*")
 
 
-@lru_cache(maxsize=16)  # a request is checked before it is tokenised, and again when its job is made
+@lru_cache(maxsize=16)  # a request is checked before tokenising, and again when its job is created
 def check_bounds(grammar: Grammar) -> None:
-    """`BadValue` for a grammar that is too long, nested too deeply or has too many rules."""
+    """Raise `BadValue` for a grammar that is too long, nests too deeply or has too many rules."""
     check_length(grammar.text)
     if grammar.kind == "json":
         _check_schema(json.loads(grammar.text))
@@ -51,7 +51,7 @@ def check_length(text: str) -> None:
 
 
 def check_nesting(schema: Any) -> None:
-    """`BadValue` for a schema that nests too deeply for anything that recurses over it."""
+    """Raise `BadValue` for a schema that nests too deeply for recursive functions."""
     level, depth = [schema], 0
     while level:
         if depth > MAX_NESTING:
@@ -82,7 +82,7 @@ def _check_schema(schema: Any) -> None:
 
 
 def _references(schema: Any, is_root: bool) -> Iterator[tuple[str, int]]:
-    """The targets of `$ref` inside a schema, each with the values seen on the way; the last has none."""
+    """Targets of `$ref`, each with the number of values since the previous one; the last target is empty."""
     pending, size = [schema], 0
     while pending:
         value = pending.pop()
@@ -132,8 +132,8 @@ def _check_rules(text: str) -> None:
 
 
 def _check_chains(roots: Iterable[str], following: Callable[[str], list[str]], noun: str) -> None:
-    """Bound the number of names and the longest chain of names that follow each other."""
-    lengths: dict[str, int] = {}  # of the longest chain from each name; 0 while it is being walked
+    """Limit the number of names, and the longest chain of names that refer to each other."""
+    lengths: dict[str, int] = {}  # longest chain from each name; 0 while it is being walked
     for root in roots:
         stack = [] if root in lengths else [(root, iter(following(root)))]
         lengths.setdefault(root, 0)

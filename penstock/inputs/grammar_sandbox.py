@@ -1,7 +1,7 @@
-"""Compiles grammars in a disposable process first, so that none can crash, stall or fill the engine.
+"""Compiles grammars in a disposable process first, so that no grammar can crash, stall or fill the engine.
 
 The library that compiles them recurses as deeply as a grammar nests, and overflows the stack of its process.
-A grammar that the disposable process survives needs no more stack, time or memory in the engine.
+A grammar that compiles in the disposable process needs no more stack, time or memory in the engine.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from penstock.inputs.constraints import source
 from penstock.isolation import isolated_python
 from penstock.types import Grammar
 
-STACK_BYTES = 4 << 20  # for compiling; the engine's threads have more
+STACK_BYTES = 4 << 20  # for compiling; the engine's threads have larger stacks
 MAX_BYTES = 512 << 20  # for one grammar, beyond the vocabulary
-MAX_MASK_S = 0.25  # of CPU time, in which the engine would run no step
+MAX_MASK_S = 0.25  # CPU time of one mask, during which the engine would run no step
 _START_S = 60.0
-_GRACE_S = 5.0  # for an answer after the time limit, which the kernel enforces in the process
+_GRACE_S = 5.0  # wait for an answer after the time limit, which the kernel enforces in the process
 _SCRIPT = Path(__file__).with_name("grammar_worker.py")
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LANG", "LC_ALL")
 
@@ -43,10 +43,10 @@ class GrammarTooComplex(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What the process reports about a grammar that it survived."""
+    """What the process reports about a grammar that did not end it."""
 
-    error: str  # empty: the grammar can be used
-    num_bytes: int  # memory that compiling it took
+    error: str  # empty if the grammar can be used
+    num_bytes: int  # memory used for compiling
     lark: str = ""  # the grammar in Lark notation, if it came in GBNF
 
 
@@ -55,8 +55,10 @@ class _Died(Exception):
 
 
 class GrammarSandbox:
-    """Checks grammars over one vocabulary; may be called on any thread. The process starts with the first
-    grammar, and a new one takes its place if it dies."""
+    """Checks grammars over one vocabulary. Thread-safe.
+
+    The process starts with the first grammar, and is replaced if it dies.
+    """
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._setup = {
@@ -73,9 +75,9 @@ class GrammarSandbox:
         self._running()
 
     def check(self, grammar: Grammar, max_s: float) -> Checked:
-        """Compile the grammar there and compute its first masks."""
+        """Compile the grammar in the process, and compute its first masks there."""
         body = {"gbnf": grammar.text} if grammar.kind == "gbnf" else {"source": source(grammar)}
-        for _ in range(2):  # the process itself may have been killed, for which the grammar is not to blame
+        for _ in range(2):  # the process may have been killed for another reason, so try twice
             process = self._running()
             try:
                 return process.check(body, max_s)
@@ -100,7 +102,7 @@ class GrammarSandbox:
 
 
 class _Process:
-    """One process and the answers that it owes."""
+    """One process, and the requests that it has not answered yet."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self._popen = subprocess.Popen(
@@ -110,7 +112,7 @@ class _Process:
             stderr=subprocess.DEVNULL,  # the library prints there when it crashes
             cwd="/",
             env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
-            start_new_session=True,  # an interrupt of the terminal is not meant for it
+            start_new_session=True,  # ignores interrupts from the terminal
         )
         assert self._popen.stdin is not None and self._popen.stdout is not None
         self._stdin: IO[bytes] = self._popen.stdin
@@ -148,7 +150,7 @@ class _Process:
         return Checked(found["error"], found["num_bytes"], found.get("lark", ""))
 
     def close(self) -> None:
-        """Kill the process and what it has forked."""
+        """Kill the process and its forks."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, SIGKILL)
 
@@ -168,7 +170,7 @@ class _Process:
         self._stdin.flush()
 
     def _read(self) -> None:
-        """Hand out answers until the process ends, then fail what waits."""
+        """Deliver answers until the process ends, then fail all waiting requests."""
         for line in self._stdout:
             message = json.loads(line)
             if "id" not in message:

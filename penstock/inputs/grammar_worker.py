@@ -1,8 +1,8 @@
-"""The disposable process that compiles a grammar first. `grammar_sandbox` starts this file as a script.
+"""The disposable process that compiles grammars first. `grammar_sandbox` starts this file as a script.
 
 It loads the vocabulary once and forks for every grammar. Only the fork compiles, under limits of time, memory
-and stack, so a grammar that crashes the library or exceeds a limit ends the fork and nothing else. Standard
-library and llguidance only: the process starts fast and holds no secrets. One JSON document per line:
+and stack, so a grammar that crashes the library or exceeds a limit only ends the fork. The file imports only
+the standard library and llguidance: it starts fast and holds no secrets. One JSON document per line:
 
     setup    {"tokenizer_file", "vocab_size", "eos_token_ids"} → {"error": text or null}
     request  {"id", "source" or "gbnf", "max_seconds", "max_bytes", "stack_bytes", "max_mask_seconds"}
@@ -28,19 +28,19 @@ from typing import Any
 
 _NUM_STEPS = 8  # tokens of the random walk through each grammar
 _NONZERO = re.compile(rb"[^\0]")
-_OUT_OF_MEMORY = int(signal.SIGABRT)  # how the library ends when an allocation fails
+_OUT_OF_MEMORY = int(signal.SIGABRT)  # signal that ends the library if an allocation fails
 
 
 def main() -> None:
     with contextlib.suppress(OSError):
-        os.nice(10)  # serving comes before compiling
+        os.nice(10)  # serving has priority over compiling
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     setup = json.loads(sys.stdin.buffer.readline() or b"null")
     if setup is None:
         return
     try:
         tokenizer = _load(setup)
-    except Exception as error:  # the library raises any exception on a tokenizer that it cannot read
+    except Exception as error:  # the library can raise any exception for an unreadable tokenizer
         _reply({"error": str(error) or type(error).__name__})
         return
     _reply({"error": None})
@@ -62,7 +62,7 @@ def _reply(message: dict[str, Any]) -> None:
 
 
 def _serve(tokenizer: Any) -> None:
-    """Fork for each request and pass on the answers, until standard input closes."""
+    """Fork for each request and forward the answers, until standard input closes."""
     ready = selectors.DefaultSelector()
     ready.register(0, selectors.EVENT_READ)
     forks: dict[int, tuple[int, int, bytearray]] = {}  # pipe → request id, process id, the answer so far
@@ -96,7 +96,7 @@ def _serve(tokenizer: Any) -> None:
 
 
 def _fork(tokenizer: Any, request: dict[str, Any]) -> tuple[int, int]:
-    """The process that checks this grammar, and the pipe that it answers on."""
+    """Fork a process that checks this grammar; return its id and the pipe for its answer."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid:
@@ -120,7 +120,7 @@ def _fork(tokenizer: Any, request: dict[str, Any]) -> tuple[int, int]:
 
 
 def _limit(request: dict[str, Any]) -> None:
-    """Bound time and memory. The kernel enforces both, whatever the library does."""
+    """Limit time and memory. The kernel enforces both, whatever the library does."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGABRT, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, request["max_seconds"])
@@ -133,7 +133,7 @@ def _limit(request: dict[str, Any]) -> None:
 
 
 def _check(tokenizer: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Compile the grammar and walk through it: what the engine will do with it."""
+    """Compile the grammar and walk through it, as the engine will."""
     import llguidance
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -143,7 +143,7 @@ def _check(tokenizer: Any, request: dict[str, Any]) -> dict[str, Any]:
 
         try:
             lark = any_to_lark(request["gbnf"])
-        except Exception as failure:  # the converter raises any exception on a bad grammar
+        except Exception as failure:  # the converter can raise any exception for a bad grammar
             return {"error": f"it is not valid GBNF: {failure}", "num_bytes": 0}
         source = llguidance.LLMatcher.grammar_from_lark(lark)
     error = _walk(llguidance.LLMatcher(tokenizer, source, log_level=0), request["max_mask_seconds"])
@@ -152,7 +152,7 @@ def _check(tokenizer: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _walk(matcher: Any, max_mask_s: float) -> str:
-    """Follow the grammar along drawn tokens; why the engine cannot, or nothing."""
+    """Follow the grammar along randomly drawn tokens. Return why that fails; "" if it does not."""
     if matcher.is_error():
         return str(matcher.get_error())
     draw = random.Random(0)
@@ -161,7 +161,7 @@ def _walk(matcher: Any, max_mask_s: float) -> str:
         bits = matcher.compute_bitmask()
         took_s = time.thread_time() - began_s
         if matcher.is_error():
-            # Later errors depend on the tokens that were drawn. They fail a request when they occur.
+            # Later errors depend on the drawn tokens. In the engine, they fail the request.
             return str(matcher.get_error()) if step == 0 else ""
         if took_s > max_mask_s:
             return f"finding the tokens that may come next takes {took_s:.1f} s; use a simpler one"
@@ -172,7 +172,7 @@ def _walk(matcher: Any, max_mask_s: float) -> str:
 
 
 def _draw(draw: random.Random, bits: bytes) -> int:
-    """A token that the mask allows; -1 if it allows none."""
+    """Draw a token that the mask allows; -1 if it allows none."""
     found = _NONZERO.search(bits, draw.randrange(len(bits))) or _NONZERO.search(bits)
     if found is None:
         return -1

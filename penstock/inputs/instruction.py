@@ -1,6 +1,6 @@
 """Finds the end of the instruction in each row of a request, on the CPU.
 
-Models like GritLM mark the end of the instruction in the text and leave everything up to it out of the mean.
+Models like GritLM mark the end of the instruction in the text, and pool only the tokens after it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ class InstructionEnd:
         self.num_leading = tokenizer.prefix
 
     def __call__(self, token_ids: Ints, lengths: Ints) -> Ints:
-        """How many leading tokens to skip in each row: up to and including the mark. Without a mark, only the
-        special tokens."""
+        """Number of leading tokens to skip in each row: up to and including the mark.
+
+        Without a mark, only the special tokens are skipped.
+        """
         starts = cumulative(lengths)
         row_of = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
         skip = np.full(len(lengths), len(token_ids) + 1, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Rows of models that classify by labels in the request (GLiClass): labels and text as one string."""
+"""Rows of models that classify by given labels (GLiClass): labels and text as one string."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LabelPrompts:
     def prepare(
         self, request_id: str, texts: list[str], labels: Sequence[str], options: LabelledOptions
     ) -> Request:
-        """One row a text. Blocking."""
+        """Prepare one row per text. Blocking."""
         zero_shot = self.zero_shot
         for index, label in enumerate(labels):
             if zero_shot.label_token in label or zero_shot.separator in label:
@@ -43,7 +43,7 @@ class LabelPrompts:
         prompt = "".join(f"{zero_shot.label_token}{label}" for label in labels) + zero_shot.separator
         check_expanded(len(prompt) * len(texts), "labels")
         limit = truncation_limit(options.truncate_prompt_tokens, self.max_tokens)
-        # A row is tokenised whole, so that its tokens are the reference's.
+        # A row is tokenised whole, so that it has the same tokens as in the reference.
         row_limit = RowLimit(self.max_tokens if limit is None else limit, truncates=False)
         whole = ExpandedTexts(
             lambda index: self._row_text(prompt, texts[index]), [len(prompt) + len(text) for text in texts]
@@ -68,12 +68,12 @@ class LabelPrompts:
         )
 
     def _row_text(self, prompt: str, text: str) -> str:
-        """Labels and text in the model's order. Markers in a text would count as labels, so they go."""
+        """Join labels and text in the model's order. Markers in the text would be labels: remove them."""
         text = text.replace(self.zero_shot.label_token, "").replace(self.zero_shot.separator, "")
         return prompt + text if self.zero_shot.is_prompt_first else text + prompt
 
     def _cut(self, row: Ints, limit: int) -> Ints:
-        """The row without the end of its text, so that it has at most `limit` tokens."""
+        """Remove tokens at the end of the text, so that the row has at most `limit` tokens."""
         if (surplus := len(row) - limit) <= 0:
             return row
         first, end = self.tokenizer.prefix, len(row) - self.tokenizer.suffix

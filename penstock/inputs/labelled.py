@@ -1,6 +1,6 @@
-"""Rows of models that find entities of labels in the request (GLiNER): labels, a separator, the text's words.
+"""Rows of models that find entities of given labels (GLiNER): labels, a separator, the words of the text.
 
-A row marks the tokens that stand for labels and for words. The text is split into words as GLiNER does.
+A mask marks the tokens of labels and of words. The text is split into words in the same way as in GLiNER.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.types import LABEL_MARK, TEXT_MARK, Ints, PoolingParams, Request, 
 MAX_LABELS = 1024
 MAX_WORD_CHARS = 1 << 14
 _WORD = re.compile(r"\w+(?:[-_]\w+)*|\S")
-_FIRST_ADDED = "[FLERT]"  # GLiNER adds it to the encoder's vocabulary before its two markers
+_FIRST_ADDED = "[FLERT]"  # GLiNER adds this token to the vocabulary before its two markers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,15 +31,15 @@ class TextWords:
     """The words of a request's texts, text by text."""
 
     texts: list[str]
-    counts: Ints  # [texts], words of each
+    counts: Ints  # [texts], number of words
     chars: Ints  # [words, 2], characters within the word's text
 
 
 @dataclass(frozen=True, slots=True)
 class LabelledOptions:
-    truncate_prompt_tokens: int | None = None  # -1: cut at the model's limits
+    truncate_prompt_tokens: int | None = None  # -1: truncate to the model's limits
     cache_salt: str = ""
-    max_request_tokens: int | None = None  # of all rows together; None: no limit
+    max_request_tokens: int | None = None  # limit for all rows together; None: no limit
 
 
 class LabelledInputs:
@@ -47,7 +47,7 @@ class LabelledInputs:
         self.entities = entities
         self.tokenizer = tokenizer
         self.max_tokens = spec.max_model_len
-        if tokenizer.token_id(entities.label_token) is None:  # the encoder's own tokenizer
+        if tokenizer.token_id(entities.label_token) is None:  # it is the encoder's own tokenizer
             tokenizer.add_special_tokens([_FIRST_ADDED, entities.label_token, entities.separator])
         self.label_id = tokenizer.token_id(entities.label_token)
         if (
@@ -63,7 +63,7 @@ class LabelledInputs:
     def prepare(
         self, request_id: str, texts: list[str], labels: Sequence[str], options: LabelledOptions
     ) -> tuple[Request, TextWords]:
-        """One row a text. Blocking."""
+        """Prepare one row per text. Blocking."""
         prompt = self._prompt(labels)
         check_expanded(sum(map(len, labels)) * len(texts), "labels")
         limit = truncation_limit(options.truncate_prompt_tokens, self.max_tokens)
@@ -87,9 +87,8 @@ class LabelledInputs:
             rows += [opening, prompt.ids, row.ids[:num_tokens], closing]
             marks += [head_marks, text_marks]
             counts.append(kept)
-            words = row.words[
-                firsts[:kept]
-            ].tolist()  # words without tokens, such as control characters, are left out
+            # Words without tokens, such as control characters, are left out.
+            words = row.words[firsts[:kept]].tolist()
             chars += [matches[word].span() for word in words]
         lengths = np.array([fixed - len(closing) + len(part) for part in marks[1::2]], dtype=np.int32)
         request = Request(
@@ -136,7 +135,7 @@ class LabelledInputs:
         return found[:limit]
 
     def _num_kept(self, row: EncodedWords, firsts: Ints, fixed: int, limit: int | None, index: int) -> int:
-        """How many words of a row fit; all of them unless the caller lets it be truncated."""
+        """Number of words of a row that fit. If some do not and truncation is off, the row is rejected."""
         room = (self.max_tokens if limit is None else limit) - fixed
         if len(row.ids) <= room:
             return len(firsts)

@@ -1,8 +1,8 @@
 """Query and document rows of late-interaction models: markers, lengths, query expansion, skip list.
 
-All rows of a call are laid out at once. A marker follows a row's first token. A row that is too long loses
-the end of its text but keeps its special tokens. A short query is padded with the expansion token, which
-takes part in the score whether or not it is attended to.
+All rows of a call are laid out at once. A marker is inserted after a row's first token. Truncation keeps the
+special tokens of a row. A short query is padded with expansion tokens, which count in the score whether or
+not they are attended to.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LateRows:
     """The rows of queries or documents, with the optional arrays of a `Request`."""
 
     rows: list[Ints]
-    key_limits: Ints | None = None  # [rows], number of leading tokens that are attended to; None: all
+    key_limits: Ints | None = None  # [rows], number of leading tokens that attention sees; None: all
     token_mask: Ints | None = None  # [tokens], 1 where a token's vector is scored; None: all
     num_truncated: int = 0
 
@@ -42,7 +42,7 @@ class LateRows:
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """The special tokens of given rows, and the side that long texts are truncated on."""
+    """The special tokens of rows, and the side on which long texts are truncated."""
 
     frame: tuple[int, int]  # leading and trailing special tokens
     side: Side = "right"
@@ -50,19 +50,19 @@ class Framing:
 
 @dataclass(frozen=True, slots=True)
 class LateLayout:
-    """How texts become the tokens that are compared, for callers that label token vectors."""
+    """How texts become compared tokens, for callers that label token vectors."""
 
     query_prompt: str
     document_prompt: str
-    query_marker_id: int | None  # follows the first token
+    query_marker_id: int | None  # inserted after the first token
     document_marker_id: int | None
     query_length: int  # queries are truncated to it
     document_length: int  # documents are truncated to it, or rejected
-    expand_to: int  # shorter queries are padded to it; 0: they are not
+    expand_to: int  # shorter queries are padded to it; 0: no padding
     expansion_id: int | None
-    num_last_tokens: int  # special tokens at the end of a text, which truncation keeps
+    num_last_tokens: int  # special tokens at the end of a text; truncation keeps them
     skipped_ids: tuple[int, ...]  # tokens whose vectors are left out
-    skips_in_queries: bool  # as well as in documents
+    skips_in_queries: bool  # whether queries leave them out too
 
 
 class LateInputs:
@@ -76,7 +76,7 @@ class LateInputs:
         self.late = late
         self.tokenizer = tokenizer
         self._framing = Framing((tokenizer.prefix, tokenizer.suffix))
-        # Tokens at the end of a query that truncation keeps, as it does special tokens.
+        # Tokens at the end of a query. Truncation keeps them, like special tokens.
         self.num_end_tokens = len(tokenizer.encode([late.query_end], False)[0]) if late.query_end else 0
         self._query_marker = self._marker(late.query_marker)
         self._document_marker = self._marker(late.document_marker)
@@ -106,8 +106,10 @@ class LateInputs:
         return self.query_rows(self.tokenizer.encode(texts))
 
     def documents(self, texts: Sequence[str], truncate_prompt_tokens: int | None = None) -> LateRows:
-        """Rows truncated to `truncate_prompt_tokens` (-1: the model's limit), or by default to the model's
-        document length."""
+        """Rows truncated to `truncate_prompt_tokens` (-1: the model's limit).
+
+        The default is the model's document length.
+        """
         texts = self.with_prompt(texts, self.prompt("document"))
         return self.document_rows(self.tokenizer.encode(texts), truncate_prompt_tokens)
 
@@ -154,21 +156,21 @@ class LateInputs:
         return LateRows(_split(flat, lengths), None, self._token_mask(flat), num_longer(rows, room))
 
     def document_limit(self, truncate_prompt_tokens: int | None) -> int | None:
-        """The number of tokens that documents are truncated to. None means that longer ones are rejected."""
+        """The length that documents are truncated to. None means that longer documents are rejected."""
         max_length = truncation_limit(truncate_prompt_tokens, self.spec.max_model_len)
         if max_length is None and self.late.document_length is not None:
             return min(self.late.document_length, self.spec.max_model_len)
         return max_length
 
     def _token_mask(self, flat: Ints) -> Ints | None:
-        """1 for tokens that are not in the skip list; None if no token is."""
+        """1 for tokens that are not in the skip list; None if no token is in it."""
         if not len(self._skip_ids):
             return None
         is_skipped = np.isin(flat, self._skip_ids)
         return (~is_skipped).astype(np.int32) if is_skipped.any() else None
 
     def _reject_long(self, rows: list[Ints]) -> None:
-        """If the checkpoint names no document length, truncation must be requested."""
+        """Reject long documents: without a document length in the files, truncation must be requested."""
         room = self.spec.max_model_len - (self._document_marker is not None)
         for index, row in enumerate(rows):
             if len(row) > room:
@@ -203,8 +205,10 @@ def _expansion_id(late: LateSpec, tokenizer: Tokenizer) -> int:
 
 
 def _skip_ids(late: LateSpec, tokenizer: Tokenizer) -> Ints:
-    """The token ids of the skip list. Words that are no tokens become the unknown token, like in the original
-    implementation."""
+    """The token ids of the skip list.
+
+    Words that are not tokens become the unknown token, as in the original implementation.
+    """
     unknown = None if late.unknown_token is None else tokenizer.token_id(late.unknown_token)
     ids = (tokenizer.token_id(word) for word in late.skip_words)
     known = {unknown if token_id is None else token_id for token_id in ids}
@@ -212,7 +216,7 @@ def _skip_ids(late: LateSpec, tokenizer: Tokenizer) -> Ints:
 
 
 def _mark_rows(rows: list[Ints], marker: int | None, max_length: int, framing: Framing) -> tuple[Ints, Ints]:
-    """All rows in one run, with the marker and truncated to `max_length` tokens, and their lengths."""
+    """Concatenate rows, each with the marker and truncated to `max_length` tokens; also return lengths."""
     num_markers = 0 if marker is None else 1
     old = np.array([len(row) for row in rows], dtype=np.int32)
     new = np.minimum(old, max_length - num_markers)

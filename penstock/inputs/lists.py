@@ -1,7 +1,7 @@
 """Listwise rerankers (jina-reranker-v3): a query and many documents in one row, each with a marker token.
 
-The engine returns the projected states of all tokens of a row. This module compares those of the marker
-tokens, because a long list is split into blocks and the query states of the blocks are averaged.
+The engine returns the projected states of all tokens of a row. This module compares the states of the marker
+tokens. It runs after the engine because long lists are split into blocks, whose query states are averaged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.types import Array, Ints, PoolingParams, Request
 
 Floats = NDArray[np.float64]
 _MAX_BLOCK_DOCUMENTS = 125  # documents in one row
-_MAX_DOCUMENT_TOKENS, _MAX_QUERY_TOKENS = 2048, 512  # with truncation and without limits of the caller's
+_MAX_DOCUMENT_TOKENS, _MAX_QUERY_TOKENS = 2048, 512  # defaults if the request truncates and sets no limits
 _TASK = (
     "<|im_start|>system\n"
     "You are a search relevance expert who can determine a ranking of the passages based on how relevant "
@@ -112,7 +112,7 @@ def _without_markers(texts: list[str]) -> list[str]:
 
 
 def _blocks(sizes: list[int], capacity: int) -> Iterator[tuple[int, int]]:
-    """Ranges of documents that share a row. A document that exceeds the capacity gets a row of its own."""
+    """Ranges of documents that share a row. A document that exceeds the capacity gets its own row."""
     first, room = 0, capacity
     for index, size in enumerate(sizes):
         if index > first and (index - first >= _MAX_BLOCK_DOCUMENTS or size > room):
@@ -125,8 +125,9 @@ def _blocks(sizes: list[int], capacity: int) -> Iterator[tuple[int, int]]:
 def list_scores(request: Request, values: Array, marks: tuple[int, ...], sizes: Sequence[int]) -> Array:
     """The cosine of each document's marker and its list's query, [documents, 1].
 
-    `values` are the projected states, [tokens, width]; `sizes` counts the documents of each list. If a list
-    has several blocks, its query is the mean of theirs, each weighted by the score of its best document.
+    `values` are the projected states, [tokens, width]; `sizes` are the numbers of documents in the lists. If
+    a list has several blocks, its query is the mean of their queries, each weighted by the score of the
+    block's best document.
     """
     documents_at, queries_at = (np.flatnonzero(request.token_ids == mark) for mark in marks)
     row_of = np.searchsorted(request.starts, documents_at, side="right") - 1

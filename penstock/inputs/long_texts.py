@@ -1,16 +1,16 @@
-"""Texts that are much longer than a row: tokenised only as far as they are needed, and in pieces.
+"""Tokenises texts that are much longer than a row: only as far as needed, and in pieces.
 
-Tokenising takes up to 400 bytes of memory a character, so a long text is never tokenised whole.
+Tokenising takes up to 400 bytes of memory per character, so a long text is never tokenised whole.
 
 - **A row with a limit** needs the first or the last tokens of its text. They are those of the whole text if
-  they stay the same when the text ends a little later, or begins a little earlier. How much is a prime number
-  of characters, so that groups of equal size (digits by three, `xx`) cannot hide a difference; and the text
-  ends before a run of spaces, which a special token beyond it may swallow.
-- **A row without a limit** needs all tokens. Its text is divided where the tokenizer itself shows that it may
-  be: the tokens of both sides are those of the two sides together.
+  they stay the same when the part ends a little later, or begins a little earlier. The difference is a prime
+  number of characters, so that groups of equal size (digits by three, `xx`) cannot hide a change. The part
+  ends before a run of spaces, because a special token after it may absorb the spaces.
+- **A row without a limit** needs all tokens. Its text is divided only at verified places: tokenising both
+  sides separately gives the same tokens as tokenising them together.
 
-So a row is what it would be if its text had been tokenised whole, whatever the tokenizer does to spaces,
-accents, unknown words or special tokens. A text for which this cannot be shown is refused.
+So a row is the same as if its text had been tokenised whole, whatever the tokenizer does to spaces, accents,
+unknown words or special tokens. A text for which this cannot be verified is refused.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from penstock.types import Ints
 
 Encode = Callable[[list[str]], list[Ints]]  # without special tokens
 
-MAX_EXPANDED_CHARS = 32 << 20  # what a prompt, instruction or query adds to all texts of a request together
-MAX_WINDOW_CHARS = 1 << 17  # texts that are tokenised at once
+MAX_EXPANDED_CHARS = 32 << 20  # added to the texts of a request by prompt, instruction or query
+MAX_WINDOW_CHARS = 1 << 17  # total size of texts that are tokenised at once
 MAX_REQUEST_TOKENS = 16 << 20  # tokens of all rows of a request to a server
-_MIN_FIRST_CHARS = 8192  # that are tokenised first, even if few tokens are needed
+_MIN_FIRST_CHARS = 8192  # tokenised first, even if few tokens are needed
 _PIECE_CHARS = 1 << 16
-_MAX_UNDIVIDED_CHARS = 1 << 18  # a longer run without a place to divide it is refused
+_MAX_UNDIVIDED_CHARS = 1 << 18  # a longer run without a place for a division is refused
 _CONTEXT_CHARS = 2053  # a prime number
-_SEARCH_CHARS = 4096  # places are looked for in this many characters
-_MAX_PLACES = 6  # places of each kind that are tried
+_SEARCH_CHARS = 4096  # range of characters to search for a place for a division
+_MAX_PLACES = 6  # number of places of each kind that are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +46,21 @@ class RowLimit:
     max_tokens: int  # special tokens included
     truncates: bool = False
     side: Side = "right"
-    name: str = "input"  # what an error calls a text
-    param: str = "input"  # the field that it names
+    name: str = "input"  # name of a text in errors
+    param: str = "input"  # field in errors
 
     @property
     def max_whole_chars(self) -> int:
-        """Shorter texts are tokenised whole. Nearly all texts that fit are, so they cost what they did."""
+        """Maximum characters of a text that is tokenised whole. Nearly all texts that fit are shorter."""
         return 4 * self.max_tokens + 2 * _MIN_FIRST_CHARS
 
     @property
     def max_scanned_chars(self) -> int:
-        """How much of a text is tokenised in search of enough tokens."""
+        """Maximum characters of a text that are tokenised to find enough tokens."""
         return max(_MAX_UNDIVIDED_CHARS, 2 * self.max_whole_chars)
 
     def reject_long(self, rows: Sequence[Ints], first: int) -> None:
-        """Reject rows that are too long; `first` is the index of the first of them."""
+        """Reject rows that are too long. `first` is the index of `rows[0]` in the request."""
         for index, row in enumerate(rows, first):
             if len(row) > self.max_tokens:
                 raise self.too_long(index, f"{len(row)}")
@@ -74,7 +74,7 @@ class RowLimit:
 
 
 class Piece(NamedTuple):
-    """A part of a text that is tokenised like the same part of the whole."""
+    """A part of a text, with the same tokens as in the whole text."""
 
     start: int  # characters
     end: int
@@ -82,7 +82,7 @@ class Piece(NamedTuple):
 
 
 def needed_pieces(encode: Encode, text: str, limit: RowLimit | None, index: int) -> list[Piece]:
-    """The pieces of a text that its row is made of: all of them, or one with more tokens than the limit."""
+    """The pieces of a text for its row: all of them, or one piece with more tokens than the limit."""
     if limit is None:
         return list(_pieces(encode, text, index))
     found = _first_or_last_tokens(encode, text, limit)
@@ -100,7 +100,7 @@ def needed_pieces(encode: Encode, text: str, limit: RowLimit | None, index: int)
 
 
 def _first_or_last_tokens(encode: Encode, text: str, limit: RowLimit) -> Piece | None:
-    """A part at one end of the text with more tokens than the limit; None if it has fewer."""
+    """A part at one end of the text with more tokens than the limit; None if none was found."""
     size, count = 2 * limit.max_tokens + _MIN_FIRST_CHARS, limit.max_tokens + 1
     while size <= min(limit.max_scanned_chars, len(text) - _CONTEXT_CHARS):
         if limit.side == "right" or not limit.truncates:
@@ -139,7 +139,7 @@ def _pieces(encode: Encode, text: str, index: int) -> Iterator[Piece]:
 
 
 def _next_piece(encode: Encode, text: str, start: int) -> tuple[Piece, int] | None:
-    """The next piece and where the text continues after it."""
+    """The next piece, and the index at which the text continues after it."""
     size = _PIECE_CHARS
     while size <= _MAX_UNDIVIDED_CHARS and start + size + _CONTEXT_CHARS < len(text):
         for end, begin in _places(text, start, start + size):
@@ -154,11 +154,10 @@ def _next_piece(encode: Encode, text: str, start: int) -> tuple[Piece, int] | No
 
 
 def _places(text: str, start: int, near: int) -> Iterator[tuple[int, int]]:
-    """Places to divide the text before `near`, best first: where the left side ends and the right begins.
+    """Places to divide the text before `near`, best first: the end of the left side, the start of the right.
 
-    No place touches a run of spaces, or lies between digits, which some tokenizers group from the end. A
-    single space stays with the right side, or belongs to neither where tokenizers put a space of their own
-    before a text.
+    No place is next to a run of spaces, or between digits, which some tokenizers group from the end. A single
+    space belongs to the right side, or to neither side, for tokenizers that prepend a space to a text.
     """
     window = range(near, max(start + 1, near - _SEARCH_CHARS), -1)
     spaces = (at for at in window if text[at] in " \n" and _is_single(text, at))
@@ -174,17 +173,17 @@ def _places(text: str, start: int, near: int) -> Iterator[tuple[int, int]]:
 
 
 def _is_single(text: str, at: int) -> bool:
-    """Whether the space here has no other beside it."""
+    """Whether the space at this index has no space beside it."""
     return at + 1 < len(text) and not text[at - 1].isspace() and not text[at + 1].isspace()
 
 
 def _is_unspaced(char: str) -> bool:
-    """Whether it is a letter of a script that is written without spaces, such as Chinese or Thai."""
+    """Whether the character is a letter of a script without spaces, such as Chinese or Thai."""
     return char >= "\u0e00" and char.isalpha()
 
 
 def windows(texts: Iterable[str], max_chars: int = MAX_WINDOW_CHARS) -> Iterator[list[str]]:
-    """The texts in lists of at most `max_chars` characters, or of one text."""
+    """Group texts into lists of at most `max_chars` characters; a longer text gets its own list."""
     window: list[str] = []
     size = 0
     for text in texts:
@@ -198,7 +197,7 @@ def windows(texts: Iterable[str], max_chars: int = MAX_WINDOW_CHARS) -> Iterator
 
 
 class ExpandedTexts(Sequence[str]):
-    """Texts that are filled into something, such as a prompt, when they are read and not before."""
+    """Texts that are combined with another text, such as a prompt, only when they are read."""
 
     def __init__(self, expand: Callable[[int], str], sizes: Sequence[int]) -> None:
         """`expand(index)` gives a text of at most `sizes[index]` characters."""
@@ -235,7 +234,7 @@ def max_chars(texts: Sequence[str]) -> int:
 
 
 def check_expanded(size: int, param: str) -> None:
-    """Refuse a prompt or query that is small as it is sent, but not before each of many texts."""
+    """Refuse a prompt or query that takes too many characters once it is repeated for each text."""
     if size > MAX_EXPANDED_CHARS:
         raise BodyTooLarge(
             f"{param} adds {size} characters, repeated for each text; one request takes at most "

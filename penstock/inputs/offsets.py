@@ -1,4 +1,4 @@
-"""Character offsets of tokens in the caller's text, for outputs that refer to it."""
+"""Character offsets of tokens in the caller's text, for outputs that refer to the text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TokenOffsets:
 
     texts: list[str]
     chars: Ints  # [tokens, 2], characters within the token's text
-    words: Ints  # [tokens], index of the word within the text; -1 for tokens that are not part of it
+    words: Ints  # [tokens], index of the word within the text; -1 for tokens outside the text
 
 
 def require_texts(inputs: Any, *, allow_empty_text: bool = True) -> list[str]:
@@ -49,8 +49,10 @@ def join_with_offsets(
 
 
 def text_offsets(processor: InputProcessor, offsets: list[Ints], options: InputOptions) -> list[Ints]:
-    """Offsets of the tokens that are left after truncation, relative to the text. Prompt tokens end at 0 or
-    below."""
+    """Offsets of the tokens that remain after truncation, relative to the text.
+
+    Prompt tokens end at 0 or below.
+    """
     prompt_chars = len(processor.prompt(options))
     return [row - prompt_chars for row in truncate_like_rows(processor, offsets, options)]
 

@@ -10,11 +10,11 @@ from penstock.errors import BadValue
 from penstock.inputs.truncation import Side
 from penstock.types import Content, PreparedImage
 
-Pair = tuple[Any, Any]  # query, document: texts, or images where the model reads them
+Pair = tuple[Any, Any]  # query, document: texts, or images if the model reads them
 
 
 class PairNames(NamedTuple):
-    """What errors call the two texts of a pair, and the fields that they come from."""
+    """Names of the two texts of a pair in errors, and the fields that they come from."""
 
     first: str = "query"
     second: str = "document"
@@ -37,9 +37,9 @@ class PairOptions:
     truncation_side: Side = "right"
     cache_salt: str = ""
     is_symmetric: bool = False  # embedders only: queries and documents are the same kind of text
-    max_request_tokens: int | None = None  # of all rows together; None: no limit
-    prompt_name: str | None = None  # with `is_symmetric`: the prompt of both
-    cuts_first_only: bool = False  # truncation cuts the first text; otherwise the longer one
+    max_request_tokens: int | None = None  # limit for all rows together; None: no limit
+    prompt_name: str | None = None  # prompt of both texts, if `is_symmetric`
+    cuts_first_only: bool = False  # truncate only the first text; otherwise the longer one
     names: PairNames = _QUERY_AND_DOCUMENT
 
 
@@ -49,7 +49,7 @@ DEFAULT_PAIR_OPTIONS = PairOptions()
 def make_pairs(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[Pair]:
     """Pair one query with all documents, or each document with its own query.
 
-    A value that is not a text is rejected with its index.
+    Values that are not texts are rejected with their index.
     """
     query_texts, document_texts = _texts(queries, "queries"), _texts(documents, "documents")
     if len(query_texts) == 1:
@@ -64,14 +64,14 @@ def make_pairs(queries: str | Sequence[str], documents: str | Sequence[str]) -> 
 
 
 def are_pairs(inputs: Any) -> TypeGuard[Sequence[Pair]]:
-    """Whether the inputs are pairs of texts, judged by the first; `check_are_pairs` sees the others."""
+    """Whether the first input is a pair of texts. `check_are_pairs` checks the others."""
     if not isinstance(inputs, list | tuple) or not inputs or not isinstance(inputs[0], list | tuple):
         return False
     return bool(inputs[0]) and isinstance(inputs[0][0], str)
 
 
 def check_are_pairs(inputs: Sequence[Any], *, allow_empty_text: bool = True) -> list[Pair]:
-    """The inputs as pairs; `BadValue` names one that is not a pair of texts."""
+    """Convert the inputs to pairs; raise `BadValue` for an input that is not a pair of texts."""
     for index, pair in enumerate(inputs):
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(t, str) for t in pair):
             raise BadValue(

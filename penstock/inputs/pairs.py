@@ -1,6 +1,6 @@
-"""Query-document pairs to score, as the rows of one `Request`, in the layout the model was trained on.
+"""Query-document pairs to score, as rows of one `Request`, in the layout that the model was trained with.
 
-For a cross-encoder each pair is one row. For an embedder the query rows come before the document rows, and
+For a cross-encoder, each pair is one row. For an embedder, query rows come before document rows, and
 `Request.pairs` gives the query of each document.
 """
 
@@ -91,7 +91,7 @@ def prepare_pairs(
     if kind == "cross" and pairs_have_images(pairs):
         return _joint_content_request(processor, request_id, pairs, params, options)
     texts = _pair_texts(processor, pairs, options)
-    if kind != "cross":  # the model's vectors are compared as they are; no activation applies
+    if kind != "cross":  # vectors are compared without an activation
         params = msgspec.structs.replace(params, normalize=None)
     if kind == "bi":
         return _bi_encoder_request(processor, request_id, texts, params, options)
@@ -107,7 +107,7 @@ def prepare_classified_pairs(
     params: PoolingParams,
     options: PairOptions,
 ) -> Request:
-    """One row a pair for a classifier that reads two texts together. Blocking."""
+    """Prepare one row per pair, for a classifier that reads two texts together. Blocking."""
     processor.check(params)
     truncation_limit(options.truncate_prompt_tokens, processor.spec.max_model_len)
     texts = _pair_texts(processor, pairs, options)
@@ -121,7 +121,7 @@ def _joint_request(
     params: PoolingParams,
     options: PairOptions,
 ) -> Request:
-    """Each pair as one row, in the model's own prompt or in the tokenizer's pair template."""
+    """One row per pair, in the model's own prompt or in the tokenizer's pair template."""
     score = processor.spec.score
     if score is not None and score.strips:
         texts = texts.stripped()
@@ -155,7 +155,7 @@ def _joint_content_request(
     params: PoolingParams,
     options: PairOptions,
 ) -> Request:
-    """Each pair as one row of texts and images, in the model's own prompt."""
+    """One row per pair, with texts and images in the model's own prompt."""
     score, content = processor.spec.score, processor.content
     if score is None or not score.template or content is None:
         raise refuse_images(processor.spec.name)
@@ -194,7 +194,7 @@ def finish_pairs(
 
 
 def check_pairs(processor: InputProcessor, params: PoolingParams, options: PairOptions) -> Kind:
-    """Reject what the model cannot do before any text is tokenised."""
+    """Reject unsupported parameters and options before any text is tokenised."""
     kind = score_kind(processor.spec)
     processor.check(params)
     for name in ("max_tokens_per_query", "max_tokens_per_doc"):
@@ -241,7 +241,7 @@ def _bi_encoder_request(
     params: PoolingParams,
     options: PairOptions,
 ) -> Request:
-    """Rows as `embed` makes them, queries and documents each with their own prompt."""
+    """The same rows as for `embed`; queries and documents have their own prompts."""
     base = InputOptions(
         truncate_prompt_tokens=options.truncate_prompt_tokens,
         truncation_side=options.truncation_side,
@@ -267,7 +267,7 @@ def _late_request(
     params: PoolingParams,
     options: PairOptions,
 ) -> Request:
-    """Rows as `token_embed` makes them for queries and documents. The engine scores their token vectors."""
+    """The same rows as for `token_embed`. The engine scores their token vectors."""
     if options.instruction is not None:
         raise _no_instruction(processor.spec)
     tokens = PoolingParams(Task.TOKEN_EMBED)
@@ -282,8 +282,10 @@ def _late_request(
 
 
 def _join(queries: Request, documents: Request, query_of: Ints, params: PoolingParams) -> Request:
-    """One request with the query rows, then the document rows. An optional array that only one of the two
-    has is filled with its neutral value for the other."""
+    """Join query rows and document rows into one request.
+
+    If only one of the two has an optional array, the other gets neutral values.
+    """
     halves = (queries, documents)
 
     def concat(name: str, neutral: Callable[[Request], Ints]) -> Ints | None:
@@ -317,7 +319,7 @@ def _plain_positions(request: Request) -> Ints:
 
 
 def _pair_rows(processor: InputProcessor, texts: _PairTexts, options: PairOptions) -> _Rows:
-    """Each pair in the tokenizer's own pair template. If a row is too long, its longer text is truncated."""
+    """One row per pair, in the tokenizer's pair template. In long rows, the longer text is truncated."""
     frame, query_of = processor.tokenizer.pair_frame, texts.query_of
     query_limit, document_limit = _text_limits(processor, options)
     queries = processor.tokenizer.encode(texts.queries, False, query_limit)
@@ -344,7 +346,7 @@ def _pair_rows(processor: InputProcessor, texts: _PairTexts, options: PairOption
 
 
 def _text_limits(processor: InputProcessor, options: PairOptions) -> tuple[RowLimit, RowLimit]:
-    """The limits of queries and of documents: neither can be longer than a row."""
+    """The limits of queries and documents: neither can be longer than a row."""
     limit = processor.spec.max_model_len
     cut_at = truncation_limit(options.truncate_prompt_tokens, limit)
     document = RowLimit(
@@ -360,8 +362,10 @@ def _text_limits(processor: InputProcessor, options: PairOptions) -> tuple[RowLi
 def _check_longest(
     texts: _PairTexts, query_sizes: Ints, document_sizes: Ints, limit: RowLimit, names: PairNames
 ) -> None:
-    """Of two texts that are both too long, the longer one keeps more. Refuse to guess which one it is where a
-    text was tokenised only in part."""
+    """Refuse pairs for which the longer text is unknown, because a text was only partly tokenised.
+
+    If both texts are too long, truncation has to know which one is longer.
+    """
     queries, documents = (
         np.array([len(text) > limit.max_whole_chars for text in side], dtype=bool)
         for side in (texts.queries, texts.documents)
@@ -379,7 +383,7 @@ def _check_longest(
 
 
 def _check_tokens(lengths: Ints, options: PairOptions) -> None:
-    """Refuse rows that are small as they are sent, but not with a query in each of them."""
+    """Refuse a request whose rows have too many tokens once the query is repeated in each of them."""
     check_request_tokens(
         int(lengths.sum(dtype=np.int64)), options.max_request_tokens, options.names.second_param
     )
@@ -397,9 +401,9 @@ def _type_ids(processor: InputProcessor, query_sizes: Ints, document_sizes: Ints
 
 
 def _longest_first(first: Ints, second: Ints, room: int) -> tuple[Ints, Ints]:
-    """How many tokens of each text fit into `room`, by the `longest_first` rule of the tokenizers library.
+    """Number of tokens of each text that fit into `room`, by the `longest_first` rule of tokenizers.
 
-    The shorter text is not truncated while it takes no more than half of the room.
+    The shorter text is not truncated if it takes at most half of the room.
     """
     short, long = np.minimum(first, second), np.maximum(first, second)
     both_cut = short > room // 2
@@ -411,7 +415,7 @@ def _longest_first(first: Ints, second: Ints, room: int) -> tuple[Ints, Ints]:
 
 
 def _only_first(first: Ints, second: Ints, room: int, options: PairOptions) -> Ints:
-    """How many tokens of the first text fit beside the whole second one."""
+    """Number of tokens of the first text that fit beside the whole second text."""
     if (second >= room).any() and (first + second > room)[second >= room].any():
         index = int(np.argmax((second >= room) & (first + second > room)))
         raise BadValue(
@@ -425,9 +429,9 @@ def _only_first(first: Ints, second: Ints, room: int, options: PairOptions) -> I
 def _templated_rows(
     processor: InputProcessor, score: ScoreSpec, texts: _PairTexts, options: PairOptions
 ) -> _Rows:
-    """Each pair in the model's prompt. If a row is too long, its document is truncated.
+    """One row per pair, in the model's prompt. If a row is too long, its document is truncated.
 
-    The tokens before and after the document are computed once per query: they are equal in all its rows.
+    The tokens before and after the document are the same in all rows of a query, so they are computed once.
     """
     tokenizer, query_of = processor.tokenizer, texts.query_of
     values = {"instruction": _instruction(score, options.instruction)}
@@ -483,7 +487,7 @@ def _templated_rows(
 def _split_part(
     score: ScoreSpec, at: int, values: dict[str, str], texts: _PairTexts
 ) -> Callable[[int], tuple[str, str]]:
-    """For a pair, the document's part of the prompt: up to the end of the document, and the rest."""
+    """Return a function that splits a pair's document part of the prompt at the end of the document."""
     before, _, after = score.template[at].partition("{document}")
 
     def split(index: int) -> tuple[str, str]:
@@ -500,7 +504,7 @@ def _keep_suffixes(
     limit: RowLimit,
     split: Callable[[int], tuple[str, str]],
 ) -> None:
-    """Truncate the rows that are too long before what the prompt has after the document."""
+    """Truncate rows that are too long at the end of the document, and keep the prompt's text after it."""
     for index in np.flatnonzero(_sizes(rows) > room).tolist():
         begin, end = split(index)
         (suffix,) = tokenizer.encode([end], False)
@@ -516,20 +520,20 @@ def _keep_suffixes(
 
 
 def _instruction(score: ScoreSpec, given: str | None) -> str:
-    """What stands in the place of the instruction."""
+    """The text that replaces {instruction} in the prompt."""
     if given is None:
         return score.instruction
     return score.wording.replace("{instruction}", given) if given else ""
 
 
 def _max_filled(part: str, values: dict[str, str], query_chars: int) -> int:
-    """The size of a part of the template with its instruction and query, its document not counted."""
+    """Characters of a template part with its instruction and query, but without its document."""
     instruction_chars = len(values["instruction"])
     return len(part) + part.count("{instruction}") * instruction_chars + part.count("{query}") * query_chars
 
 
 def _fill(part: str, values: dict[str, str]) -> str:
-    """Fill all placeholders in one pass, so that a text may itself contain a placeholder's name."""
+    """Fill all placeholders in one pass, so that a text may contain the name of a placeholder."""
     return _PLACEHOLDER.sub(lambda found: values[found[1]], part)
 
 

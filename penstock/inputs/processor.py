@@ -1,8 +1,8 @@
 """Turns texts or token ids into a `Request` with all its rows.
 
-It runs in the process that talks to the client; the engine receives only integers. `prepare` is blocking:
-call it on a worker thread. The server calls `check`, `with_prompt` and `join` and batches the tokenisation of
-concurrent calls in between.
+It runs in the process that serves the client; the engine receives only integers. `prepare` is blocking: call
+it on a worker thread. The server calls `check`, `with_prompt` and `join` itself, and tokenises the texts of
+concurrent calls in batches.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ Inputs = (
 )
 
 MAX_PRIORITY = 1_000_000
-_MAX_JOINED_CHARS = 1 << 18  # a prompt that takes more in all texts together is added as they are read
+_MAX_JOINED_CHARS = 1 << 18  # a prompt that takes more in all texts is added when texts are read
 _SLICE_IDS = 1 << 16  # token ids that are checked at once
-_MAX_KNOWN_PROMPTS, _MAX_KNOWN_CHARS = 64, 4096  # prompts whose number of tokens is kept
+_MAX_KNOWN_PROMPTS, _MAX_KNOWN_CHARS = 64, 4096  # prompts whose number of tokens is cached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputOptions:
-    """How rows are made from inputs. The names are those of the HTTP fields."""
+    """How inputs become rows. The names are those of the HTTP fields."""
 
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
@@ -74,7 +74,7 @@ class InputOptions:
     instruction: str | None = None
     input_type: str | None = None
     cache_salt: str = ""
-    adapter: str | None = None  # for models with task adapters; selects the prompt of the same name too
+    adapter: str | None = None  # for models with task adapters; also selects the prompt of this name
 
 
 DEFAULT_OPTIONS = InputOptions()
@@ -126,7 +126,7 @@ class InputProcessor:
     def _prepare_images(
         self, request_id: str, items: list[Any], params: PoolingParams, options: InputOptions
     ) -> Request:
-        """Texts and images as rows of their own, or in one prompt where the model reads both."""
+        """Prepare texts and images as separate rows, or in one row if the model reads both together."""
         if self.content is not None:
             return self._prepare_content(request_id, content_items(items), params, options, self.content)
         if self.dual is None:
@@ -149,7 +149,7 @@ class InputProcessor:
         return self.join_content(request_id, rows, contents, params, options)
 
     def check(self, params: PoolingParams) -> None:
-        """Reject what the model cannot do before any text is tokenised."""
+        """Reject unsupported parameters before any text is tokenised."""
         if params.task not in self.spec.tasks:
             raise NotPossible(
                 f"model {self.spec.name} has no task {params.task.value!r}; its tasks are: "
@@ -193,7 +193,7 @@ class InputProcessor:
             )
 
     def engine_params(self, params: PoolingParams) -> PoolingParams:
-        """The parameters with the fields that depend on how this model computes sparse weights or rewards."""
+        """Set the fields that depend on how this model computes sparse weights or rewards."""
         if params.task is Task.REWARD and self.spec.reward is not None:
             return msgspec.structs.replace(params, steps=self.spec.reward.steps)
         if params.task is not Task.SPARSE or self.spec.sparse is None:
@@ -203,7 +203,7 @@ class InputProcessor:
         return msgspec.structs.replace(params, top_k=min(params.top_k or MAX_TERMS, self.spec.vocab_size))
 
     def with_prompt(self, texts: Texts, options: InputOptions) -> Sequence[str]:
-        """The texts to tokenise. A long prompt before many texts is added to each when it is read."""
+        """The texts to tokenise. A long prompt before many texts is added to each text when it is read."""
         prompt = self.prompt(options)
         if (end := self._text_end(options)) and options.add_special_tokens:
             texts = [text + end for text in texts]
@@ -220,7 +220,7 @@ class InputProcessor:
         return [prompt + text for text in texts] if prompt else list(texts)
 
     def _text_end(self, options: InputOptions) -> str:
-        """What follows each text before it is tokenised."""
+        """The text to append to each text before it is tokenised."""
         if is_query(options.input_type or options.prompt_name):
             if self.late is not None:
                 return self.late.late.query_end
@@ -228,7 +228,7 @@ class InputProcessor:
         return self.spec.text_end
 
     def row_limit(self, params: PoolingParams, options: InputOptions) -> RowLimit:
-        """How many tokens of a text `join` uses."""
+        """The number of tokens of a text that `join` uses."""
         if self.late is not None and params.task is Task.TOKEN_EMBED:
             if is_query(options.input_type or options.prompt_name):
                 return RowLimit(self.late.query_length, True, options.truncation_side)
@@ -290,7 +290,7 @@ class InputProcessor:
         params: PoolingParams,
         options: InputOptions,
     ) -> Request:
-        """The rows of `texts`, if there are any, and images as rows of their own."""
+        """Join the rows of `texts`, if any, with one row for each image."""
         if self.dual is None:
             raise refuse_images(self.spec.name)
         none = np.zeros(0, dtype=np.int32)
@@ -298,7 +298,7 @@ class InputProcessor:
         return self.dual.insert(empty if texts is None else texts, images)
 
     def content_texts(self, contents: Sequence[Content], options: InputOptions) -> list[str]:
-        """What is tokenised for each input, of which some have images."""
+        """The text to tokenise for each input. Some inputs have images."""
         if self.content is None:
             raise refuse_images(self.spec.name)
         prompt = self.prompt(options)
@@ -318,7 +318,7 @@ class InputProcessor:
         params: PoolingParams,
         options: InputOptions,
     ) -> Request:
-        """The request of inputs some of which have images."""
+        """Join inputs, some of which have images, into one request."""
         if self.content is None:
             raise refuse_images(self.spec.name)
         limit = truncation_limit(options.truncate_prompt_tokens, self.spec.max_model_len)
@@ -355,7 +355,7 @@ class InputProcessor:
         )
 
     def token_mask(self, lengths: Ints) -> Ints | None:
-        """Which tokens have a vector in the output: for BGE-M3 all but the first."""
+        """The tokens with a vector in the output; for BGE-M3, all but the first of each row."""
         if self.spec.multi_vector is None:
             return None
         mask = np.ones(int(lengths.sum()), dtype=np.int32)
@@ -369,7 +369,8 @@ class InputProcessor:
     def reads_last_token_only(self, params: PoolingParams) -> bool:
         """Whether the output depends only on the last token's hidden state.
 
-        Then a cached prefix may replace the tokens before it: the cache holds no hidden states.
+        If so, a cached prefix may replace the tokens before it. The cache does not have their hidden
+        states, but these are not needed.
         """
         compares_vectors = params.task is Task.SCORE and self.spec.score is None
         if params.task is Task.EMBED or compares_vectors:
@@ -377,7 +378,7 @@ class InputProcessor:
         return self.spec.is_causal and not params.reads_tokens
 
     def prompt(self, options: InputOptions) -> str:
-        """The prompt before each text. For a late-interaction model the default input type is `document`."""
+        """The prompt before each text. Late-interaction models have the default input type `document`."""
         is_unnamed = options.prompt_name is options.input_type is options.adapter is None
         if is_unnamed and options.prompt is options.instruction is None:
             return self._default_prompt
@@ -404,7 +405,7 @@ class InputProcessor:
         )
 
     def _skip(self, token_ids: Ints, lengths: Ints, options: InputOptions, from_text: bool) -> Ints | None:
-        """How many leading tokens the prompt takes, for models that leave it out of the pooling."""
+        """Number of leading tokens of the prompt, for models that exclude it from pooling."""
         if self._instruction_end is not None:
             return self._instruction_end(token_ids, lengths)
         if self.spec.pooling.include_prompt or not from_text:
@@ -415,7 +416,7 @@ class InputProcessor:
         key = (prompt, options.add_special_tokens)
         length = self._prompt_lengths.get(key)
         if length is None:
-            limit = RowLimit(self.spec.max_model_len, truncates=True)  # of which more are never skipped
+            limit = RowLimit(self.spec.max_model_len, truncates=True)  # more are never skipped
             length = len(self.tokenizer.encode([prompt], options.add_special_tokens, limit)[0])
             length -= self.tokenizer.suffix if options.add_special_tokens else 0
             if len(prompt) <= _MAX_KNOWN_CHARS and len(self._prompt_lengths) < _MAX_KNOWN_PROMPTS:
@@ -423,7 +424,7 @@ class InputProcessor:
         return np.minimum(lengths - 1, length).astype(np.int32)
 
     def _check_range(self, token_ids: Ints) -> None:
-        if np.maximum.reduce(token_ids.view(np.uint32)) >= self.spec.vocab_size:  # negative ones are large
+        if np.maximum.reduce(token_ids.view(np.uint32)) >= self.spec.vocab_size:  # negative ids are large
             low, high = int(token_ids.min()), int(token_ids.max())
             wrong = low if low < 0 else high
             raise BadValue(
@@ -433,14 +434,14 @@ class InputProcessor:
 
 
 def num_inputs(inputs: Any) -> int:
-    """The number of rows of the inputs: 1 for a text or a list of token ids."""
+    """Number of rows of the inputs: 1 for a text or a list of token ids."""
     if isinstance(inputs, str) or not hasattr(inputs, "__len__") or len(inputs) == 0:
         return 1
     return 1 if _is_int(inputs[0]) else len(inputs)
 
 
 def num_token_ids(inputs: Any) -> int:
-    """The number of token ids of the inputs; 0 for texts."""
+    """Number of token ids in the inputs; 0 for texts."""
     if isinstance(inputs, str) or not hasattr(inputs, "__len__") or len(inputs) == 0:
         return 0
     if isinstance(inputs[0], str):
@@ -453,8 +454,8 @@ def num_token_ids(inputs: Any) -> int:
 def split_inputs(inputs: Any, *, allow_empty_text: bool = True) -> tuple[list[str] | None, list[Ints]]:
     """Return (texts, []) or (None, rows of token ids), depending on the form of the inputs.
 
-    An empty text still has its special tokens, so it has a vector. Dialects whose reference rejects it do
-    so here (`allow_empty_text`).
+    An empty text still has special tokens, so it has a vector. Dialects whose reference rejects empty texts
+    set `allow_empty_text` to false.
     """
     if isinstance(inputs, str):
         inputs = [inputs]
@@ -492,7 +493,7 @@ def _is_int(value: Any) -> bool:
 
 
 def _are_ints(row: Any) -> bool:
-    """Whether all values are integers; the types of a decoded list are compared without a Python loop."""
+    """Whether all values are integers. A decoded list is checked without a Python loop."""
     return set(map(type, row)) <= {int} or all(_is_int(value) for value in row)
 
 
@@ -506,7 +507,7 @@ def _ids(row: Any, index: int) -> Ints:
 
 
 def _id_slice(row: Any, index: int) -> Ints:
-    """Token ids of at most a slice: other threads wait for it."""
+    """Convert at most one slice of token ids, because it holds the GIL."""
     if not _are_ints(row):
         raise BadValue(f"input {index} is neither a text nor a list of token ids", param="input")
     try:

@@ -25,7 +25,7 @@ _QUERY_NAMES = {"query", *_INPUT_TYPES["query"], *_INPUT_TYPES["search_query"]}
 
 
 def is_query(name: str | None) -> bool:
-    """Whether an input type or prompt name stands for queries. All others stand for documents."""
+    """Whether an input type or prompt name is for queries. All others are for documents."""
     return name in _QUERY_NAMES
 
 
@@ -53,7 +53,7 @@ def choose_prompt(
 
 
 def framed(frame: TextFrame, prompt: str) -> str:
-    """The prompt as it is written before a text; where there is none, what begins a text without it."""
+    """The text before an input: the prompt in the model's frame, or only the frame without a prompt."""
     if frame.prompted is None:
         return prompt
     if frame.ends_sentences:
@@ -68,7 +68,7 @@ def framed(frame: TextFrame, prompt: str) -> str:
 def _own_prompt(
     spec: ModelSpec, prompt_name: str | None, instruction: str | None, input_type: str | None
 ) -> str:
-    """The prompt by the one of these that is given; by default that of the model, if it has one."""
+    """The prompt selected by the option that is set; without one, the model's default prompt, if any."""
     if prompt_name is not None:
         return _by_name(spec, prompt_name)
     if instruction is not None:
@@ -113,8 +113,10 @@ def _by_input_type(spec: ModelSpec, input_type: str) -> str:
 
 
 def has_prompt_for(spec: ModelSpec, input_type: str) -> bool:
-    """Whether the model tells this input type from other texts. A model with a prompt for queries alone has
-    an empty one for documents, and the other way round."""
+    """Whether the model treats this input type differently from other texts.
+
+    A model with a prompt only for queries has an empty prompt for documents, and vice versa.
+    """
     kinds = ("query", "document") if input_type in ("query", "document") else (input_type,)
     names = {name for kind in kinds for name in _INPUT_TYPES.get(kind, ())}
     tells_queries = spec.late is not None or spec.query_end != ""
@@ -124,7 +126,7 @@ def has_prompt_for(spec: ModelSpec, input_type: str) -> bool:
 def choose_adapter(
     spec: ModelSpec, adapter: str | None, prompt_name: str | None, input_type: str | None
 ) -> int:
-    """The index of the named adapter, or of the one for this prompt name or input type; -1 for none."""
+    """The index of the named adapter, or of the adapter for this prompt name or input type; -1: none."""
     if adapter is not None:
         if not spec.adapters:
             raise NotPossible(f"model {spec.name} has no adapters", param="adapter")

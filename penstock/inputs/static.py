@@ -1,4 +1,4 @@
-"""Rows of a model with static embeddings, as its library makes them."""
+"""Rows of a model with static embeddings, laid out as in its library."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from penstock.types import Ints, cumulative
 
 
 class StaticInputs:
-    """Leaves unknown tokens out where model2vec does. A text without tokens gets one whose vector is zero."""
+    """Drops unknown tokens if model2vec does. A text without tokens gets a token whose vector is zero."""
 
     def __init__(self, spec: StaticSpec, tokenizer: Tokenizer) -> None:
         tokenizer.without_special_tokens()
         self._unknown = tokenizer.unknown_id if spec.drops_unknown else None
-        self._empty = spec.vocab_size  # the row behind the table's own
+        self._empty = spec.vocab_size  # index of an extra row after the table
 
     def __call__(self, token_ids: Ints, lengths: Ints) -> tuple[Ints, Ints]:
-        """The rows to run, from those of the texts after truncation."""
+        """Convert the truncated rows of texts to the rows to run."""
         if self._unknown is not None and not (kept := token_ids != self._unknown).all():
             ends = np.concatenate(([0], np.cumsum(kept)))[cumulative(lengths)]
             token_ids, lengths = token_ids[kept], np.diff(ends).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Queries of an inference-free sparse model: each token has a fixed weight, so no engine is asked.
+"""Queries of an inference-free sparse model: each token has a fixed weight, so no engine is needed.
 
 Only documents run through the model. The weights are a few hundred kilobytes, read by every process that
 prepares requests. Free of torch.
@@ -61,7 +61,7 @@ class StaticQueries:
         options: InputOptions,
         batcher: BatchTokenizer,
     ) -> Request:
-        """The queries' tokens. The request describes them and is not submitted."""
+        """Tokenise the queries. The request holds their tokens and is not submitted to an engine."""
         texts, rows = split_inputs(inputs)
         cut_at = truncation_limit(options.truncate_prompt_tokens, self._max_tokens)
         if texts is not None:
@@ -87,7 +87,7 @@ class StaticQueries:
         )
 
     def output(self, request: Request) -> PooledOutput:
-        """What an engine would answer: one weight for each token."""
+        """The output that an engine would return: one weight for each token."""
         return PooledOutput(request.id, self.weights[request.token_ids][:, None], Timings())
 
 

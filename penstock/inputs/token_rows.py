@@ -1,4 +1,4 @@
-"""Rows of token ids in one flat array, so that thousands of short rows need no Python object each."""
+"""Rows of token ids in one flat array, so that thousands of short rows need no Python objects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.types import Ints, cumulative
 
 
 class TokenRows(Sequence[Ints]):
-    """Token ids of all rows, row after row. As a sequence it gives one array for each row."""
+    """Token ids of all rows, concatenated. As a sequence, it has one array for each row."""
 
     def __init__(self, token_ids: Ints, lengths: Ints) -> None:
         self.token_ids = token_ids  # int32 [tokens]

@@ -38,7 +38,7 @@ from penstock.types import Ints
 
 log = logging.getLogger(__name__)
 TokenStyle = Literal["byte_level", "metaspace", "wordpiece", "plain"]
-_MAX_THREAD_CHARS = 1024  # up to here, texts are tokenised one by one on the caller's thread
+_MAX_THREAD_CHARS = 1024  # up to this size, texts are tokenised one by one on the caller's thread
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte-fallback token
 
 
@@ -51,7 +51,7 @@ class EncodedText(NamedTuple):
 
 
 class EncodedWords(NamedTuple):
-    """The tokens of a text that was split into words before."""
+    """The tokens of a text that was already split into words."""
 
     ids: Ints  # [tokens]
     words: Ints  # [tokens], index of the word
@@ -93,8 +93,7 @@ class Tokenizer:
         self._token_bytes: dict[int, bytes] = {}
 
     def _normalize_as(self, wanted: BertNormalization, file: Path) -> None:
-        """Normalise as tokenizer_config.json asks, where tokenizer.json has BERT's normaliser with other
-        options."""
+        """Use the options of tokenizer_config.json if tokenizer.json has BERT's normaliser with others."""
         found = self._rust.normalizer
         if not isinstance(found, normalizers.BertNormalizer):
             return
@@ -111,7 +110,7 @@ class Tokenizer:
         self._rust.normalizer = normalizers.BertNormalizer(clean_text=found.clean_text, **wanted._asdict())
 
     def _warn_of_truncation(self, folder: Path, file: Path) -> None:
-        """Report files that want texts truncated at their beginning: here a request says so."""
+        """Warn about files that set truncation on the left, which only requests can select here."""
         named = optional_json(folder / "tokenizer_config.json").get("truncation_side")
         named = named or (self._rust.truncation or {}).get("direction", "right")
         if str(named).lower() == "left":
@@ -146,7 +145,7 @@ class Tokenizer:
         self.__dict__.pop("words", None)
 
     def strip_punctuation(self) -> None:
-        """Remove ASCII punctuation, and white space but single spaces, before any other normalisation."""
+        """Remove ASCII punctuation and extra white space before any other normalisation."""
         steps = [
             normalizers.Replace(Regex(rf"[{re.escape(string.punctuation)}]"), ""),
             normalizers.Replace(Regex(r"\s+"), " "),
@@ -157,7 +156,7 @@ class Tokenizer:
         self.__dict__.pop("words", None)
 
     def without_special_tokens(self) -> None:
-        """Add no special tokens to a text, whatever a caller asks for."""
+        """Never add special tokens to a text, even if a caller requests them."""
         self._rust.post_processor = processors.TemplateProcessing(
             single="$A", pair="$A $B", special_tokens=[]
         )
@@ -167,7 +166,7 @@ class Tokenizer:
 
     @cached_property
     def unknown_id(self) -> int | None:
-        """The id of the token that stands for what the vocabulary does not have."""
+        """The id of the unknown token; None if there is none."""
         if hasattr(self._rust.model, "unk_token"):
             token = self._rust.model.unk_token
             return None if token is None else self.token_id(token)
@@ -176,14 +175,17 @@ class Tokenizer:
 
     @cached_property
     def words(self) -> WordTokenizer | None:
-        """Tokenises texts word by word, without special tokens; None if this tokenizer does not allow it."""
+        """Tokenises texts word by word, without special tokens; None if this tokenizer cannot be split so."""
         return WordTokenizer.of(self._rust, partial(self._encode_whole, add_special_tokens=False))
 
     def encode(
         self, texts: Sequence[str], add_special_tokens: bool = True, limit: RowLimit | None = None
     ) -> list[Ints]:
-        """The tokens of each text. With a limit, a text that is far too long is rejected, or its row has only
-        as many tokens as are needed to truncate it, and one more at least."""
+        """The tokens of each text.
+
+        With a limit, a text that is far too long is rejected or only partly tokenised. A partial row has the
+        tokens that truncation keeps, and at least one more.
+        """
         if (size := num_chars(texts)) <= (MAX_WINDOW_CHARS if limit is None else limit.max_whole_chars):
             return self._encode(texts, add_special_tokens, size)
         rows: list[Ints] = []
@@ -197,7 +199,7 @@ class Tokenizer:
                     else self._encode([text], add_special_tokens)[0]
                     for at, text in enumerate(window)
                 ]
-            if limit is not None and not limit.truncates:  # the rest need not be tokenised if one is too long
+            if limit is not None and not limit.truncates:  # stop early if a row is too long
                 limit.reject_long(new, len(rows))
             rows += new
         return rows
@@ -205,8 +207,10 @@ class Tokenizer:
     def _encode(
         self, texts: Sequence[str], add_special_tokens: bool, max_size: int | None = None
     ) -> list[Ints]:
-        """The tokens of texts, word by word if possible. `max_size` is an upper bound of a text's characters;
-        None: unknown."""
+        """The tokens of texts, word by word if possible.
+
+        `max_size` is an upper bound on the characters of a text; None: unknown.
+        """
         if max_size is None or max_size > MAX_TEXT_CHARS:
             max_size = max_chars(texts)
         if self.words is None or max_size > MAX_TEXT_CHARS:
@@ -222,7 +226,7 @@ class Tokenizer:
         try:
             if num_chars(texts) > _MAX_THREAD_CHARS:
                 encodings = encode(list(texts))
-            else:  # the tokenizer hands a list of several texts to other threads, which takes longer
+            else:  # for a list of several texts, the tokenizer uses other threads, which takes longer
                 encodings = [encoding for text in texts for encoding in encode([text])]
         except (TypeError, UnicodeEncodeError) as error:
             raise BadValue(f"the text cannot be encoded: {error}", param="input") from None
@@ -239,7 +243,7 @@ class Tokenizer:
     def encode_with_offsets(
         self, texts: Sequence[str], add_special_tokens: bool = True, limit: RowLimit | None = None
     ) -> list[EncodedText]:
-        """Token ids with their character offsets. Slower than `encode`."""
+        """Token ids with their character offsets. This is slower than `encode`."""
         if limit is None or num_chars(texts) <= limit.max_whole_chars:
             return self._encode_located(texts, add_special_tokens)
         rows: list[EncodedText] = []
@@ -273,7 +277,7 @@ class Tokenizer:
         )
 
     def encode_words(self, rows: Sequence[Sequence[str]]) -> list[EncodedWords]:
-        """The tokens of words that are tokenised one by one, without special tokens."""
+        """The tokens of lists of words, which are tokenised one by one, without special tokens."""
         try:
             encodings = self._rust.encode_batch(
                 [list(row) for row in rows], is_pretokenized=True, add_special_tokens=False
@@ -286,7 +290,7 @@ class Tokenizer:
         ]
 
     def add_special_tokens(self, tokens: Sequence[str]) -> None:
-        """Add tokens with the next free ids; those that the vocabulary has already stay as they are."""
+        """Add tokens with the next free ids. Tokens that the vocabulary already has are not changed."""
         self._rust.add_special_tokens(list(tokens))
         self.__dict__.pop("words", None)
         self.vocab_size = self._rust.get_vocab_size(with_added_tokens=True)
@@ -295,7 +299,7 @@ class Tokenizer:
         return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def decode_rows(self, rows: Sequence[list[int]], skip_special_tokens: bool = False) -> list[str]:
-        """The text of each row. Unlike `decode`, it lets other threads run meanwhile."""
+        """The text of each row. Unlike `decode`, this releases the GIL."""
         return self._rust.decode_batch(list(rows), skip_special_tokens=skip_special_tokens)
 
     def token_id(self, token: str) -> int | None:
@@ -312,7 +316,7 @@ class Tokenizer:
 
     @cached_property
     def token_style(self) -> TokenStyle:
-        """How the vocabulary writes spaces, parts of words and bytes."""
+        """How the vocabulary represents spaces, parts of words and bytes."""
         decoder = self._rust.decoder
         if decoder is None:
             return "wordpiece" if type(self._rust.model).__name__ == "WordPiece" else "plain"
@@ -402,7 +406,7 @@ class Tokenizer:
         ]
 
     def begin_with(self, token: str) -> None:
-        """Add only this token, before each text, in place of the special tokens of the model's files."""
+        """Add only this token, before each text, instead of the special tokens in the model's files."""
         if (number := self._rust.token_to_id(token)) is None:
             raise ModelLoadError(
                 f"the tokenizer has no token {token!r}, with which texts begin", param="model"
@@ -412,7 +416,7 @@ class Tokenizer:
         self.__dict__.pop("frame", None)
 
     def _add_frame(self, frame: TextFrame, file: Path) -> None:
-        """Frame texts by what tokenizer_config.json asks for, instead of what tokenizer.json adds."""
+        """Frame texts as tokenizer_config.json requires, instead of as tokenizer.json does."""
         ids: dict[str, int] = {}
         for token in {frame.bos, frame.eos} - {None}:
             if (number := self._rust.token_to_id(str(token))) is None:
@@ -440,7 +444,7 @@ class Tokenizer:
         )
         template = processors.TemplateProcessing(first, [*first, *second], list(ids.items()))
         existing = self._rust.post_processor
-        trims = isinstance(existing, processors.ByteLevel)  # the offsets of byte-level tokens
+        trims = isinstance(existing, processors.ByteLevel)  # trims the offsets of byte-level tokens
         self._rust.post_processor = processors.Sequence([existing, template]) if trims else template
 
     def _special_frame(self) -> tuple[int, int]:
@@ -454,14 +458,16 @@ class Tokenizer:
 
 
 def _max_whole_chars(limit: RowLimit | None) -> int:
-    """A longer text is tokenised in pieces."""
+    """Maximum characters of a text that is tokenised whole; longer texts are tokenised in pieces."""
     return MAX_WINDOW_CHARS if limit is None else limit.max_whole_chars
 
 
 @cache
 def byte_table() -> dict[str, int]:
-    """The byte of each character of a byte-level vocabulary. Printable bytes map to themselves, others to
-    characters from 256 on."""
+    """The byte of each character of a byte-level vocabulary.
+
+    Printable bytes are written as themselves, others as characters from 256 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Rows that are too long: rejected with both lengths, or truncated with their special tokens kept."""
+"""Rows that are too long are rejected with both lengths, or truncated. Truncation keeps special tokens."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def truncate_rows(
 
 
 def num_longer(rows: Sequence[Ints], limit: int | None) -> int:
-    """How many rows a limit cuts; without a limit, none."""
+    """Number of rows that are longer than `limit`; 0 without a limit."""
     return 0 if limit is None else sum(len(row) > limit for row in rows)
 
 

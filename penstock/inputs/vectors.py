@@ -1,4 +1,4 @@
-"""Token vectors given by the caller as numbers, base64 or arrays, joined into one `Comparison`."""
+"""Joins the caller's token vectors (numbers, base64 or arrays) into one `Comparison`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from penstock.types import Array, Comparison, Ints
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "int8": np.int8}
 MAX_DIM = 65_536
-MAX_VECTORS = 2**31 - 1  # of all queries or all documents: positions are int32
-MAX_OPERATIONS = 2.0**38  # products of values that one HTTP request may ask for
+MAX_VECTORS = 2**31 - 1  # in all queries or all documents: positions are int32
+MAX_OPERATIONS = 2.0**38  # maximum products of values in one HTTP request
 
 
 def make_comparison(
@@ -27,7 +27,7 @@ def make_comparison(
     query_scales: Sequence[Any] | None = None,
     document_scales: Sequence[Any] | None = None,
 ) -> Comparison:
-    """Compare one query with all documents, or each document with its own. Base64 needs `dim`."""
+    """Compare one query with all documents, or each document with its own query. Base64 needs `dim`."""
     if dtype not in DTYPES:
         raise BadValue(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}", param="dtype")
     if dim is not None and not 1 <= dim <= MAX_DIM:
@@ -62,7 +62,7 @@ def make_comparison(
 
 
 def check_cost(comparison: Comparison) -> None:
-    """Refuse a comparison that would take far longer than any other request."""
+    """Refuse a comparison that would take far longer than other requests."""
     if (needed := comparison.num_operations) > MAX_OPERATIONS:
         raise BadValue(
             f"documents need {needed:.1e} products of values with their queries (narrow vectors count as 32 "

@@ -1,10 +1,10 @@
 """Tokenises texts word by word, with a cache of the tokens of words.
 
-A BERT tokenizer splits a text at spaces first, so the tokens of a text are those of its words. A cached word
-costs one look-up. A new word is split at punctuation, as the tokenizer would, and its parts are looked up in
-the vocabulary. This takes a tenth of the tokenizer's time. The tokens are always the tokenizer's own: words
-with letters beyond ASCII go to it, and texts with control characters, unusual letters or special tokens are
-tokenised whole.
+A BERT tokenizer first splits a text at spaces, so the tokens of a text are those of its words. A cached word
+costs one look-up. A new word is split at punctuation, as in the tokenizer, and its parts are looked up in the
+vocabulary. This takes a tenth of the tokenizer's time. The tokens are always equal to the tokenizer's own:
+words with non-ASCII letters are passed to it, and texts with control characters, unusual letters or special
+tokens are tokenised whole.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from tokenizers import models, normalizers, pre_tokenizers
 from penstock.inputs.token_rows import TokenRows
 from penstock.types import Ints
 
-MAX_TEXT_CHARS = 1 << 14  # longer texts go to the tokenizer whole
+MAX_TEXT_CHARS = 1 << 14  # longer texts are tokenised whole
 _MAX_CACHED_WORDS = 1 << 17
-_MAX_LEARNED_PARTS = 1 << 16  # of words, beside those that are tokens of the vocabulary
-# A text with more unknown parts than this, if they are more than half of its words, is tokenised whole. Only
+_MAX_LEARNED_PARTS = 1 << 16  # cached parts of words that are not tokens of the vocabulary
+# A text is tokenised whole if it has more unknown parts than this, and more than half as many as words. Only
 # this many of its parts are cached.
 _MANY_NEW_PARTS = 8
 _MAX_WORD_CHARS = 64  # longer words are not cached, because they rarely repeat
 _MARKS = frozenset("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
-_PARTS = re.compile("[a-zA-Z0-9]+|[^a-zA-Z0-9]")  # of a word in ASCII: tokenizers isolate punctuation
+_PARTS = re.compile("[a-zA-Z0-9]+|[^a-zA-Z0-9]")  # parts of an ASCII word: tokenizers isolate punctuation
 _PLAIN = bytes((*b"\t\n\r", *range(32, 127)))
 # Letters and punctuation of European scripts, without spaces, control characters and combining accents.
 _LETTERS = (
@@ -43,14 +43,14 @@ _LETTERS = (
 
 
 class _NewWords(NamedTuple):
-    """Words that are not cached and have parts that are not known."""
+    """Words that are not cached and have unknown parts."""
 
     words: dict[str, list[str]]  # word → all of its parts
-    parts: dict[str, None]  # the unknown ones
+    parts: dict[str, None]  # the unknown parts
 
 
 class WordTokenizer:
-    """Tokens of whole texts without special tokens. Safe to call from several threads."""
+    """Tokenises texts, without special tokens. Thread-safe."""
 
     def __init__(
         self,
@@ -60,8 +60,11 @@ class WordTokenizer:
         *,
         matches_raw_text: bool,
     ) -> None:
-        """`rust` tokenises words, and `encode` whole texts. Texts with a token of `added` are tokenised
-        whole. `matches_raw_text`: the tokenizer looks for these tokens before it normalises the text."""
+        """`rust` tokenises words, and `encode` whole texts.
+
+        Texts with a token of `added` are tokenised whole. `matches_raw_text`: the tokenizer searches for
+        these tokens before it normalises the text.
+        """
         self._rust = rust
         self._encode = encode
         added = sorted(added)
@@ -82,7 +85,7 @@ class WordTokenizer:
 
     @classmethod
     def of(cls, rust: RustTokenizer, encode: Callable[[list[str]], list[Ints]]) -> WordTokenizer | None:
-        """None if the tokenizer is not BERT's, or if plain words may contain special tokens."""
+        """Create one; None if the tokenizer is not BERT's, or if plain words may contain special tokens."""
         is_bert = (
             _normalizes_like_bert(rust.normalizer)
             and isinstance(rust.pre_tokenizer, pre_tokenizers.BertPreTokenizer)
@@ -106,7 +109,7 @@ class WordTokenizer:
     def encode_rows(self, texts: Sequence[str]) -> list[bytes]:
         """The tokens of each text, as the bytes of int32."""
         rows: list[bytes] = []
-        missing: list[tuple[int, list[str] | None]] = []  # text, and its words if it is plain
+        missing: list[tuple[int, list[str] | None]] = []  # index of a text, and its words if it is plain
         tokens_of = self._tokens_of
         for text in texts:
             words = text.split() if self._is_plain(text) else None
@@ -123,7 +126,7 @@ class WordTokenizer:
         return rows
 
     def _is_plain(self, text: str) -> bool:
-        """Whether the tokens of a text are certain to be those of its words."""
+        """Whether the tokens of a text certainly are those of its words."""
         if not text.isascii():
             return self._not_plain.search(text) is None and self._added.search(text) is None
         if not (rest := text.encode("ascii").translate(None, self._unmarked)):
@@ -133,7 +136,7 @@ class WordTokenizer:
     def _fill(
         self, texts: Sequence[str], rows: list[bytes], missing: list[tuple[int, list[str] | None]]
     ) -> None:
-        """Tokenise the texts that have no row yet, and cache the new words of plain texts."""
+        """Tokenise the texts without a row, and cache the new words of plain texts."""
         cached, found = self._cache, dict[str, bytes]()
         new = _NewWords({}, {})
         whole: list[int] = []
@@ -157,12 +160,12 @@ class WordTokenizer:
         for word, parts in new.words.items():
             tokens = (learned[part] if part in learned else self._tokens_of_part(part) for part in parts)
             found[word] = b"".join(tokens)  # type: ignore[arg-type]
-        for index, words in plain:  # another thread may replace the cache meanwhile; `cached` stays as it is
+        for index, words in plain:  # another thread may replace the cache; `cached` stays valid
             rows[index] = b"".join([found[word] if word in found else cached[word] for word in words])
         self._add(found, learned)
 
     def _look_up(self, words: Iterable[str], found: dict[str, bytes]) -> _NewWords:
-        """Add the tokens of words whose parts are known to `found`. Returns the other words."""
+        """Add the tokens of words whose parts are known to `found`. Return the other words."""
         new = _NewWords({}, {})
         for word in words:
             if word in found:
@@ -170,14 +173,16 @@ class WordTokenizer:
             parts = self._split(word)
             try:
                 found[word] = b"".join(map(self._tokens_of_part, parts))  # type: ignore[arg-type]
-            except TypeError:  # a part is not known
+            except TypeError:  # a part is unknown
                 new.words[word] = parts
                 new.parts.update({part: None for part in parts if self._tokens_of_part(part) is None})
         return new
 
     def _split(self, word: str) -> list[str]:
-        """The parts that the tokenizer splits a word into: letters and digits, and each punctuation mark. A
-        word with other letters than ASCII is not split here."""
+        """Split a word as the tokenizer does, into runs of letters and digits, and single punctuation marks.
+
+        A word with non-ASCII letters is not split here.
+        """
         if not word.isascii():
             return [word]
         if self._lowercases:
@@ -185,7 +190,7 @@ class WordTokenizer:
         return [word] if word.isalnum() else _PARTS.findall(word)
 
     def _encode_new(self, parts: Iterable[str]) -> dict[str, bytes]:
-        """The tokens of each part of a word that is not in the vocabulary as a whole."""
+        """The tokens of each part of a word that is not itself in the vocabulary."""
         rows: dict[str, bytes] = {}
         others: list[str] = []
         for part in parts:
@@ -198,8 +203,10 @@ class WordTokenizer:
         return rows
 
     def _pieces(self, part: str) -> bytes | None:
-        """What WordPiece makes of a part in ASCII: the longest token that begins it, then the longest that
-        continues it. For a few parts this is faster than a call of the tokenizer. None: it has no tokens."""
+        """Apply WordPiece to an ASCII part: the longest first token, then the longest continuations.
+
+        For a few parts this is faster than a call of the tokenizer. None: the part has no tokens.
+        """
         if len(part) > self._max_part_chars:
             return None
         row, begin, tokens = b"", 0, self._first_pieces
@@ -213,17 +220,20 @@ class WordTokenizer:
         return row
 
     def _encode_parts(self, parts: list[str]) -> dict[str, bytes]:
-        """What the tokenizer makes of each part, from one call."""
+        """The tokens of each part, from one call of the tokenizer."""
         encoded = self._rust.encode(parts, is_pretokenized=True, add_special_tokens=False)
         rows: list[list[int]] = [[] for _ in parts]
         for token, owner in zip(encoded.ids, encoded.word_ids, strict=True):
-            assert owner is not None  # it would be a special token
+            assert owner is not None  # only special tokens have no owner
             rows[owner].append(token)
         return {part: array("i", row).tobytes() for part, row in zip(parts, rows, strict=True)}
 
     def _add(self, words: dict[str, bytes], parts: dict[str, bytes]) -> None:
-        """Cache the tokens of words and parts. A full cache of words starts again. A full cache of parts
-        keeps what it has: the vocabulary, and the parts that came first, which repeat most."""
+        """Cache the tokens of words and parts.
+
+        A full cache of words is cleared. A full cache of parts keeps its entries: the vocabulary, and the
+        earliest parts, which repeat most.
+        """
         if len(self._cache) + len(words) > _MAX_CACHED_WORDS:
             self._clear_cache()
         self._cache.update({word: row for word, row in words.items() if len(word) <= _MAX_WORD_CHARS})
@@ -237,8 +247,10 @@ class WordTokenizer:
 
 
 def _normalizes_like_bert(normalizer: normalizers.Normalizer | None) -> bool:
-    """Whether the normalizer is BERT's, alone or after lower-casing, which many embedders add. Both work
-    character by character and neither add nor remove spaces."""
+    """Whether the normalizer is BERT's, alone or after lower-casing, which many embedders add.
+
+    Both work character by character, and neither adds nor removes spaces.
+    """
     if isinstance(normalizer, normalizers.Sequence):
         steps = msgspec.json.decode(normalizer.__getstate__())["normalizers"]
         return [step["type"] for step in steps] == ["Lowercase", "BertNormalizer"]
@@ -252,8 +264,10 @@ def _lowercases(normalizer: normalizers.Normalizer | None) -> bool:
 
 
 def _read_pieces(rust: RustTokenizer, max_chars: int) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """The tokens of the vocabulary that can begin and continue a part of a word in ASCII: letters and digits,
-    or a punctuation mark, of at most `max_chars` characters."""
+    """The vocabulary's tokens that can begin, and those that can continue, an ASCII part of a word.
+
+    A part has letters and digits, or is a punctuation mark. First tokens have at most `max_chars` characters.
+    """
     first, following = dict[str, bytes](), dict[str, bytes]()
     prefix = rust.model.continuing_subword_prefix
     for token, number in rust.get_vocab(with_added_tokens=False).items():

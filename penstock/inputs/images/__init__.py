@@ -1,4 +1,4 @@
-"""Images from a client's bytes to the arrays that an engine reads: sources, decoding, preparation, prompts.
+"""Turns a client's images into the arrays that an engine reads: sources, decoding, preparation, prompts.
 
 Runs in API processes, with Pillow and NumPy. Nothing here imports torch.
 """

@@ -1,6 +1,6 @@
 """Rows of texts and images for models that read both in one prompt.
 
-`text` gives what is tokenised for each input, `join` makes the request of the tokens.
+`text` returns the text to tokenise for each input, and `join` builds the request from the tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from penstock.types import Content, Ints, PreparedImage, Request
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rendered(Content):
-    """A text that already has the placeholders of its images, such as one rendered by a chat template. No
-    prompt is added. `parts` are its images."""
+    """A text that already has the placeholders of its images, for example from a chat template.
+
+    No prompt is added. `parts` are its images.
+    """
 
     text: str = ""
 
@@ -44,8 +46,10 @@ def images_of(content: Content) -> list[PreparedImage]:
 
 
 def _without_end(row: ImageRow) -> ImageRow:
-    """The row up to the end token of its image. With causal attention, later tokens do not change the mean of
-    the image's tokens."""
+    """Cut the row after the end token of its image.
+
+    With causal attention, later tokens do not change the mean of the image's tokens.
+    """
     return row._replace(token_ids=row.token_ids[: row.starts[0] + row.images[0].num_tokens + 1])
 
 
@@ -57,7 +61,7 @@ class ContentRows:
         self.max_model_len = max_model_len
 
     def text(self, content: Content, prompt: str, end: str) -> str:
-        """What is tokenised for an input with images."""
+        """The text to tokenise for an input with images."""
         if self.prompts.prompt.is_alone and (isinstance(content, Rendered) or len(content.parts) > 1):
             raise BadValue(
                 "this model embeds a text or one image, not both in one input. Send them as separate inputs",
@@ -68,7 +72,7 @@ class ContentRows:
         return self.prompts.text(content.parts, prompt, end)
 
     def adds_special_tokens(self, content: Content) -> bool:
-        """Whether the tokenizer's special tokens surround this input, if the request wants them."""
+        """Whether special tokens are added to this input, if the request adds them."""
         is_page = not isinstance(content, Rendered) and self.prompts.is_page(content.parts)
         return not is_page or self.prompts.prompt.adds_special_tokens
 
@@ -81,8 +85,10 @@ class ContentRows:
         *,
         pools: bool,
     ) -> Request:
-        """The request of all rows. `make` lays out rows of tokens; rows with images are never truncated.
-        `pools`: the request wants one vector for each row."""
+        """Build the request of all rows. `make` lays out rows of tokens.
+
+        Rows with images are never truncated. `pools`: the request computes one vector for each row.
+        """
         placed = [
             self.prompts.row(row, images, index) if (images := images_of(content)) else None
             for index, (row, content) in enumerate(zip(rows, contents, strict=True))

@@ -1,7 +1,7 @@
-"""Bytes of an image file, or an image that a Python caller has, as an upright RGB image.
+"""Decodes image files, and converts images of Python callers, to upright RGB images.
 
-Size and format are read from the header before anything is decoded, so memory is bounded by the limits and
-not by what a file claims. Broken files, other formats and animations are refused.
+Size and format are read from the header before anything is decoded, so the limits bound memory, whatever a
+file claims. Broken files, other formats and animations are refused.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from penstock.errors import BadValue
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 ACCEPTED = "PNG, JPEG, WebP, GIF, BMP and TIFF"
 MAX_IMAGE_PIXELS = 178_956_970  # Pillow opens no larger image
-# The largest side, as of JPEG. To resize a PNG of 49,000,000 × 1 takes a gigabyte for its filter alone.
+# The largest side, as in JPEG. Resizing a PNG of 49,000,000 × 1 takes a gigabyte only for its filter.
 MAX_SIDE = 65_535
-# Pixels of a JPEG times its scans. A progressive file may repeat a scan of a few bytes as often as it likes,
+# Pixels of a JPEG times its scans. A progressive file can repeat a scan of a few bytes any number of times,
 # and each pass decodes the whole image again.
 MAX_SCANNED_PIXELS = 4_000_000_000
 _MEGA = 1_000_000
-# What a decoder raises about a broken file.
+# Exceptions that decoders raise for broken files.
 _BROKEN = (OSError, ValueError, SyntaxError, IndexError, EOFError, KeyError, TypeError, OverflowError)
 _WHITE = (255, 255, 255, 255)
-_STRIP_PIXELS = 1 << 20  # converted at a time, so that conversions need no second copy of a large image
+_STRIP_PIXELS = 1 << 20  # pixels converted at a time, to avoid a second copy of a large image
 
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """What one image may have."""
+    """Limits of one image."""
 
     max_bytes: int = 20 * _MEGA
     max_pixels: int = 50 * _MEGA
@@ -59,7 +59,7 @@ class ImageLimits:
 
 
 def decode(data: bytes, limits: ImageLimits) -> Image.Image:
-    """The RGB image in a file's bytes, turned upright as its EXIF orientation says."""
+    """Decode the bytes of a file to an RGB image, turned upright by its EXIF orientation."""
     return load(open_image(data, limits))
 
 
@@ -68,7 +68,7 @@ def open_image(data: bytes, limits: ImageLimits) -> Image.Image:
     limits.check_bytes(len(data))
     if not data:
         raise BadValue("an image is empty: it has 0 bytes")
-    if (canvas := _webp_canvas(data)) is not None:  # Pillow makes room for the canvas as it opens a file
+    if (canvas := _webp_canvas(data)) is not None:  # Pillow allocates the canvas when it opens a file
         limits.check_size(*canvas)
     try:
         opened = Image.open(BytesIO(data), formats=FORMATS)
@@ -88,7 +88,7 @@ def open_image(data: bytes, limits: ImageLimits) -> Image.Image:
 
 
 def load(opened: Image.Image) -> Image.Image:
-    """Decode an image whose header was checked, in RGB and upright."""
+    """Decode an image whose header has been checked, to RGB and upright."""
     try:
         opened.load()
         return to_rgb(_upright(opened))
@@ -99,13 +99,13 @@ def load(opened: Image.Image) -> Image.Image:
 
 
 def from_pillow(image: Image.Image, limits: ImageLimits) -> Image.Image:
-    """A caller's Pillow image in RGB, turned upright as its EXIF orientation says."""
+    """Convert a caller's Pillow image to RGB, turned upright by its EXIF orientation."""
     limits.check_size(image.width, image.height)
     return load(image)
 
 
 def from_array(pixels: NDArray[np.generic], limits: ImageLimits) -> Image.Image:
-    """The RGB image in an array of uint8: [rows, columns], or with 1, 3 or 4 channels as the last axis."""
+    """Convert an array of uint8 to an RGB image: [rows, columns], or [rows, columns, 1, 3 or 4]."""
     if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3):
         raise BadValue(
             f"an image is an array of {pixels.dtype} with {pixels.ndim} axes; use uint8, [rows, columns, 3]"
@@ -120,9 +120,9 @@ def from_array(pixels: NDArray[np.generic], limits: ImageLimits) -> Image.Image:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Red, green and blue, 8 bits each. Transparent parts become white, as in the processors of transformers.
+    """Convert to RGB, 8 bits per channel. Transparent parts become white, as in transformers' processors.
 
-    Pillow clips 16-bit grey to 255, which makes an image almost white. Here its upper 8 bits are taken.
+    Of 16-bit grey, the upper 8 bits are used. Pillow would clip it to 255, which makes an image almost white.
     """
     has_alpha = bool({"A", "a"} & set(image.getbands())) or image.info.get("transparency") is not None
     is_deep = image.mode.startswith("I;16")
@@ -137,7 +137,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
-    """Parts of an image, each as wide as it, with the row at which they begin."""
+    """Horizontal strips of an image, each with the row at which it begins."""
     rows = max(1, _STRIP_PIXELS // image.width)
     for top in range(0, image.height, rows):
         yield top, image.crop((0, top, image.width, min(top + rows, image.height)))
@@ -153,7 +153,7 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 
 def _refuse_animation(image: Image.Image) -> None:
-    """A still picture has one frame. MPO is a JPEG with previews behind it, which do not count."""
+    """Refuse images with several frames. MPO is a JPEG followed by previews, which do not count."""
     try:
         is_animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))
     except _BROKEN as error:
@@ -164,8 +164,10 @@ def _refuse_animation(image: Image.Image) -> None:
 
 
 def _check_scans(data: bytes, num_pixels: int) -> None:
-    """Refuse a JPEG that takes minutes to decode. The mark of a scan may occur in other data by chance, about
-    once in 65,536 bytes, which the limit leaves room for."""
+    """Refuse a JPEG that takes minutes to decode.
+
+    The marker of a scan may occur in other data by chance, about once in 65,536 bytes. The limit allows that.
+    """
     scans = data.count(b"\xff\xda")
     if scans * num_pixels > MAX_SCANNED_PIXELS:
         raise BadValue(
@@ -175,7 +177,7 @@ def _check_scans(data: bytes, num_pixels: int) -> None:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Turned as the EXIF orientation says. Unreadable metadata turns nothing."""
+    """Turn an image by its EXIF orientation. Unreadable metadata is ignored."""
     try:
         return ImageOps.exif_transpose(image)
     except _BROKEN:
@@ -183,7 +185,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def _webp_canvas(data: bytes) -> tuple[int, int] | None:
-    """Width and height that the header of a WebP file states; None for other files."""
+    """Width and height in the header of a WebP file; None for other files."""
     if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or len(data) < 30:
         return None
     kind = data[12:16]
@@ -197,7 +199,7 @@ def _webp_canvas(data: bytes) -> tuple[int, int] | None:
 
 
 def _guess(data: bytes) -> str:
-    """What a file that is no accepted image seems to be."""
+    """Describe a file that is not an accepted image, for an error message."""
     start = data[:512].lstrip().lower()
     if b"<svg" in start or start.startswith(b"<?xml"):
         return "an SVG drawing"

@@ -1,8 +1,8 @@
 """Fetches an image from a URL whose host the operator allows.
 
-The name is resolved first, and the connection goes to an address that was checked, so a name cannot change
-between the check and the connection. Private addresses are refused unless the operator named that very host.
-Blocks: call it on a thread.
+The name is resolved first, and the connection uses a checked address, so the name cannot resolve differently
+between check and connection. Private addresses are refused unless the operator names exactly that host.
+Blocking: call it on a thread.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ MAX_URL_CHARS = 8192
 _CHUNK = 1 << 16
 _REDIRECTS = (301, 302, 303, 307, 308)
 _PORTS = {"http": 80, "https": 443}
-_URL_MARKS = "%/:=&?~#+!$,;'@()*[]"  # what stays as it is; letters beyond ASCII are escaped
+_URL_MARKS = "%/:=&?~#+!$,;'@()*[]"  # characters that are not escaped; non-ASCII letters are
 _HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "penstock"}
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class _Rule(NamedTuple):
-    """One name of --allowed-media-domains."""
+    """One entry of --allowed-media-domains."""
 
     host: str  # "*": every host; "*.example.com": every host below it
-    port: int | None  # None: the scheme's own
+    port: int | None  # None: the scheme's default
 
     @property
     def is_exact(self) -> bool:
@@ -57,7 +57,7 @@ class MediaDomains:
     timeout_s: float = 10.0  # for one image, redirects included
 
     def fetch(self, url: str, limits: ImageLimits) -> bytes:
-        """The body behind a URL. `BadValue` for anything that is not allowed, too large or too slow."""
+        """Fetch the body of a URL. Raise `BadValue` if it is not allowed, too large or too slow."""
         deadline = time.monotonic() + self.timeout_s
         first = target = _split(url)
         for _ in range(MAX_REDIRECTS + 1):
@@ -73,7 +73,7 @@ class MediaDomains:
         raise BadValue(f"{_shown(first)} redirects more than {MAX_REDIRECTS} times")
 
     def _resolve(self, url: SplitResult) -> list[Address]:
-        """The addresses of a URL's host, all of which may be connected to."""
+        """The addresses of a URL's host. If one of them is not allowed, the URL is refused."""
         host, port = str(url.hostname), _port(url)
         rules = [
             rule
@@ -101,7 +101,7 @@ class MediaDomains:
 
 
 def is_public(address: Address) -> bool:
-    """Whether an address belongs to the public internet, also where it carries another one inside."""
+    """Whether an address is public, including an IPv4 address embedded in an IPv6 address."""
     if isinstance(address, ipaddress.IPv6Address):
         inner: list[Address | None] = [address.ipv4_mapped, address.sixtofour]
         inner += list(address.teredo or ())
@@ -115,7 +115,7 @@ def is_public(address: Address) -> bool:
 
 
 class _PinnedConnection(http.client.HTTPConnection):
-    """Connects to a given address, whatever the name resolves to now."""
+    """Connects to a given address, without resolving the name again."""
 
     def __init__(self, url: SplitResult, address: Address, timeout_s: float) -> None:
         super().__init__(str(url.hostname), _port(url), timeout=timeout_s)
@@ -131,19 +131,19 @@ class _PinnedConnection(http.client.HTTPConnection):
         self._open_socket = self.sock
 
     def abort(self) -> None:
-        """End every read, from another thread."""
+        """Abort all reads, from another thread."""
         if self._open_socket is not None:
             with contextlib.suppress(OSError):
                 self._open_socket.shutdown(socket.SHUT_RDWR)
 
 
 def _get(url: SplitResult, addresses: Sequence[Address], limits: ImageLimits, deadline: float) -> bytes | str:
-    """The body, or where it redirects to."""
+    """The body, or the location of a redirect."""
     error: Exception | None = None
     for address in addresses:
         left_s = _left(url, deadline)
         connection = _PinnedConnection(url, address, left_s)
-        # A timeout of the socket bounds each read; this bounds all of them, and reading the headers.
+        # The socket's timeout bounds each read. This bounds all reads together, headers included.
         alarm = threading.Timer(left_s, connection.abort)
         alarm.daemon = True
         alarm.start()
@@ -215,5 +215,5 @@ def _left(url: SplitResult, deadline: float) -> float:
 
 
 def _shown(url: SplitResult) -> str:
-    """A URL in a message: without its query, which may hold a secret."""
+    """A URL for a message, without its query, which may contain a secret."""
     return f"{url.scheme}://{url.netloc}{url.path}"[:200]

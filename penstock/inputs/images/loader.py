@@ -1,7 +1,7 @@
 """Prepares the images of requests on threads, so that no event loop waits for a decoder.
 
-Memory is bounded: by the pixels that are decoded at a time, and by the prepared images that requests hold.
-Images that come again, by their bytes, are prepared once.
+Memory is bounded by limits on the pixels decoded at a time and on the prepared images that requests hold.
+Images with the same bytes are prepared once, while they are cached.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from penstock.inputs.images.preprocess import prepare
 from penstock.inputs.images.sources import FileReader, ImageSources
 from penstock.types import PreparedImage
 
-# What a Python caller may give. A text is a source of `ImageSources`; a path is a file of the caller's.
+# Images from Python callers. A `str` is a source for `ImageSources`, a `Path` one of the caller's files.
 ImageInput = str | bytes | Path | Image.Image | NDArray[np.uint8]
 _MEGABYTE = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderLimits:
-    """What all requests of one process may use together."""
+    """Limits for all requests of one process together."""
 
-    num_threads: int = 2  # that decode
-    num_fetches: int = 8  # from URLs, at a time
-    max_pixels: int = 100_000_000  # in decoders at a time; a larger image is decoded alone
+    num_threads: int = 2  # threads that decode
+    num_fetches: int = 8  # concurrent fetches from URLs
+    max_pixels: int = 100_000_000  # decoded at a time; a larger image is decoded alone
     max_request_bytes: int = 512 * _MEGABYTE  # prepared images of one request
     max_held_bytes: int = 2048 * _MEGABYTE  # prepared images of all requests
     cache_bytes: int = 128 * _MEGABYTE
@@ -49,7 +49,7 @@ class LoaderLimits:
 
 @dataclass(slots=True)
 class ImageLoader:
-    """Turns what clients name or send into prepared images."""
+    """Turns images that clients name or send into prepared images."""
 
     sources: ImageSources = field(default_factory=ImageSources)
     limits: LoaderLimits = field(default_factory=LoaderLimits)
@@ -75,7 +75,7 @@ class ImageLoader:
         *,
         param: str | None = None,
     ) -> list[PreparedImage]:
-        """The images in the order given. An error about one of them names `param` and its number."""
+        """Prepare images in the given order. An error about an image has `param` and the image's index."""
         loop, room = asyncio.get_running_loop(), _RequestBytes(self.limits.max_request_bytes)
 
         async def one(index: int, image: ImageInput) -> PreparedImage:
@@ -91,9 +91,9 @@ class ImageLoader:
             return list(await asyncio.gather(*tasks))
         finally:
             while tasks:
-                # The others, where one fails or nobody waits any more. The list must end up empty: an error
-                # holds this frame, so a task that holds the error would keep the request's images in memory
-                # until the garbage collector finds the cycle.
+                # Cancel the rest if one fails or the caller is cancelled. The list must end up empty: an
+                # error holds this frame, so a task that holds the error would keep the request's images in
+                # memory until the garbage collector finds the cycle.
                 tasks.pop().cancel()
 
     def prepare_now(
@@ -140,13 +140,13 @@ class ImageLoader:
 
 
 def _about(error: BadValue, index: int, count: int, param: str | None) -> BadValue:
-    """The error with the number of the image that it is about."""
+    """The error with the index of its image."""
     words = error.message if count == 1 else f"image {index}: {error.message}"
     return type(error)(words, param=error.param or param)
 
 
 class _PixelGate:
-    """Lets decoders start while all of them together have at most so many pixels."""
+    """Delays decoders so that all of them together decode at most `max_pixels` at a time."""
 
     def __init__(self, max_pixels: int) -> None:
         self._max_pixels = max_pixels
@@ -167,7 +167,7 @@ class _PixelGate:
 
 
 class _RequestBytes:
-    """Counts the prepared images of one request."""
+    """Limits the bytes of prepared images of one request."""
 
     def __init__(self, max_bytes: int) -> None:
         self._left = self._max_bytes = max_bytes
@@ -184,15 +184,15 @@ class _RequestBytes:
 
 
 class _HeldBytes:
-    """Counts prepared images until nothing holds them any more."""
+    """Limits the bytes of prepared images that are still referenced."""
 
     def __init__(self, max_bytes: int) -> None:
         self._held, self._max_bytes = 0, max_bytes
         self._known: set[int] = set()
-        self._lock = threading.RLock()  # a finalizer may run while it is held
+        self._lock = threading.RLock()  # reentrant, because a finalizer may run while it is held
 
     def add(self, patches: NDArray[np.uint8]) -> None:
-        """Count an array once, however many requests share it."""
+        """Count an array once, even if several requests share it."""
         with self._lock:
             if id(patches) in self._known:
                 return
@@ -208,11 +208,11 @@ class _HeldBytes:
             self._held -= num_bytes
 
 
-_CacheKey = tuple[bytes, ImageProcessorSpec]  # digest of a file's bytes, and how they are prepared
+_CacheKey = tuple[bytes, ImageProcessorSpec]  # digest of a file's bytes, and the processor that prepares them
 
 
 class _PreparedCache:
-    """The images that were prepared last, by the bytes of their files."""
+    """An LRU cache of prepared images, by the bytes of their files."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = self._left = max_bytes
@@ -241,14 +241,14 @@ def image_loader(config: ServerConfig) -> ImageLoader:
     folder = config.allowed_local_media_path
     limits = ImageLimits(int(config.max_image_mb * _MEGABYTE), config.max_image_pixels)
     domains = MediaDomains(config.allowed_media_domains)
-    # Decoding and resizing take tens of milliseconds and hold no lock, so they may use the spare cores.
+    # Decoding and resizing take tens of milliseconds without the GIL, so they can use the spare cores.
     threads = max(2, min(16, available_cpus() // (config.api_server_count + 1)))
     sources = ImageSources(limits, domains, None if folder is None else Path(folder))
     return ImageLoader(sources, LoaderLimits(num_threads=threads))
 
 
 def check_count(count: int, limit: int, param: str | None = None) -> None:
-    """`BadValue` if one input has more images than --limit-mm-per-prompt allows."""
+    """Raise `BadValue` if one input has more images than --limit-mm-per-prompt allows."""
     if count > limit:
         raise BadValue(
             f"an input has {count} images; the server accepts {shown(limit)} (--limit-mm-per-prompt)",

@@ -20,7 +20,7 @@ FillTemplate = Callable[[str, str], list[str]]  # the texts of a query and a doc
 def joint_rows(
     tokenizer: Tokenizer, content: ContentRows, score: ScoreSpec, pairs: Sequence[Any], fill: FillTemplate
 ) -> tuple[list[Ints], list[Content]]:
-    """The tokens of each pair in the model's own prompt, and its images in the order of their places."""
+    """The tokens of each pair in the model's own prompt, and its images in the order of placeholders."""
     opening, closing = tokenizer.frame
     opening, closing = opening[: None if score.opened else 0], closing[: None if score.closed else 0]
     rows: list[Ints] = []
@@ -37,7 +37,7 @@ def joint_rows(
 def joint_request(
     empty: Request, content: ContentRows, rows: Sequence[Ints], images: Sequence[Content]
 ) -> Request:
-    """The request of such rows, none of which is cut."""
+    """Build the request of these rows, which are never truncated."""
 
     def make(tokens: list[Ints]) -> Request:
         lengths = np.array([len(row) for row in tokens], dtype=np.int32)

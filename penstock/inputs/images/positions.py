@@ -1,4 +1,4 @@
-"""M-RoPE positions of a row's tokens (time, row, column), from the places of its images."""
+"""M-RoPE positions of a row's tokens (time, row, column), which depend on its images."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from penstock.types import Ints, cumulative, runs
 
 
 def rope_positions(lengths: Ints, rows: Ints, starts: Ints, grids: Ints) -> Ints:
-    """[tokens · 3] for rows of `lengths` tokens.
+    """Positions [tokens · 3] of rows with `lengths` tokens.
 
-    Image i stands in row `rows`[i], from token `starts`[i] of it on, with one token for each cell of
-    `grids`[i], tokens down and across; images come in the order of their tokens. A text token has the same
-    position on all axes. An image's tokens count from the position of its first one, by their row and
-    column, all at the same time. The text behind an image continues after the largest position in it.
+    Image i begins at token `starts`[i] of row `rows`[i], and has one token for each cell of `grids`[i]
+    (tokens down and across). Images are in the order of their tokens. A text token has the same position on
+    all axes. All tokens of an image have the time of its first token; their other positions count from there
+    by row and column. The text after an image continues after the largest position in it.
     """
     counts, row_starts = grids[:, 0] * grids[:, 1], cumulative(lengths)[:-1]
-    first_tokens = row_starts[rows] + starts  # of each image in the whole run
-    jump = np.ones(int(lengths.sum()) + 1, dtype=np.int32)  # from the position of the token before
+    first_tokens = row_starts[rows] + starts  # first token of each image among all tokens
+    jump = np.ones(int(lengths.sum()) + 1, dtype=np.int32)  # difference from the previous position
     jump[first_tokens + counts] += grids.max(axis=1, initial=0) - counts
     reached = np.cumsum(jump, dtype=np.int32)
     position = reached[:-1] - np.repeat(reached[row_starts], lengths)
@@ -32,5 +32,5 @@ def rope_positions(lengths: Ints, rows: Ints, starts: Ints, grids: Ints) -> Ints
 
 
 def rope_delta(positions: Ints) -> int:
-    """The offset from index to position of tokens after a row with these positions [tokens · 3]."""
+    """The offset from index to position for tokens after a row with these positions [tokens · 3]."""
     return int(positions.max(initial=-1)) + 1 - len(positions) // 3

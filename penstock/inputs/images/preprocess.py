@@ -1,7 +1,7 @@
 """Resizes an RGB image and cuts it into patches, as the model's image processor does.
 
-Values stay 0 to 255: the engine rescales and normalises them where it has the patches. So an image crosses
-processes as one byte for each value.
+Values stay 0 to 255, because the engine rescales and normalises them. So an image is sent between processes
+with one byte per value.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Pixels = NDArray[np.uint8]  # [rows, columns, 3]
 
 
 def prepare(image: Image.Image, spec: ImageProcessorSpec) -> PreparedImage:
-    """The patches of one RGB image."""
+    """Resize one RGB image and cut it into patches."""
     geometry = spec.geometry
     if isinstance(geometry, Tiles):
         tiles, split = _tiles(image, geometry, spec.resample)
@@ -55,7 +55,7 @@ def prepare(image: Image.Image, spec: ImageProcessorSpec) -> PreparedImage:
 
 
 def digest(patches: Pixels, grid: Size, num_tokens: int, split: Size) -> bytes:
-    """Content identity of a prepared image: equal digests mean equal patches in the same geometry."""
+    """Content identity of a prepared image: equal digests mean equal patches and geometry."""
     hashed = hashlib.blake2b(struct.pack("<7q", *patches.shape, *grid, num_tokens, *split), digest_size=16)
     hashed.update(np.ascontiguousarray(patches).data)
     return hashed.digest()
@@ -99,7 +99,7 @@ def _resized(image: Image.Image, spec: ImageProcessorSpec) -> Image.Image:
 
 
 def _check_patches(count: int, spec: ImageProcessorSpec) -> None:
-    """Refuse an image that is not resized and has more patches than the tower has room for."""
+    """Refuse an image that is not resized and has more patches than the tower accepts."""
     if not isinstance(spec.geometry, PixelRange) and count > spec.max_patches:
         raise BadValue(
             f"an image has {count:,} patches, and the model's processor does not resize; send images of at "
@@ -108,7 +108,7 @@ def _check_patches(count: int, spec: ImageProcessorSpec) -> None:
 
 
 def _merged(spec: ImageProcessorSpec) -> int:
-    """Patches of one token, down or across."""
+    """Patches per token, along each side."""
     if isinstance(spec.geometry, PixelRange):
         return spec.geometry.merge_size
     return spec.geometry.pooling_kernel_size if isinstance(spec.geometry, SoftTokens) else 1
@@ -138,8 +138,11 @@ def _resize(image: Image.Image, size: Size, resample: int) -> Image.Image:
 
 
 def _cropped_resize(image: Image.Image, size: Size, crop: Size, resample: int) -> Image.Image:
-    """Resize, then cut out the centre. Of an image that grows very long, only the part around the crop is
-    resized, so memory does not grow with the aspect ratio."""
+    """Resize, then crop the centre.
+
+    If the resized image would be very long, only the part around the crop is resized, so that memory does not
+    grow with the aspect ratio.
+    """
     height, width = size
     if height * width <= sizes.MAX_RESIZED_PIXELS:
         return _center_crop(_resize(image, size, resample), crop)
@@ -165,7 +168,7 @@ def _center_crop(image: Image.Image, size: Size) -> Image.Image:
 
 
 def _tiles(image: Image.Image, geometry: Tiles, resample: int) -> tuple[list[Pixels], Size]:
-    """The tiles of an image and how many there are down and across; the whole image is the last."""
+    """The tiles of an image, and their number down and across. The last tile is the whole image."""
     side = geometry.tile_size
     size = sizes.with_longest_edge((image.height, image.width), geometry.longest_edge)
     image = _resize(image, size, resample)
@@ -182,9 +185,9 @@ def _tiles(image: Image.Image, geometry: Tiles, resample: int) -> tuple[list[Pix
 
 
 def _patches(pixels: Pixels, grid: Size, spec: ImageProcessorSpec, merge: int) -> Pixels:
-    """[patches, values of a patch]. Patches that are merged into one token follow one another."""
+    """Cut into [patches, values of a patch]. Patches that are merged into one token are adjacent."""
     side, (rows, columns) = spec.patch_size, grid
-    pixels = pixels[: rows * side, : columns * side]  # a convolution leaves out what fills no patch
+    pixels = pixels[: rows * side, : columns * side]  # a convolution ignores incomplete patches
     cut = pixels.reshape(rows // merge, merge, side, columns // merge, merge, side, 3)
     order = (0, 3, 1, 4, 2, 5, 6) if spec.channels_last else (0, 3, 1, 4, 6, 2, 5)
     return np.ascontiguousarray(cut.transpose(order)).reshape(rows * columns, -1)

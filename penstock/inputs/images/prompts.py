@@ -1,8 +1,8 @@
-"""Rows of tokens with images in them: the text that holds an image's place, and the tokens that it becomes.
+"""Rows with images: the text with placeholders of images, and the tokens that it becomes.
 
-A text is tokenised with one placeholder for each tile of an image. Each is then repeated as often as the
-vision tower gives vectors. That is the same as tokenising all of them: a special token ends what stands
-before it.
+A text is tokenised with one placeholder for each tile of an image. Each placeholder is then repeated once for
+each vector of the vision tower. This equals tokenising all of them, because a special token separates the
+text before it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FAKE, _GLOBAL = "<fake_token_around_image>", "<global-img>"
 
 
 class ImageRow(NamedTuple):
-    """The tokens of a row, and where its images begin."""
+    """The tokens of a row, and the positions of its images."""
 
     token_ids: Ints
     starts: list[int]  # first token of each image
@@ -37,7 +37,7 @@ class RowImages(NamedTuple):
     """The images of a request's rows."""
 
     images: RequestImages | None
-    rope_positions: Ints | None  # for models whose tokens have positions down and across
+    rope_positions: Ints | None  # for models with M-RoPE
 
 
 class ImagePrompts:
@@ -58,8 +58,10 @@ class ImagePrompts:
     def text(
         self, parts: Sequence[Part], prompt: str = "", end: str = "", *, inline_only: bool = False
     ) -> str:
-        """The text of a row: `prompt`, the parts in their order, `end`. An image alone may have its own,
-        unless it stands among others (`inline_only`)."""
+        """The text of a row: `prompt`, the parts in their order, `end`.
+
+        An image alone may have a special text, unless the row is part of another (`inline_only`).
+        """
         images = [part for part in parts if isinstance(part, PreparedImage)]
         if self.is_page(parts) and not inline_only:
             assert self.prompt.page is not None
@@ -70,16 +72,15 @@ class ImagePrompts:
         return prompt + "".join(words) + end
 
     def is_page(self, parts: Sequence[Part]) -> bool:
-        """Whether this is an image alone, and the model has a text for it."""
+        """Whether this is an image alone, for which the model has a special text."""
         return self.prompt.page is not None and len(parts) == 1 and isinstance(parts[0], PreparedImage)
 
     def fill(self, text: str, images: Sequence[PreparedImage]) -> str:
-        """A text with one placeholder for each image, such as a chat template renders, with one for each
-        tile."""
+        """Replace the placeholder of each image, as a chat template writes it, by one for each tile."""
         return self._filled(text, images)
 
     def row(self, token_ids: Ints, images: Sequence[PreparedImage], index: int = 0) -> ImageRow:
-        """The tokens of a row whose text `text` or `fill` made, with all placeholders of its images."""
+        """Expand the placeholders in the tokens of a text from `text` or `fill`."""
         tiles = [tile for image in images for tile in split_tiles(image)]
         places = np.flatnonzero(token_ids == self.token_id)
         if len(places) != len(tiles):
@@ -94,7 +95,7 @@ class ImagePrompts:
         return ImageRow(np.repeat(token_ids, counts), starts.tolist(), tiles)
 
     def request_images(self, rows: Sequence[ImageRow | None], lengths: Ints) -> RowImages:
-        """What a request carries besides its tokens. None stands for a row without images."""
+        """The data of images for a request. In `rows`, None is a row without images."""
         placed = [
             (number, start, image)
             for number, row in enumerate(rows)
@@ -121,7 +122,7 @@ class ImagePrompts:
         return out
 
     def _image_text(self, image: PreparedImage) -> str:
-        """What stands in place of one image: a placeholder for each tile, and what is around them."""
+        """The text of one image: a placeholder for each tile, and the tokens around them."""
         holder = self.prompt.placeholder
         if not self.prompt.is_tiled:
             return self.prompt.before + holder + self.prompt.after
@@ -134,7 +135,7 @@ class ImagePrompts:
 
 
 def split_tiles(image: PreparedImage) -> list[PreparedImage]:
-    """Each tile as an image of its own: they stand in different places of a prompt."""
+    """Each tile as a separate image, because tiles are in different places of a prompt."""
     if image.num_tiles == 1:
         return [image]
     size, tokens = len(image.patches) // image.num_tiles, image.num_tokens // image.num_tiles

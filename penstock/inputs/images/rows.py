@@ -1,4 +1,4 @@
-"""Rows of inputs some of which are images, for models with towers of their own for texts and for images."""
+"""Rows of texts and of images, for models with separate towers for texts and for images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WITH_IMAGES = (PreparedImage, Content)
 
 
 def has_images(inputs: Any) -> bool:
-    """Whether the inputs of a call contain an image. Every call asks, so no loop of Python looks at them."""
+    """Whether the inputs of a call contain an image. Every call checks this, so it avoids Python loops."""
     if type(inputs) is str:
         return False
     if not isinstance(inputs, list | tuple):
@@ -39,17 +39,17 @@ def input_items(inputs: Any) -> list[Any]:
 
 
 class DualRows:
-    """Lays out the rows of a model with two towers: each is a text or an image.
+    """Lays out the rows of a model with two towers: each row is a text or an image.
 
-    An image has as many tokens as its tower reads, so that it counts for what it costs. The last of them
-    carries its vector.
+    An image has as many tokens as its tower reads, so that scheduling accounts for its cost. Its last token
+    has its vector.
     """
 
     def __init__(self, dual: DualSpec) -> None:
         self.dual = dual
 
     def split(self, items: Sequence[Any]) -> tuple[list[Any], dict[int, PreparedImage]]:
-        """Texts in their order, and images by row. `BadValue` for an input that mixes them."""
+        """Separate texts, in their order, from images, by row. Raise `BadValue` for an input with both."""
         texts: list[Any] = []
         images: dict[int, PreparedImage] = {}
         for row, item in enumerate(items):
@@ -67,7 +67,7 @@ class DualRows:
         return texts, images
 
     def insert(self, texts: Request, images: dict[int, PreparedImage]) -> Request:
-        """The request of texts with images at the given rows. It may have no row yet."""
+        """Insert images into a request of texts, which may be empty, at the given rows."""
         num_rows = len(images) + texts.num_rows
         is_text = np.ones(num_rows, dtype=bool)
         is_text[list(images)] = False
@@ -88,8 +88,10 @@ def refuse_images(name: str) -> NotPossible:
 
 
 def frame_texts(token_ids: Ints, lengths: Ints, dual: DualSpec) -> tuple[Ints, Ints]:
-    """Rows of token ids as the text tower reads them: cut behind the token whose state is their vector, or
-    padded to the length that it was trained with."""
+    """Lay out rows of token ids for the text tower.
+
+    They are cut after the token whose state is their vector, or padded to the length of the training.
+    """
     if dual.end_token is not None:
         return _cut_behind(token_ids, lengths, dual.end_token)
     if dual.padded_length is None:
@@ -104,7 +106,7 @@ def frame_texts(token_ids: Ints, lengths: Ints, dual: DualSpec) -> tuple[Ints, I
 
 
 def _cut_behind(token_ids: Ints, lengths: Ints, end_token: int) -> tuple[Ints, Ints]:
-    """What follows the first end token of a row changes nothing before it."""
+    """Cut rows after their first end token, because later tokens do not affect its state."""
     starts = cumulative(lengths)
     ends = np.flatnonzero(token_ids == end_token)
     first = np.searchsorted(ends, starts[:-1])

@@ -1,7 +1,7 @@
-"""To which size each kind of image processor resizes an image. Sizes are (height, width).
+"""The sizes to which each kind of image processor resizes an image. Sizes are (height, width).
 
-The arithmetic, floating-point steps included, follows the processors in transformers, because one pixel more
-or less changes every value.
+The arithmetic follows the processors in transformers, including floating-point steps, because a difference of
+one pixel changes every value.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import math
 from penstock.checkpoint.image_processor import MAX_SPLIT_EDGE, Size
 from penstock.errors import BadValue
 
-MAX_ASPECT_RATIO = 200  # of images for processors with a range of pixels
-MAX_RESIZED_PIXELS = 64 << 20  # of an image on its way to a smaller crop
+MAX_ASPECT_RATIO = 200  # for processors with a range of pixels
+MAX_RESIZED_PIXELS = 64 << 20  # limit for resizing a whole image before it is cropped
 
 
 def with_shortest_edge(size: Size, edge: int) -> Size:
-    """The shorter edge gets this length; the aspect ratio stays."""
+    """Give the shorter edge this length, and keep the aspect ratio."""
     height, width = size
     short, long = min(size), max(size)
     scaled = int(edge * long / short)
@@ -26,7 +26,7 @@ def with_shortest_edge(size: Size, edge: int) -> Size:
 def within_pixels(
     size: Size, factor: int, min_pixels: int, max_pixels: int, *, sides_have_a_token: bool = False
 ) -> Size:
-    """The size with sides that are multiples of `factor`, and an area within the range if possible.
+    """Make the sides multiples of `factor`, with an area within the range if possible.
 
     A side shorter than half the factor is first rounded to 0, as in transformers, or to `factor`, as in
     qwen-vl-utils (`sides_have_a_token`)."""
@@ -51,7 +51,7 @@ def within_pixels(
 
 
 def within_patches(size: Size, patch_size: int, max_patches: int) -> Size:
-    """The largest size in whole patches, at about the same aspect ratio, with at most so many patches."""
+    """The largest size in whole patches with about the same aspect ratio and at most `max_patches`."""
 
     def scaled(scale: float) -> Size:
         height, width = (max(patch_size, math.ceil(side * scale / patch_size) * patch_size) for side in size)
@@ -69,7 +69,7 @@ def within_patches(size: Size, patch_size: int, max_patches: int) -> Size:
 
 
 def within_tokens(size: Size, side: int, max_tokens: int) -> Size:
-    """The largest size in whole tokens of `side` pixels, with at most so many tokens."""
+    """The largest size in whole tokens of `side` pixels, with at most `max_tokens`."""
     height, width = size
     max_pixels = max_tokens * side * side
     grow = math.sqrt(max_pixels / (height * width))
@@ -88,7 +88,7 @@ def within_tokens(size: Size, side: int, max_tokens: int) -> Size:
 
 
 def with_longest_edge(size: Size, edge: int) -> Size:
-    """The longer edge gets this length, or what is the most for an image that is split into tiles."""
+    """Give the longer edge this length, or the maximum for an image that is split into tiles."""
     height, width = size
     ratio = width / height
     if width >= height:
@@ -105,7 +105,7 @@ def with_longest_edge(size: Size, edge: int) -> Size:
 
 
 def whole_tiles(size: Size, tile: int) -> Size:
-    """Both sides are multiples of the tile; the longer one grows first."""
+    """Round both sides up to multiples of the tile, the longer one first."""
     height, width = size
     ratio = width / height
     if width >= height:

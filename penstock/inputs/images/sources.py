@@ -1,6 +1,6 @@
-"""Where the bytes of an image come from: data URIs, base64, uploaded files, allowed URLs and local paths.
+"""Reads the bytes of images from data URIs, base64, uploaded files, allowed URLs and local paths.
 
-Each refusal says what would be accepted. Reading blocks: call it on a thread.
+Each error names what would be accepted. Reading is blocking: call it on a thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.errors import BadValue, shown
 from penstock.inputs.images.decode import ImageLimits
 from penstock.inputs.images.fetch import MediaDomains
 
-FileReader = Callable[[str], Path]  # the path of an uploaded file's content, by its id
+FileReader = Callable[[str], Path]  # id of an uploaded file → path of its content
 _ACCEPTED = "a data URI, base64, the id of an uploaded file, or a URL that the server allows"
 _FILE_ID = re.compile(r"file-[0-9A-Za-z_-]{1,64}")
 _SPACES = re.compile(rb"[ \t\r\n]+")
@@ -26,14 +26,14 @@ _DATA_URI = re.compile(r"data:([\w.+/-]*)((?:;[\w.+=\"-]*)*?)(;base64)?,", re.AS
 
 @dataclass(frozen=True, slots=True)
 class ImageSources:
-    """What a server's clients may name instead of sending an image."""
+    """The sources that a server's clients can name instead of sending an image."""
 
     limits: ImageLimits = field(default_factory=ImageLimits)
     domains: MediaDomains = field(default_factory=MediaDomains)
-    local_folder: Path | None = None  # below which files may be named
+    local_folder: Path | None = None  # clients can name files below it
 
     def read(self, source: str, uploaded: FileReader | None = None) -> bytes:
-        """The bytes of an image file. `uploaded` finds the files of the client that asks."""
+        """Read the bytes of an image file. `uploaded` finds the client's uploaded files."""
         if source[:5].lower() == "data:":
             return self._data_uri(source)
         scheme = source[:8].partition(":")[0].lower()
@@ -91,12 +91,12 @@ class ImageSources:
         if parts.netloc not in ("", "localhost") or "\0" in str(path) or not path.is_absolute():
             raise BadValue(f"an image is {shown(source)}; use file:///PATH")
         resolved = path.resolve()
-        if not resolved.is_relative_to(folder):  # links lead nowhere else either
+        if not resolved.is_relative_to(folder):  # links are resolved too
             raise BadValue(f"the file {shown(str(path))} of an image is not below --allowed-local-media-path")
         return self._read_file(resolved, str(path))
 
     def read_path(self, path: Path) -> bytes:
-        """The bytes of a file that the operator, not a client, names."""
+        """Read a file that the operator, not a client, names."""
         return self._read_file(path, str(path))
 
     def _read_file(self, path: Path, name: str) -> bytes:
@@ -110,4 +110,4 @@ class ImageSources:
             raise BadValue(f"the file {shown(name)} of an image cannot be read: {error.strerror}") from None
 
 
-_STANDARD = bytes.maketrans(b"-_", b"+/")  # the URL-safe alphabet in the standard one
+_STANDARD = bytes.maketrans(b"-_", b"+/")  # URL-safe alphabet → standard alphabet
