@@ -1,13 +1,13 @@
-"""Several engines of one model on one machine: how they scale, what a killed one costs, what affinity saves.
+"""Several engines of one model on one machine: scaling, the cost of a killed engine, the effect of affinity.
 
     python benchmarks/data_parallel.py scaling [--replicas 1 2 4 8] [--step-ms 50] [--rounds 3] [--save FILE]
     python benchmarks/data_parallel.py kill [--model FOLDER] [--seconds 30] [--rounds 1] [--save FILE]
     python benchmarks/data_parallel.py affinity [--replicas 4] [--queries 500] [--save FILE]
 
-`scaling` runs engines of the null device whose steps take a given time, so that cores do not limit them.
-`kill` ends an engine on the CPU with SIGKILL in the middle of a load whose every answer is compared with that
-of the idle server. `affinity` reranks for queries that repeat, and counts how often a vector was cached.
-Exit code 1: less than 0.95 of linear, more than 1 % of requests failed, or a wrong answer.
+`scaling` runs engines on the null device, whose steps take a fixed time, so that CPU cores are not the limit.
+`kill` ends a CPU engine with SIGKILL under load, and compares every answer with the idle server's. `affinity`
+reranks for repeating queries, and counts how often a vector was cached. Exit code 1: throughput below 0.95 of
+linear, more than 1 % of requests failed, or a wrong answer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ NAME = "model"
 
 @contextmanager
 def serving(flags: Sequence[str], num_engines: int) -> Iterator[Running]:
-    """A server all of whose engines can serve."""
+    """Start a server and wait until all its engines can serve."""
     own = ["--api-server-count", "1", "--served-model-name", NAME, "--data-parallel-size", str(num_engines)]
     with start([*own, *flags]) as server:
         asyncio.run(wait_for_engines(server.port, num_engines))
@@ -73,7 +73,7 @@ async def wait_for_engines(port: int, count: int) -> None:
 
 
 async def metric(port: int, name: str, label: str) -> dict[str, float]:
-    """A metric by one of its labels."""
+    """The values of a metric by one of its labels."""
     text = (await exchange(port, "GET", "/metrics")).body.decode()
     found: dict[str, float] = {}
     for labels, value in re.findall(rf"^{name}{{([^}}]*)}} (\S+)$", text, flags=re.MULTILINE):
@@ -86,7 +86,7 @@ async def metric(port: int, name: str, label: str) -> dict[str, float]:
 
 
 class Counted:
-    """Answers of a closed loop, counted between two moments."""
+    """Counts the answers of a closed loop between two moments."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -122,7 +122,7 @@ async def throughput(port: int, clients: int, seconds: float) -> float:
 
 
 def spread(rows: dict[str, float]) -> str:
-    """The smallest and largest share of an engine, relative to an equal one."""
+    """The smallest and the largest share of any engine, relative to an equal share."""
     if not rows:
         return "–"
     equal = sum(rows.values()) / len(rows)
@@ -174,8 +174,8 @@ def scaling(options: argparse.Namespace) -> tuple[list[str], list[str]]:
 async def under_load(
     server: Running, options: argparse.Namespace
 ) -> tuple[list[Sample], float, float, list[dict[str, float]]]:
-    """The samples, when an engine was killed, how long it was gone, and the rows of each engine before and
-    after."""
+    """Returns the samples, the time of the kill, how long the engine was gone, and each engine's rows before
+    and after."""
     model = CheckedModel(NAME, server.port, embed_questions(NAME, options.questions), tolerance=1e-5)
     await model.learn()
     began = await metric(server.port, "penstock_step_rows_total", "engine")
@@ -259,7 +259,7 @@ def affinity(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     (size,) = options.replicas
     chance = random.Random(1)
     texts = [text[:200] for text in natural_texts(options.queries + 64)]
-    weights = [1 / (rank + 1) for rank in range(options.queries)]  # few queries are asked often
+    weights = [1 / (rank + 1) for rank in range(options.queries)]  # few queries are frequent
     asked = chance.choices(range(options.queries), weights, k=options.requests)
     bodies = [
         json.dumps(

@@ -1,9 +1,9 @@
-"""Tokens per second of the offline engine by model shape and row length: what `penstock plan` is fitted on.
+"""Tokens per second of the offline engine by model shape and row length. `penstock plan` is fitted to these.
 
     python benchmarks/gpu_rates.py --models DIR [--seconds 1.5] [--only PATTERN] [--save PATH]
 
-DIR holds model folders (configuration and tokenizer; weights are random). Rows are random token ids, all of
-one length. Texts are measured too: the difference is what tokenising costs on this host.
+DIR holds model folders (configuration and tokenizer; weights are random). Rows are random token ids of equal
+length. Texts are measured too: the difference is the cost of tokenising on this host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.offline.throughput import measure, random_rows
 LENGTHS = (8, 32, 128, 512, 2048)
 TEXTS = 6144
 SMALL = {"hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name: folder, what differs from its config.json
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name: folder, changes to its config.json
     "minilm-l6": ("bge-base", {**SMALL, "num_hidden_layers": 6}),
     "bge-small": ("bge-base", {**SMALL, "num_hidden_layers": 12}),
     "bge-base": ("bge-base", {}),
@@ -92,7 +92,7 @@ def main() -> None:
             began = time.perf_counter()
             try:
                 records += measured(name, options)
-            except Exception as error:  # the others are worth having
+            except Exception as error:  # measure the other models all the same
                 print(f"{name} failed: {type(error).__name__}: {error}")
             print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
     if options.save:

@@ -1,9 +1,9 @@
-"""Time saved by finishing the last layer only for the tokens that the pooler reads.
+"""The time saved by finishing the last layer only for tokens that the pooler reads.
 
     python benchmarks/last_layer.py [--save]
 
-Models of real shapes with random weights, on the GPU if there is one, else in fp32 on the CPU. Both ways take
-turns, step by step. Figures are medians over the turns, and the results are compared.
+Models have real shapes and random weights. They run on the GPU if there is one, otherwise in fp32 on the CPU.
+Both variants take turns, step by step. Figures are medians over the turns, and the results are compared.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Two models that do not fit on a GPU together: each wakes for its request while the other sleeps.
+"""Two models that do not fit on a GPU together: a request wakes its model, and the other one sleeps.
 
     python benchmarks/make_room.py --first FOLDER --second FOLDER --kv-cache-gb 60 66 [--save FILE]
 
-The KV caches are as large as needed to leave no room for both. Weights are dummies. First the models are
-asked in turn; then both have clients at the same time. Exit code 1: a wrong answer, a refusal, or a model
-that is in another state than it should be.
+The KV caches are so large that there is no memory for both. Weights are dummies. First the models get
+requests in turn, then both have clients at the same time. Exit code 1: a wrong answer, a refusal, or a model
+in the wrong state.
 """
 
 from __future__ import annotations

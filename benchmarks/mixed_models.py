@@ -3,9 +3,10 @@
     python benchmarks/mixed_models.py --reranker FOLDER --generator FOLDER [--seconds 180] [--save FILE]
     python benchmarks/mixed_models.py --device cuda --embedder FOLDER --reranker FOLDER --kill none
 
-Each model is first loaded alone, then all at once: the table shows the share of its own throughput that each
-keeps. In the middle of the mixed load one engine is killed. Exit code 1: a wrong answer, any error of another
-model than the killed one, an error of that one other than 503 or outside its restart, or no recovery.
+First each model gets load alone, then all models at once. The table shows how much of its throughput each
+model keeps. In the middle of the mixed load one engine is killed. Exit code 1: a wrong answer, any error of a
+model whose engine was not killed, an error of the killed model other than 503 or outside its restart, or no
+recovery.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ NUM_QUESTIONS = {"embed": 64, "rerank": 32, "generate": 8}
 
 @dataclass
 class Phases:
-    """When the mixed load began, an engine was killed, its model answered again, and the load ended."""
+    """The times at which the mixed load began, an engine was killed, its model answered again, and the load
+    ended."""
 
     began_s: float
     killed_s: float = float("inf")
@@ -75,13 +77,13 @@ async def kill_engine(server: Running, number: int, phases: Phases, after_s: flo
 
 
 def find_recovery(model: CheckedModel, phases: Phases) -> None:
-    """When the first right answer came to a request sent after the kill."""
+    """Record when the killed model first answered a request sent after the kill correctly."""
     right = (each.answered_s for each in model.samples if each.is_right and each.sent_s >= phases.killed_s)
     phases.recovered_s = min(right, default=float("inf"))
 
 
 def errors_of(model: CheckedModel, phases: Phases, is_killed: bool) -> list[str]:
-    """What was wrong with the answers of a model. The killed one may answer 503 until it is back."""
+    """What was wrong with a model's answers. The killed model may answer 503 until it is back."""
     found = complaints_of(model.name, model.samples)
     refused = [sample for sample in model.samples if sample.status in (429, 503)]
     if is_killed:
@@ -194,7 +196,8 @@ def main() -> int:
     if options.kill not in (*tasks, "none"):
         parser.error(f"--kill {options.kill}: the server has no such model")
     common = {"device": options.device, "dtype": options.dtype}
-    # A small KV cache is soon full: on a CPU its memory is taken on use, which looks like growth.
+    # On a CPU the memory of the KV cache is allocated on first use, which looks like growth. A small one is
+    # soon full.
     small = {"max_model_len": 1024, "kv_cache_gb": 0.1} if options.device == "cpu" else {}
     own = {"generate": small}
     entries = [model_entry(name, folders[name], {**common, **own.get(name, {})}) for name in tasks]

@@ -1,12 +1,12 @@
-"""Twice the load that a server can serve, for minutes, with engine kills: what is promised holds throughout.
+"""Check a server's promises under twice the load that it can serve, for minutes, while engines are killed.
 
     python benchmarks/overload_soak.py [--seconds 180] [--times 2] [--kills 2] [--model FOLDER] [--save FILE]
 
-Capacity is measured first, by a few clients that wait for their answers. Then requests arrive at random,
-`--times` as many as that, whether answers come or not, and the engine is killed at even distances. Exit code
-1: a status other than 200, 429 and 503; a wrong answer, one to another request, none or two; 503 while the
-engine serves; no right answer within `--max-recovery` seconds of a kill; the server counts other answers than
-the client; or memory grew.
+First a few clients that wait for their answers measure the capacity. Then requests arrive at random at
+`--times` that rate, whether answers come or not, and the engine is killed at regular intervals. Exit code 1:
+a status other than 200, 429 and 503; an answer that is wrong, missing, sent twice or for another request; 503
+while the engine serves; no correct answer within `--max-recovery` seconds of a kill; the server's counts of
+answers differ from the client's; or memory grew.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from checked_load import (
 from http_load import Running, start
 from process_memory import Memory, MemoryRow, memory_complaints, memory_table
 
-CLIENTS = 4  # that measure the capacity
+CLIENTS = 4  # while the capacity is measured
 NUM_QUESTIONS = 64
 _COUNTED = re.compile(r'^penstock_requests_total\{([^}]*route="/v1/embeddings"[^}]*)\} (\S+)$', re.MULTILINE)
 
@@ -58,7 +58,7 @@ class Kill:
 
 
 async def counted(port: int) -> Counter[int]:
-    """Answers to embedding requests by status, as the server counts them."""
+    """The server's counts of answers to embedding requests, by status."""
     text = (await exchange(port, "GET", "/metrics")).body.decode()
     counts: Counter[int] = Counter()
     for labels, value in _COUNTED.findall(text):
@@ -86,14 +86,14 @@ async def kill_engines(server: Running, kills: list[Kill], count: int, seconds: 
 
 
 def recoveries(samples: list[Sample], kills: list[Kill]) -> None:
-    """When the first right answer came to a request sent after each kill."""
+    """Record for each kill when a request sent after it was first answered correctly."""
     for kill in kills:
         after = [each.answered_s for each in samples if each.is_right and each.sent_s >= kill.at_s]
         kill.recovered_s = min(after, default=0.0)
 
 
 def late_refusals(samples: list[Sample], kills: list[Kill]) -> list[Sample]:
-    """503 that no kill explains: the request neither ran when the engine died nor came before it was back."""
+    """The 503 answers that no kill explains: the request was not in flight while an engine was gone."""
     return [
         each
         for each in samples
@@ -118,7 +118,7 @@ async def soak(server: Running, options: argparse.Namespace) -> tuple[list[str],
         group.create_task(kill_engines(server, kills, options.kills, options.seconds))
     watcher.cancel()
     samples = model.taken()
-    await asyncio.sleep(1.0)  # the server publishes its counts a moment later
+    await asyncio.sleep(1.0)  # the server publishes its counts with a delay
     after = await counted(server.port)
     recoveries(samples, kills)
     rows = memory.rows(began_s + options.seconds / 10)
