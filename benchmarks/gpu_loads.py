@@ -60,7 +60,7 @@ class Load:
     documents: int = 1  # documents per request
     goal: float | None = None  # req/s; for latency ms, for gen tok/s
     floor: float | None = None  # req/s that the GEMMs alone allow; for gen computed from the model
-    vllm: str = "–"  # vLLM's figure on such a machine; "beside": from versus_vllm.md
+    vllm: str = "–"  # vLLM's figure; "A beside B": measured in the same run as Penstock's B
     sampling: tuple[str, ...] = ("--temperature", "0")
     prompt_tokens: int = 2  # per request, in loads that generate
 
