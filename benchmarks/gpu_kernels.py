@@ -108,7 +108,7 @@ class Bench:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         # Triton's interpreter cannot multiply bf16.
         self.half = BF16 if self.device.type == "cuda" else torch.float16
-        self.lines: list[str] = []  # of the table, printed at the end
+        self.lines: list[str] = []  # lines of the table, printed at the end
         self.generator = torch.Generator(device=self.device).manual_seed(0)
 
     def random(self, *shape: int, dtype: torch.dtype = BF16) -> Tensor:

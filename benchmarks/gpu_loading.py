@@ -173,9 +173,8 @@ def write(folder: Path, config: dict[str, Any]) -> int:
 
 
 def write_shard(file: Path, shard: list[Entry], pool: memoryview) -> None:
-    shard = sorted(
-        shard, key=lambda entry: entry.dtype != "BF16"
-    )  # in the order of safetensors: widest data type first
+    # In the order of safetensors: widest data type first.
+    shard = sorted(shard, key=lambda entry: entry.dtype != "BF16")
     header: dict[str, Any] = {}
     end = 0
     for entry in shard:

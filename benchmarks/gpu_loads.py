@@ -466,7 +466,7 @@ def run_load(load: Load, server: Server, options: argparse.Namespace, seconds: f
     found = _bench(load, server, options, seconds)
     if load.generates:
         return _generated(found)
-    counted = load.kind != "file"  # whether warm-up requests are counted
+    counted = load.kind != "file"  # "file" has its warm-up requests in the same run
     return Figures(
         found["request_throughput"],
         found["median_e2el_ms"],

@@ -351,9 +351,7 @@ def serve(folder: Path, options: argparse.Namespace, report: Report) -> None:
             while bench.poll() is None:
                 chosen = draw.integers(0, len(texts), 4)
                 answers = request(server.port, [texts[i] for i in chosen])
-                lowest = float(
-                    np.minimum(lowest, worst(answers, vectors[chosen]))
-                )  # unlike min(), propagates NaN
+                lowest = float(np.minimum(lowest, worst(answers, vectors[chosen])))  # keeps NaN, unlike min()
                 asked += len(chosen)
                 time.sleep(0.05)
             assert bench.stdout is not None

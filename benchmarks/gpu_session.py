@@ -23,7 +23,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 TREE = HERE.parent
-NUM_SHOWN_LINES = 25  # of each log, at the end
+NUM_SHOWN_LINES = 25  # last lines of each log that are printed
 STOP_S = 20.0  # time for a part to print its results after SIGTERM
 
 

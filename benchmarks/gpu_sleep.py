@@ -67,7 +67,7 @@ class Bench:
         return [each.text for each in self.engine.generate(self.rows[2:4], params)]
 
     def checksum(self) -> list[int]:
-        """One checksum per weight, over its bits."""
+        """A checksum of the bits of each storage of weights."""
         storages = storages_of([self.sleeper.runner.model, self.sleeper.runner.pooler.heads], CUDA)
         flat = (torch.empty(0, dtype=torch.int16, device=CUDA).set_(each) for each in storages)
         return [int(each.sum(dtype=torch.int64)) for each in flat]

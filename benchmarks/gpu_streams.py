@@ -167,9 +167,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help="requests of each stream")
     parser.add_argument("--as-is", action="store_true", help="keep the shape of the folder's model")
     parser.add_argument("--trace", action="store_true", help="print the device time of steps by size")
-    parser.add_argument(
-        "--target", type=float, help=argparse.SUPPRESS
-    )  # internal: starts the process of one policy
+    # Internal: starts the process of one policy.
+    parser.add_argument("--target", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.target is not None:
         print(json.dumps(measure(given)), flush=True)

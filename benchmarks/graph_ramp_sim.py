@@ -55,7 +55,7 @@ class Second:
     kinds: Counter[str] = field(default_factory=Counter)
     answers: int = 0
     latencies: list[float] = field(default_factory=list)
-    num_buckets: int = 0  # that have occurred since the start
+    num_buckets: int = 0  # buckets that have occurred so far
     num_graphs: int = 0
 
 

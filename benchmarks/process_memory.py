@@ -1,4 +1,4 @@
-"""Record the memory of a server's processes while a load runs."""
+"""Record the memory of a server's processes, and of the device, while a load runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MemoryRow(NamedTuple):
 
 @dataclass
 class Memory:
-    """Resident memory of every process over time, by its role and id."""
+    """Memory over time: resident memory of every process, by role and id, and memory in use on the device."""
 
     server_pid: int
     samples: list[tuple[float, dict[str, float]]] = field(default_factory=list)

@@ -78,9 +78,7 @@ class Cycles:
     sleep_s: list[float] = field(default_factory=list)  # reported by the server
     wake_s: list[float] = field(default_factory=list)  # reported by the server
     wake_route_s: list[float] = field(default_factory=list)  # from the order to its answer
-    wake_request_s: list[float] = field(
-        default_factory=list
-    )  # from a request that wakes the model to its answer
+    wake_request_s: list[float] = field(default_factory=list)  # from a request that wakes it to its answer
     next_request_s: list[float] = field(default_factory=list)  # the first request after a wake by the route
     samples: list[Sample] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)

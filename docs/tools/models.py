@@ -74,9 +74,8 @@ def tasks(family: Family) -> str:
     if family.page_dim is not None:  # there are only token vectors
         return f"{Task.TOKEN_EMBED.value}, {Task.SCORE.value}"
     own = set(family.heads)
-    if own.isdisjoint(
-        (Task.ENTITIES, Task.ZERO_SHOT)
-    ):  # models that take labels from the request have no other tasks
+    # Models that take labels from the request have no other tasks.
+    if own.isdisjoint((Task.ENTITIES, Task.ZERO_SHOT)):
         own |= {Task.EMBED, Task.SCORE} if family.is_dual else {Task.EMBED, Task.TOKEN_EMBED, Task.SCORE}
     if family.is_dual:
         own.add(Task.ZERO_SHOT)  # labels for images

@@ -318,7 +318,7 @@ def take_api_picture(browser: Any, url: str, name: str, folder: Path) -> list[st
         page.goto(f"{url}/docs#tag/{operation}")
         place = page.locator(f'[id$="{operation}"]').first
         place.wait_for()
-        wait_until(lambda: abs(place.bounding_box()["y"]) < 2)  # wait until the page has scrolled there
+        wait_until(lambda: abs(place.bounding_box()["y"]) < 2)  # the page has scrolled there
         page.wait_for_load_state("networkidle")
         page.evaluate("document.activeElement.blur()")
         camera.take(name, in_sight=True)
@@ -343,9 +343,8 @@ def serving_subject(subject: Subject, models: Path | None, scratch: Path) -> Ite
         with serving(*named, "--device", "cpu", "--kv-cache-gb", "0.2", environment=environment) as server:
             yield server.url
         return
-    if (
-        subject.stand_in is None and subject.beside is None
-    ):  # a real server, because the pictures need the metrics of its engine
+    # A real server, because the pictures need the metrics of its engine.
+    if subject.stand_in is None and subject.beside is None:
         with serving("--device", "cpu") as server:
             yield server.url
         return

@@ -19,7 +19,7 @@ from tests.docs.blocks import Block, read_blocks
 VALUES = [CHART / "values.yaml", *sorted((Path(__file__).parent / "values").glob("*.yaml"))]
 EXAMPLES = [block for block in read_blocks(ROOT / "docs/guides/deploy.md") if block.language == "yaml"]
 CRDS = os.environ.get("PENSTOCK_CRDS")
-MAX_EXPOSURE = "20"  # of 100; systemd-analyze calls 17 to 25 points "OK"
+MAX_EXPOSURE = "20"  # out of 100; systemd-analyze rates 17 to 25 as "OK"
 
 each_values_file = pytest.mark.parametrize("values", VALUES, ids=lambda file: file.stem)
 

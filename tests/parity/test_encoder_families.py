@@ -45,7 +45,7 @@ HEADED = {name: case for name, case in CASES.items() if name != "ernie"}  # erni
 
 class Pair(NamedTuple):
     reference: nn.Module
-    hidden: list[Vectors]  # of the reference, one array per row
+    hidden: list[Vectors]  # the reference's states, one array per row
     ours: Opened
     folder: Path
 

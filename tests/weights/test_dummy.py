@@ -17,7 +17,7 @@ from penstock.weights.quantized import QuantizedReader, ScaledFp8
 from penstock.weights.stream import DummySource, Wanted
 
 CPU = torch.device("cpu")
-HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN = 2048, 768, 128, 8  # of Qwen3-30B-A3B
+HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN = 2048, 768, 128, 8  # sizes of Qwen3-30B-A3B
 
 
 def normed_rows(count: int) -> torch.Tensor:
