@@ -300,18 +300,22 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--replicas", type=int, nargs="+", help="engines; 1 2 4 8, or 4 for affinity")
-    parser.add_argument("--step-ms", type=float, help="of the null device; 50, or 5 for affinity")
-    parser.add_argument("--rows", type=int, default=4, help="most rows of a step, for scaling")
-    parser.add_argument("--depth", type=int, default=3, help="steps of work that clients keep at each engine")
-    parser.add_argument("--seconds", type=float, help="of a measurement; 10, or 30 for kill")
+    parser.add_argument(
+        "--replicas", type=int, nargs="+", help="numbers of engines; default 1 2 4 8, for affinity 4"
+    )
+    parser.add_argument(
+        "--step-ms", type=float, help="time of a step on the null device; default 50, for affinity 5"
+    )
+    parser.add_argument("--rows", type=int, default=4, help="for scaling: maximum rows per step")
+    parser.add_argument("--depth", type=int, default=3, help="steps of work queued at each engine")
+    parser.add_argument("--seconds", type=float, help="duration of a measurement; default 10, for kill 30")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--model", help="folder of the model for kill; the bundled one by default")
-    parser.add_argument("--clients", type=int, default=16, help="for kill and affinity")
-    parser.add_argument("--questions", type=int, default=64, help="different texts, for kill")
-    parser.add_argument("--queries", type=int, default=500, help="different queries, for affinity")
-    parser.add_argument("--requests", type=int, default=3000, help="for affinity")
-    parser.add_argument("--save", type=Path, help="file that the report is appended to")
+    parser.add_argument("--model", help="for kill: model folder; by default the bundled model")
+    parser.add_argument("--clients", type=int, default=16, help="connections, for kill and affinity")
+    parser.add_argument("--questions", type=int, default=64, help="for kill: number of different texts")
+    parser.add_argument("--queries", type=int, default=500, help="for affinity: number of different queries")
+    parser.add_argument("--requests", type=int, default=3000, help="for affinity: number of requests")
+    parser.add_argument("--save", type=Path, help="append the report to this file")
     options = parser.parse_args()
     options.replicas = options.replicas or ([4] if options.part == "affinity" else [1, 2, 4, 8])
     options.step_ms = options.step_ms or (5.0 if options.part == "affinity" else 50.0)

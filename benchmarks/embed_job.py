@@ -222,13 +222,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--rows", type=int, default=1_000_000, help="rows on the null engine; 0 leaves it out"
-    )
-    parser.add_argument("--real-rows", type=int, default=20_000, help="rows on MiniLM; 0 leaves it out")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="rows on the null engine; 0 skips it")
+    parser.add_argument("--real-rows", type=int, default=20_000, help="rows on MiniLM; 0 skips it")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--batch-rows", type=int, default=2048)
-    parser.add_argument("--folder", type=Path, default=None, help="where to write; needs about 5 KB a row")
+    parser.add_argument("--folder", type=Path, default=None, help="output folder; needs about 5 KB per row")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     args = parser.parse_args()
     load = os.getloadavg()[0]

@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="4096,8192")
     parser.add_argument("--model", choices=PRODUCTS, help="default: all")
     parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=0.08, help="of each algorithm in each turn")
+    parser.add_argument("--seconds", type=float, default=0.08, help="time for each algorithm per turn")
     options = parser.parse_args()
     library = Library()
     print("| product | tokens | torch ms (TFLOP/s) | best candidate ms | gain | the first; all |")

@@ -332,7 +332,7 @@ def measured(subject: Subject, rate: float, num_images: int, num_pages: int) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", help="part of a subject's name")
+    parser.add_argument("--only", default="", help="run subjects whose name contains this")
     parser.add_argument("--images", type=int, default=2048)
     parser.add_argument("--pages", type=int, default=100)
     parser.add_argument("--save", action="store_true")

@@ -852,18 +852,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--s1-file", help="prompts of S1; by default gritlm_bench.jsonl in or beside DIR")
     parser.add_argument("--only", metavar="PATTERN", help="regular expression over the loads' names")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=5.0, help="length of a load that is bounded by time")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of a load with a time limit")
     parser.add_argument("--output-len", type=int, help="tokens per answer, instead of the load's")
     parser.add_argument("--full", action="store_true", help="S4 with all its 2,000 requests")
-    parser.add_argument("--api-server-count", type=int, default=8, help="for loads that set none")
-    parser.add_argument("--api", action="append", default=[], metavar="SETUP=N", help="for one setup")
+    parser.add_argument(
+        "--api-server-count", type=int, default=8, help="API processes, for setups without their own number"
+    )
+    parser.add_argument(
+        "--api", action="append", default=[], metavar="SETUP=N", help="API processes for one setup"
+    )
     parser.add_argument("--clients", type=int, default=CLIENTS, help="load processes")
     parser.add_argument("--share", action="store_true", help="S2 and S4 with identical rows deduplicated")
     parser.add_argument("--serve-flags", default="", help="more flags for every server")
-    parser.add_argument("--bench-flags", default="", help="more flags for every client but S2's")
+    parser.add_argument("--bench-flags", default="", help="more flags for every client except S2's")
     parser.add_argument("--profile", metavar="DIR", help="repeat each load once and sample its processes")
     parser.add_argument("--start-timeout", type=float, default=90.0)
-    parser.add_argument("--port", type=int, default=0, help="by default a free one")
+    parser.add_argument("--port", type=int, default=0, help="port; by default a free one")
     parser.add_argument("--save", metavar="PATH", help="write the table as Markdown")
 
 

@@ -173,13 +173,13 @@ def show(name: str, found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder")
-    parser.add_argument("--tree", help="the checkout whose server runs; by default that of this script")
+    parser.add_argument("--tree", help="run the server of this checkout; by default that of the script")
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--seconds", type=int, default=20)
     parser.add_argument("--connections", type=int, default=64)
     parser.add_argument("--apis", type=int, default=8, help="API processes")
     parser.add_argument("--serve-flags", default="")
-    parser.add_argument("--show-log", action="store_true", help="show what the engine says of its start")
+    parser.add_argument("--show-log", action="store_true", help="show the engine's start-up log")
     options = parser.parse_args()
     options.folder = str(Path(options.folder).resolve())
     with tempfile.TemporaryDirectory() as cache:

@@ -80,10 +80,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=1.5)
-    parser.add_argument("--only", default="", help="a pattern that names of models match")
+    parser.add_argument("--only", default="", help="regular expression over model names")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--rows", type=int, default=16_384, help="distinct rows at most")
+    parser.add_argument("--rows", type=int, default=16_384, help="maximum number of distinct rows")
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
     records = []

@@ -443,9 +443,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=list(SUBJECTS), choices=list(SUBJECTS), metavar="NAME")
     parser.add_argument("--texts", type=int, default=64)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--seconds", type=float, default=8, help="length of the load; 0: no load")
+    parser.add_argument("--seconds", type=float, default=8, help="duration of the load; 0: no load")
     parser.add_argument("--tiny", action="store_true", help="small shapes")
-    parser.add_argument("--save", type=Path, help="file for the table")
+    parser.add_argument("--save", type=Path, help="write the table to this file")
     options = parser.parse_args()
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False

@@ -147,8 +147,10 @@ def main() -> None:
     )
     parser.add_argument("--models", default="DIR", help="directory of the model folders")
     parser.add_argument("--out", default="OUT", help="directory for logs and tables")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts of this call")
-    parser.add_argument("--parts", nargs="+", default=[], metavar="PART", help="by default all, in order")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit for all parts together")
+    parser.add_argument(
+        "--parts", nargs="+", default=[], metavar="PART", help="parts to run; by default all, in order"
+    )
     parser.add_argument("--before", default="", metavar="DIR", help="a checkout to compare with")
     parser.add_argument("--list", action="store_true", help="show the commands of all parts and exit")
     options = parser.parse_args()

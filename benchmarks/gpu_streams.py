@@ -164,7 +164,7 @@ def main() -> None:
     )
     parser.add_argument("--input", type=int, default=1024)
     parser.add_argument("--output", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=6, help="requests of each stream")
+    parser.add_argument("--rounds", type=int, default=6, help="requests per stream")
     parser.add_argument("--as-is", action="store_true", help="keep the shape of the folder's model")
     parser.add_argument("--trace", action="store_true", help="print the device time of steps by size")
     # Internal: starts the process of one policy.

@@ -120,7 +120,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", type=Path)
     parser.add_argument("--no-tests", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="without the engine that has CUDA graphs")
+    parser.add_argument("--quick", action="store_true", help="skip the engine with CUDA graphs")
     parser.add_argument("--no-table", action="store_true")
     options = parser.parse_args()
     status = 0

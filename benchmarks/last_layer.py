@@ -103,7 +103,7 @@ def compare(case: Case, device: torch.device, dtype: torch.dtype, seconds: float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=4.0, help="for each model")
+    parser.add_argument("--seconds", type=float, default=4.0, help="time for each model")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     cuda = torch.cuda.is_available()

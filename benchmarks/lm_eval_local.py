@@ -131,7 +131,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path, help="folder of a model that generates")
-    parser.add_argument("--batch", type=int, default=8, help="rows of one request")
+    parser.add_argument("--batch", type=int, default=8, help="rows per request")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/lm_eval.md")
     args = parser.parse_args()
     folder = args.model.resolve()

@@ -172,23 +172,32 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=180)
-    parser.add_argument("--alone-seconds", type=float, default=15, help="for each model")
-    parser.add_argument("--embedder", help="folder; the default model without it")
-    parser.add_argument("--reranker", help="folder; no reranker without it")
-    parser.add_argument("--generator", help="folder; no generator without it")
-    parser.add_argument("--kill", choices=[*CLIENTS, "none"], default="embed", help="whose engine is killed")
-    parser.add_argument("--max-recovery", type=float, default=30, help="seconds")
+    parser.add_argument("--alone-seconds", type=float, default=15, help="time for each model alone")
+    parser.add_argument("--embedder", help="model folder; by default the default model")
+    parser.add_argument("--reranker", help="model folder; without it, no reranker")
+    parser.add_argument("--generator", help="model folder; without it, no generator")
+    parser.add_argument(
+        "--kill", choices=[*CLIENTS, "none"], default="embed", help="model whose engine is killed"
+    )
+    parser.add_argument(
+        "--max-recovery",
+        type=float,
+        default=30,
+        help="allowed seconds until the next right answer",
+    )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", help="of all models")
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="of vectors and scores")
+    parser.add_argument("--dtype", default="float32", help="dtype of all models")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-5, help="allowed difference of vectors and scores"
+    )
     parser.add_argument(
         "--learn-seconds",
         type=float,
         default=0,
-        help="on a GPU: how long to learn which texts several clients get",
+        help="on a GPU: time to learn which texts several clients get",
     )
-    parser.add_argument("--bound-mib", type=float, default=64, help="growth allowed to each process")
-    parser.add_argument("--flags", default="", help="further flags of the server")
+    parser.add_argument("--bound-mib", type=float, default=64, help="allowed growth of each process")
+    parser.add_argument("--flags", default="", help="more flags for the server")
     parser.add_argument("--save", type=Path, help="append the report to this file")
     options = parser.parse_args()
     folders = {"embed": options.embedder, "rerank": options.reranker, "generate": options.generator}

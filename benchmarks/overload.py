@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--times", type=float, default=4)
-    parser.add_argument("--flags", default="", help="flags for the server")
+    parser.add_argument("--flags", default="", help="more flags for the server")
     options = parser.parse_args()
     with start(["--device", "cpu", *options.flags.split()]) as server:
         asyncio.run(measure(server.port, options))

@@ -176,16 +176,21 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=180)
-    parser.add_argument("--times", type=float, default=2, help="load over capacity")
+    parser.add_argument("--times", type=float, default=2, help="load / capacity")
     parser.add_argument("--kills", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=8, help="texts of a request")
-    parser.add_argument("--max-recovery", type=float, default=10, help="seconds")
-    parser.add_argument("--bound-mib", type=float, default=48, help="growth allowed to each process")
-    parser.add_argument("--warm-up", type=float, default=5, help="seconds before anything is measured")
+    parser.add_argument("--rows", type=int, default=8, help="texts per request")
+    parser.add_argument(
+        "--max-recovery",
+        type=float,
+        default=10,
+        help="allowed seconds until the next right answer",
+    )
+    parser.add_argument("--bound-mib", type=float, default=48, help="allowed growth of each process")
+    parser.add_argument("--warm-up", type=float, default=5, help="seconds before measurements start")
     parser.add_argument("--capacity-seconds", type=float, default=15)
-    parser.add_argument("--model", help="folder of an embedding model; the default model without it")
+    parser.add_argument("--model", help="folder of an embedding model; by default the default model")
     parser.add_argument("--name", default="model", help=argparse.SUPPRESS)
-    parser.add_argument("--flags", default="", help="further flags of the server")
+    parser.add_argument("--flags", default="", help="more flags for the server")
     parser.add_argument("--save", type=Path, help="append the report to this file")
     options = parser.parse_args()
     flags = [*([options.model] if options.model else []), "--served-model-name", options.name]

@@ -208,10 +208,12 @@ def markdown(rows: list[Row], facts: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path, help="model folders")
-    parser.add_argument("--texts", type=int, default=520, help="natural texts to compare on")
+    parser.add_argument("--texts", type=int, default=520, help="number of natural texts")
     parser.add_argument("--sts", type=Path, help="STS-B as tab-separated columns")
     parser.add_argument("--scifact", type=Path, help="BEIR SciFact folder: corpus, queries, qrels/test.tsv")
-    parser.add_argument("--scifact-for", nargs="+", help="names of the models to rank SciFact with (all)")
+    parser.add_argument(
+        "--scifact-for", nargs="+", help="names of the models that rank SciFact; default: all"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
     rows = [measure(folder, options) for folder in options.models]

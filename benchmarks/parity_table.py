@@ -343,7 +343,7 @@ def run(chosen: list[Subject]) -> tuple[list[Row], list[str]]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", default="", help="a pattern that 'family layout task' must contain")
+    parser.add_argument("--only", default="", help="regular expression to search for in 'family layout task'")
     parser.add_argument("--models", type=Path, help="folder of real weights")
     parser.add_argument("--save", action="store_true", help="write docs/parity.md")
     options = parser.parse_args(arguments)

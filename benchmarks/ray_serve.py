@@ -312,7 +312,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="folder of an embedding model; the bundled one by default")
+    parser.add_argument("--model", help="folder of an embedding model; by default the bundled model")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=20.0)

@@ -600,10 +600,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--requests", type=int, default=3000, help="of the load on a real server")
-    parser.add_argument("--save", type=Path, help="where the figures go, as JSON")
-    parser.add_argument("--against", type=Path, help="earlier figures, shown beside these")
-    parser.add_argument("--only", default="", help="measure the parts whose title contains this")
+    parser.add_argument("--requests", type=int, default=3000, help="number of requests to the real server")
+    parser.add_argument("--save", type=Path, help="write the figures to this JSON file")
+    parser.add_argument("--against", type=Path, help="show the figures of this file too")
+    parser.add_argument("--only", default="", help="measure only parts whose title contains this")
     options = parser.parse_args()
     parts: dict[str, Callable[[], Figures]] = {
         "The first requests of an API process with HTTP, CPU µs a request": first_requests,

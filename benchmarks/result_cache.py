@@ -117,11 +117,11 @@ def measure(port: int, share: float, known: list[str], fresh: list[str], clients
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default=None, help="folder of a model; the bundled one by default")
+    parser.add_argument("--model", default=None, help="model folder; by default the bundled model")
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--faults", action="store_true", help="stop and kill Redis instead, without a model")
-    parser.add_argument("--save", type=Path, help="where the table goes")
+    parser.add_argument("--save", type=Path, help="write the table to this file")
     options = parser.parse_args()
     texts = natural_texts(options.requests * 4)
     known, rest = texts[: options.requests], texts[options.requests :]

@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--different", action="store_true", help="no two requests have a text in common")
+    parser.add_argument("--different", action="store_true", help="no two requests share a text")
     options = parser.parse_args()
 
     def bodies(client: int) -> Iterator[bytes]:

@@ -184,18 +184,22 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--times", type=int, default=200)
-    parser.add_argument("--steady", help="folder of an embedding model; the default model without it")
-    parser.add_argument("--sleeper", help="folder of the model that sleeps; the default model without it")
-    parser.add_argument("--task", choices=sorted(TASKS), default="embed", help="what the sleeper is asked")
-    parser.add_argument("--level", type=int, choices=(1, 2), help="how deep it sleeps")
+    parser.add_argument("--steady", help="folder of an embedding model; by default the default model")
+    parser.add_argument("--sleeper", help="folder of the model that sleeps; by default the default model")
+    parser.add_argument(
+        "--task", choices=sorted(TASKS), default="embed", help="task of the sleeper's requests"
+    )
+    parser.add_argument("--level", type=int, choices=(1, 2), help="sleep level")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", help="of both models")
-    parser.add_argument("--clients", type=int, default=2, help="of the steady load")
+    parser.add_argument("--dtype", default="float32", help="dtype of both models")
+    parser.add_argument("--clients", type=int, default=2, help="clients of the steady load")
     parser.add_argument("--alone-seconds", type=float, default=15)
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="of the steady model's vectors")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-5, help="allowed difference of the steady model's vectors"
+    )
     parser.add_argument("--sleeper-tolerance", type=float, default=1e-6)
-    parser.add_argument("--bound-mib", type=float, default=48, help="growth allowed to each process")
-    parser.add_argument("--flags", default="", help="further flags of the server")
+    parser.add_argument("--bound-mib", type=float, default=48, help="allowed growth of each process")
+    parser.add_argument("--flags", default="", help="more flags for the server")
     parser.add_argument("--save", type=Path, help="append the report to this file")
     options = parser.parse_args()
     common = {"device": options.device, "dtype": options.dtype}

@@ -319,20 +319,25 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=300.0)
-    parser.add_argument("--minutes", type=float, help="the same, in minutes")
-    parser.add_argument("--warm-up", type=float, help="seconds that do not count; default 60, or 0.4 of less")
-    parser.add_argument("--bound-mib", type=float, default=48.0, help="growth allowed to each process")
+    parser.add_argument("--minutes", type=float, help="duration in minutes")
     parser.add_argument(
-        "--device-bound-mib", type=float, default=256.0, help="the same for the device: graphs come with use"
+        "--warm-up", type=float, help="seconds before memory counts; default 60, or 0.4 of a run under 150 s"
     )
-    parser.add_argument("--model", help="start a server for this folder")
-    parser.add_argument("--serve-flags", default="", help="flags of a server that is started here")
-    parser.add_argument("--base-url", help="a server that runs")
-    parser.add_argument("--pid", type=int, help="its `penstock serve` process")
+    parser.add_argument("--bound-mib", type=float, default=48.0, help="allowed growth of each process")
+    parser.add_argument(
+        "--device-bound-mib",
+        type=float,
+        default=256.0,
+        help="allowed growth of device memory; graphs add to it",
+    )
+    parser.add_argument("--model", help="start a server for this model folder")
+    parser.add_argument("--serve-flags", default="", help="more flags for a server started with --model")
+    parser.add_argument("--base-url", help="address of a running server")
+    parser.add_argument("--pid", type=int, help="process id of its `penstock serve`")
     parser.add_argument("--clients", type=int, default=2, help="load processes")
-    parser.add_argument("--threads", type=int, default=8, help="connections of each")
-    parser.add_argument("--longest", type=int, default=400, help="words of the longest text")
-    parser.add_argument("--only", default=",".join(KINDS), help="kinds of requests, with commas")
+    parser.add_argument("--threads", type=int, default=8, help="connections per load process")
+    parser.add_argument("--longest", type=int, default=400, help="words in the longest text")
+    parser.add_argument("--only", default=",".join(KINDS), help="kinds of requests, separated by commas")
     parser.add_argument("--every", type=float, default=2.0, help="seconds between samples")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()

@@ -202,13 +202,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--passages", type=int, default=6)
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt, with dummy weights")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens per prompt, with dummy weights")
     parser.add_argument("--tokens", type=int, default=4, help="num_speculative_tokens")
     parser.add_argument("--lookup-min", type=int, default=2)
     parser.add_argument("--lookup-max", type=int, default=4)
     parser.add_argument("--ways", nargs="+", default=["adaptive", "always"], choices=["adaptive", "always"])
-    parser.add_argument("--draft", type=Path, help="a draft model proposes")
-    parser.add_argument("--acceptance", type=float, help="propose the known continuation, right this often")
+    parser.add_argument("--draft", type=Path, help="folder of a draft model that proposes tokens")
+    parser.add_argument(
+        "--acceptance", type=float, help="propose known outputs, correct with this probability"
+    )
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--save", type=Path)
