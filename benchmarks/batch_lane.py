@@ -1,12 +1,12 @@
-"""A batch beside interactive load on one server: what the load feels of it, and whether kill -9 loses a line.
+"""A batch beside interactive load on one server: its effect on the load, and whether kill -9 loses a line.
 
     python benchmarks/batch_lane.py [--lines 10000] [--rounds 3] [--seconds 20] [--share 0.4] [--save]
 
-The interactive load is single texts: with an open loop, whose requests arrive at random times at a share of
-what the server can do, and with four connections that send again when they are answered. Each round measures
-both without a batch and beside one. Then a batch of `--lines` lines runs beside the open loop. The server is
-killed with SIGKILL, all its processes, twice in the middle of it, and started again. Every line is compared
-with a direct answer.
+The interactive load is single texts, sent in two ways. In the open loop, requests arrive at random times, at
+a share of the server's capacity. In the closed loop, each of four connections sends its next request after
+the answer. Each round measures both loops without a batch and beside one. Then a batch of `--lines` lines
+runs beside the open loop, and all processes of the server are killed with SIGKILL twice and started again.
+Every line is compared with a direct answer.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from http_load import free_port, is_ready
 from texts import natural_texts
 
 RESULTS = Path(__file__).parent / "results" / "batch.md"
-MAX_CHARS = 100  # of an interactive text: about 25 tokens
+MAX_CHARS = 100  # per interactive text: about 25 tokens
 PATH = "/v1/embeddings"
-CUT = {"truncate_prompt_tokens": -1}  # a few texts are longer than the model reads
+CUT = {"truncate_prompt_tokens": -1}  # a few texts exceed the model's limit
 NUM_CLOSED = 4  # connections of the closed loop
 
 
@@ -45,7 +45,7 @@ NUM_CLOSED = 4  # connections of the closed loop
 
 @dataclass
 class Server:
-    """A server in a session of its own, so that all its processes can be killed at once."""
+    """A server in its own session, so that all its processes can be killed at once."""
 
     folder: Path
     flags: list[str]
@@ -127,7 +127,7 @@ def lines_of(texts: list[str]) -> bytes:
 
 
 class Connection:
-    """One connection that sends a request at a time."""
+    """One connection that sends one request at a time."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -135,7 +135,7 @@ class Connection:
         self._writer: asyncio.StreamWriter | None = None
 
     async def post(self, body: bytes) -> bool:
-        """Whether the request was answered, and not refused."""
+        """Send a request. True if it was answered, False if it was refused."""
         if self._reader is None or self._writer is None:
             self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
         head = f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -151,21 +151,21 @@ class Connection:
 
 
 class Load:
-    """Interactive requests, each with a text of its own."""
+    """Interactive requests. Each has a different text."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._texts = [text[:MAX_CHARS] for text in natural_texts(2000, seed=1)]
         self._numbers = count()
-        self.num_refused = 0  # with 429: the machine did less than it could at first
-        self.num_broken = 0  # without an answer, because the server was killed
+        self.num_refused = 0  # with 429: the machine became slower than at the first measurement
+        self.num_broken = 0  # without an answer because the server was killed
 
     def body(self) -> bytes:
         number = next(self._numbers)
         return json.dumps({"input": f"{number} {self._texts[number % len(self._texts)]}"}).encode()
 
     async def closed(self, seconds: float, num_connections: int) -> list[float]:
-        """Latencies of connections that send again when they are answered."""
+        """Latencies of connections that send their next request after each answer."""
         until, found = time.perf_counter() + seconds, list[float]()
 
         async def client() -> None:
@@ -181,7 +181,7 @@ class Load:
         return found
 
     async def open(self, seconds: float, rate: float, seed: int) -> list[float]:
-        """Latencies of requests that arrive at random times, counted from when they should have been sent."""
+        """Latencies of requests that arrive at random times, counted from their planned send time."""
         draw, found, free = random.Random(seed), list[float](), list[Connection]()
         tasks: set[asyncio.Task[None]] = set()
 
@@ -285,7 +285,7 @@ def table(rounds: list[Round]) -> Iterator[str]:
 
 
 class SteadyLoad:
-    """The open loop in a thread of its own, interrupted while the server is down."""
+    """The open loop in its own thread, paused while the server is down."""
 
     ROUND_S = 5.0
 
@@ -318,8 +318,8 @@ class SteadyLoad:
 
 
 def kill_and_compare(server: Server, options: argparse.Namespace) -> str:
-    """Kill the server in the middle of a batch beside a load, finish it, and compare every line with a direct
-    answer."""
+    """Kill the server in the middle of a batch beside a load, finish the batch, and compare every line with a
+    direct answer."""
     texts = natural_texts(options.lines)
     load = Load(server.port)
     capacity = len(asyncio.run(load.closed(options.seconds / 2, 16))) / (options.seconds / 2)
@@ -365,9 +365,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--lines", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=20, help="of each load")
-    parser.add_argument("--share", type=float, default=0.4, help="of the capacity, that the open loop sends")
-    parser.add_argument("--flags", nargs="*", default=[], help="further flags of the server")
+    parser.add_argument("--seconds", type=float, default=20, help="duration of each load")
+    parser.add_argument("--share", type=float, default=0.4, help="load of the open loop / capacity")
+    parser.add_argument("--flags", nargs="*", default=[], help="more flags for the server")
     parser.add_argument("--only", choices=("latency", "kill"))
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()

@@ -1,11 +1,11 @@
-"""Two checkouts in turn on one machine: offline embedding, the API's request path, and start-up.
+"""Compare two checkouts on one machine: offline embedding, the API's request path, and start-up.
 
     python benchmarks/before_after.py BEFORE [AFTER] [--rounds 15] [--starts 5] [--texts 600]
 
 BEFORE and AFTER are checkouts; AFTER is this one by default. A worker process of each tree stays alive and
-measures the same work whenever it is asked; the trees alternate, so that a slow moment of the machine meets
-both. Figures are each tree's best round, which a busy moment does not reach; ratios are above 1 where AFTER
-is faster.
+measures the same work on request. The trees alternate, so that a slow moment of the machine affects both.
+Figures are each tree's best round, because other load can only add time. Ratios are above 1 where AFTER is
+faster.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def environment(tree: Path) -> dict[str, str]:
 
 
 def start_seconds(tree: Path) -> float:
-    """From `penstock serve` of the default model until it is ready."""
+    """Seconds from the command `penstock serve` with the default model until it is ready."""
     port = 18_200 + os.getpid() % 1000
     began = time.perf_counter()
     command = [sys.executable, "-m", "penstock", "serve", "--device", "cpu", "--port", str(port)]

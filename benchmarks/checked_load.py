@@ -1,8 +1,8 @@
-"""Load whose every answer is checked, on one or several models of one server.
+"""A load on one or several models of one server, with every answer checked.
 
-The right answers are taken from the idle server. Each request then has an id of its own, which its answer
-must carry, and a connection of its own, on which nothing may follow the answer. Its `cache_salt` keeps equal
-texts from being computed once.
+The expected answers are recorded on the idle server. Under load, each request has its own id, which its
+answer must carry, and its own connection, on which nothing may follow the answer. A different `cache_salt`
+per request prevents deduplication of equal texts.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from penstock import __version__
 from penstock.checkpoint.find import find
 
 ENGINE = "penstock.serving.engine_process"
-MAX_CHARS = 300  # of a text: about 70 tokens
-PATIENCE_S = 120.0  # for one answer
+MAX_CHARS = 300  # per text: about 70 tokens
+PATIENCE_S = 120.0  # to wait for one answer
 REFUSALS = (429, 503)
 _STATUS_PAGE = re.compile(r"(?:/(\d+))?/engine\.status$", re.MULTILINE)
 
@@ -93,13 +93,13 @@ def read_answer(path: str, body: bytes) -> Answer:
 
 
 def difference(found: Answer, expected: Answer, tolerance: float) -> str:
-    """What is wrong with an answer; empty if nothing is."""
+    """Describe how an answer differs from the expected one; empty if it does not."""
     if isinstance(found, str) or isinstance(expected, str):
         return "" if found == expected else f"{found!r} instead of {expected!r}"
     if found.shape != expected.shape:
         return f"shape {found.shape} instead of {expected.shape}"
     error = float(np.abs(found - expected).max())
-    return "" if error <= tolerance else f"values differ by {error:.3g}"  # also if they are not finite
+    return "" if error <= tolerance else f"values differ by {error:.3g}"  # true for NaN too
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class Reply:
 async def exchange(
     port: int, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
 ) -> Reply:
-    """One request on a connection of its own. `ValueError` unless exactly one whole answer comes,
-    `TimeoutError` if none comes."""
+    """Send one request on its own connection. Raises `ValueError` unless exactly one complete answer comes,
+    and `TimeoutError` if none comes."""
     lines = {"Host": "localhost", "Content-Length": str(len(body)), "Connection": "close", **(headers or {})}
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
     async with asyncio.timeout(PATIENCE_S):
@@ -135,11 +135,11 @@ async def exchange(
 
 @dataclass(frozen=True)
 class Sample:
-    """What became of one request. Times are of `time.monotonic`."""
+    """The outcome of one request. Times are from `time.monotonic`."""
 
     sent_s: float
     answered_s: float
-    status: int  # 0: no answer came
+    status: int  # 0: no answer
     complaint: str = ""
     retry_after: str = ""
 
@@ -154,7 +154,7 @@ class Sample:
 
 @dataclass
 class CheckedModel:
-    """Questions for one model, their right answers, and what became of every request."""
+    """Questions for one model, their expected answers, and the outcome of every request."""
 
     name: str
     port: int
@@ -169,7 +169,8 @@ class CheckedModel:
         self._learns_texts = False
 
     async def learn(self) -> None:
-        """Take the right answers, one request at a time. They must differ, or a swap would go unnoticed."""
+        """Record the expected answers, one request at a time. They must differ, so that swapped answers are
+        noticed."""
         for question in self.questions:
             reply = await exchange(self.port, "POST", question.path, json.dumps(question.fields).encode())
             if reply.status != 200:
@@ -180,14 +181,14 @@ class CheckedModel:
             raise SystemExit(f"{self.name} gives the same answer to every question")
 
     async def learn_texts(self, clients: int, seconds: float) -> None:
-        """Take as right the texts that the model alone generates for several clients. On a GPU the steps of
-        several rows round differently from those of one row, and then a tie may end differently."""
+        """Also accept the texts that the model generates for several clients while no other model has load.
+        On a GPU, rounding depends on the number of rows in a step, so near-ties may resolve differently."""
         self._learns_texts = True
         await for_seconds(self, clients, seconds)
         self._learns_texts = False
 
     async def ask(self) -> Sample:
-        """Send the next request, check its answer, and keep the sample."""
+        """Send the next request, check its answer, and record the sample."""
         number = next(self._numbers)
         at = number % len(self.questions)
         sent_s = time.monotonic()
@@ -229,31 +230,32 @@ class CheckedModel:
         return found
 
     def between(self, began_s: float, ended_s: float) -> list[Sample]:
-        """The samples of requests sent in a span of time."""
+        """The samples of requests sent between two times."""
         return [sample for sample in self.samples if began_s <= sample.sent_s < ended_s]
 
 
 async def closed_loop(model: CheckedModel, clients: int, until: Callable[[], bool]) -> None:
-    """Clients that send when they have their answer, until the condition holds."""
+    """Run clients that send their next request after each answer, until the condition holds."""
 
     async def client() -> None:
         while not until():
             sample = await model.ask()
             if not sample.is_right:
-                await asyncio.sleep(0.05)  # a model that cannot answer is not asked in a busy loop
+                await asyncio.sleep(0.05)  # no busy loop while the model cannot answer
 
     await asyncio.gather(*(client() for _ in range(clients)))
 
 
 async def for_seconds(model: CheckedModel, clients: int, seconds: float) -> list[Sample]:
-    """The samples of a closed loop that lasts so long."""
+    """Run a closed loop for this time; returns its samples."""
     until_s = time.monotonic() + seconds
     await closed_loop(model, clients, lambda: time.monotonic() >= until_s)
     return model.taken()
 
 
 def model_entry(name: str, folder: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A model as a --config file lists it. Of a classifier with two labels, the second one is relevance."""
+    """A model's entry in a --config file. If it is a classifier with two labels, the second one means
+    "relevant"."""
     path = find(folder)
     labels = (
         json.loads(file.read_text()).get("id2label") if (file := path / "config.json").is_file() else None
@@ -266,7 +268,7 @@ def model_entry(name: str, folder: str | None, settings: Mapping[str, Any]) -> d
 def start_models(
     models: Sequence[dict[str, Any]], flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Iterator[Running]:
-    """Start a server with several models, each a mapping as in the list `models` of a --config file."""
+    """Start a server with several models. Each is a mapping as in `models` of a --config file."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "server.yaml"
         file.write_text(json.dumps({"models": list(models)}))  # JSON is YAML
@@ -276,13 +278,13 @@ def start_models(
 
 
 def engine_pids(server_pid: int) -> dict[int, int]:
-    """Number of the model in the server's configuration → process id of its engine."""
+    """Index of a model in the server's configuration → process id of its engine."""
     engines = (pid for pid, module in processes(server_pid) if module == ENGINE)
     return {number: pid for pid in engines if (number := model_number(pid)) is not None}
 
 
 def model_number(engine_pid: int) -> int | None:
-    """Which model of the server an engine process serves; None while it has no configuration."""
+    """The index of the model that an engine process serves; None before it has received its configuration."""
     with suppress(OSError):
         if page := _STATUS_PAGE.search(Path(f"/proc/{engine_pid}/maps").read_text()):
             return int(page[1] or 0)
@@ -295,7 +297,7 @@ def percentile_ms(samples: Iterable[Sample], share: float) -> float:
 
 
 def latency(samples: Sequence[Sample]) -> str:
-    """p50 / p99 / max of right answers, in ms."""
+    """p50 / p99 / max latency of correct answers, in ms."""
     right = [sample for sample in samples if sample.is_right]
     if not right:
         return "–"
@@ -312,7 +314,7 @@ def statuses(samples: Iterable[Sample]) -> str:
 
 
 def complaints_of(name: str, samples: Iterable[Sample], most: int = 5) -> list[str]:
-    """What was wrong with answers: each kind of complaint once, the first ones in words."""
+    """What was wrong with the answers: the first `most` complaints, and the number of the others."""
     found = [f"{name}: {sample.complaint}" for sample in samples if sample.complaint]
     return found[:most] + ([f"{name}: {len(found) - most} more"] if len(found) > most else [])
 
@@ -323,7 +325,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def heading(title: str, command: str) -> Iterator[str]:
-    """The beginning of a report: what ran where."""
+    """The first lines of a report: the command and the machine."""
     yield f"## {title}"
     yield (
         f"`{command}` · {date.today()} · {os.cpu_count()} cores, {platform.machine()}, load average "
@@ -332,7 +334,7 @@ def heading(title: str, command: str) -> Iterator[str]:
 
 
 def command_line() -> str:
-    """How this script was called, with the names of folders instead of their paths."""
+    """The command line of this script, with folder names instead of full paths."""
     words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
     return " ".join(("python", f"benchmarks/{Path(sys.argv[0]).name}", *words))
 

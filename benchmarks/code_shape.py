@@ -1,11 +1,11 @@
-"""The shape of the code and the path of a request through it, as a Markdown table.
+"""Code metrics and the path of a request through the code, as a Markdown table.
 
     python benchmarks/code_shape.py [TREE ...] [--embed MODEL] [--rerank MODEL] [--chat MODEL]
 
 TREE is a checkout; by default this one. Two trees give two columns, before and after. With model folders,
-each tree serves them on the null device, and the script counts the distinct functions and files of the
-package that one warm request enters, in the API process and in the engine process. Nothing in the tree has to
-know about it: a profile hook is installed through `sitecustomize`.
+each tree serves them on the null device. The script then counts the distinct functions and files of the
+package that one warm request enters, in the API process and in the engine process. The tree needs no changes:
+a profile hook is installed through `sitecustomize`.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def serving(tree: Path, kind: str, model: str, folder: Path) -> Iterator[str]:
     }
     port = 18700 + os.getpid() % 1000
     flags = ["--device", "null", "--port", str(port), "--api-server-count", "1", "--max-model-len", "512"]
-    if kind == "chat":  # the folders of scenarios have no template
+    if kind == "chat":  # the scenarios' folders have no chat template
         flags += ["--chat-template", "{% for m in messages %}{{ m.content }}{% endfor %}"]
     command = [sys.executable, "-m", "penstock", "serve", model, *flags, "--log-level", "error"]
     server = subprocess.Popen(command, env=env, cwd=tree)
@@ -157,7 +157,7 @@ def post(url: str, path: str, body: dict[str, Any]) -> None:
 
 
 def path_of(tree: Path, kind: str, model: str) -> str:
-    """Functions and files that one warm request enters."""
+    """The functions and files that one warm request enters."""
     route, body = BODIES[kind]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

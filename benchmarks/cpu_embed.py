@@ -1,9 +1,9 @@
-"""Documents a second on a CPU: Penstock, sentence-transformers and ONNX Runtime in one run.
+"""Documents per second on a CPU: Penstock, sentence-transformers and ONNX Runtime in one run.
 
     python benchmarks/cpu_embed.py [--texts 2000] [--rounds 3] [--threads 2] [--http] [--save]
 
-Every backend runs in a process of its own, loads once, and embeds the same texts in turn with the
-others, so that a noisy machine affects all of them equally. The medians of the rounds are compared. ONNX
+Every backend runs in its own process and loads its model once. The backends take turns embedding the same
+texts, so that a noisy machine affects all of them equally. The medians of the rounds are compared. ONNX
 Runtime gets its fused transformer graph and batches sorted by length.
 
 Needs: pip install -e '.[bench]' onnx
@@ -151,7 +151,7 @@ def build(name: str, threads: int) -> Embed:
 
 
 def worker(name: str, count: int, threads: int) -> None:
-    """Embeds the texts once for each line on standard input, and reports the seconds."""
+    """Embed the texts once for each line on standard input, and report the seconds."""
     texts = natural_texts(count)
     embed = build(name, threads)
     embed(texts[:64])
@@ -223,7 +223,7 @@ def compare(names: list[str], count: int, rounds: int, threads: int) -> dict:
 
 
 def over_http(count: int, threads: int, clients: int, rounds: int) -> dict:
-    """The same texts through the server, one text per request, `clients` requests at a time."""
+    """Embed the same texts through the server, one text per request, `clients` requests at a time."""
     from http_load import run_load, start
 
     texts = natural_texts(count)

@@ -3,10 +3,10 @@
     python benchmarks/cpu_memory.py --minutes 30 [--bound-mib 64] [--save NAME]
 
 Starts `penstock serve --device cpu` on loopback and sends rows of random token ids: 1 to 256 rows of 1 to 512
-tokens, both drawn so that small and large ones are equally likely. No two steps have the same shape, which is
-the worst case for caches by shape. Growth is counted from a quarter of the time on, so that caches are full.
-`--save` writes the curve to benchmarks/results/NAME.json, and `--table A.json B.json` compares such files.
-To measure another version, set PYTHONPATH to its folder.
+tokens, both drawn by powers of two. Step shapes hardly ever repeat, which is the worst case for caches keyed
+by shape. Growth is counted after a quarter of the time, when the caches are full. `--save` writes the curve
+to benchmarks/results/NAME.json, and `--table A.json B.json` compares such files. To measure another version,
+set PYTHONPATH to its folder.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def measure(options: argparse.Namespace, url: str, server: int) -> dict[str, Any
 
 
 def growth_mib(result: dict[str, Any]) -> float:
-    """Median of the last quarter above that of the second one."""
+    """Median of the last quarter of the time minus the median of the second quarter."""
     end = result["minutes"] * 60
     second, last = (
         [mib for at, mib in result["samples"] if low * end <= at < high * end]
@@ -109,7 +109,7 @@ def growth_mib(result: dict[str, Any]) -> float:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """Memory over time, MiB: the largest value since the column before."""
+    """Memory over time in MiB: each column has the peak since the previous column."""
     marks = [0.5, 1, 2, 4, 8, 15, 20, 25, 30]
     longest = max(result["minutes"] for result in results.values())
     marks = [mark for mark in marks if mark <= longest] or [longest]
@@ -138,15 +138,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--clients", type=int, default=4, help="connections")
-    parser.add_argument("--max-rows", type=int, default=256, help="of a request")
-    parser.add_argument("--max-length", type=int, default=512, help="tokens of a row")
+    parser.add_argument("--clients", type=int, default=4, help="number of connections")
+    parser.add_argument("--max-rows", type=int, default=256, help="rows per request")
+    parser.add_argument("--max-length", type=int, default=512, help="tokens per row")
     parser.add_argument("--every", type=float, default=2.0, help="seconds between samples")
-    parser.add_argument("--bound-mib", type=float, default=64.0, help="allowed growth")
-    parser.add_argument("--model", help="folder; the default model if not set")
+    parser.add_argument("--bound-mib", type=float, default=64.0, help="allowed growth in MiB")
+    parser.add_argument("--model", help="model folder; by default the default model")
     parser.add_argument("--serve-flags", default="--device cpu --max-model-len 512")
-    parser.add_argument("--save", help="name of a file in benchmarks/results")
-    parser.add_argument("--table", nargs="+", type=Path, help="files to compare, without a run")
+    parser.add_argument("--save", help="name of the file in benchmarks/results")
+    parser.add_argument("--table", nargs="+", type=Path, help="compare these files instead of a run")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
     if options.table:

@@ -1,8 +1,8 @@
-"""Time of a CPU step by operation, and by its number of tokens.
+"""Time of a CPU step, by operation and by number of tokens.
 
     python benchmarks/cpu_profile.py [--quantization int8] [--save]
 
-Runs the default model's runner alone, on natural texts planned into steps as the engine plans them.
+Runs only the runner of the default model, on natural texts planned into steps as the engine does.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def plans_of(engine: Engine, texts: list[str], tokens: int) -> list[PoolPlan]:
 
 
 def by_size(engine: Engine, runner: ModelRunner, texts: list[str], rounds: int) -> list[str]:
-    """Tokens a second for each step size, measured in turn."""
+    """Tokens per second for each step size. The sizes take turns."""
     plans = {size: plans_of(engine, texts, size) for size in SIZES}
     rates: dict[int, list[float]] = {size: [] for size in SIZES}
     for _ in range(rounds):
@@ -57,7 +57,7 @@ def by_size(engine: Engine, runner: ModelRunner, texts: list[str], rounds: int) 
 
 
 def by_operation(engine: Engine, runner: ModelRunner, texts: list[str]) -> list[str]:
-    """The share of each operation in steps of the default size."""
+    """Each operation's share of the time, in steps of the default size."""
     plans = plans_of(engine, texts, engine.settings.max_num_batched_tokens)
     with torch.profiler.profile() as profile:
         for plan in plans:

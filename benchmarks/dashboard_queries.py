@@ -1,6 +1,6 @@
-"""Runs every query of the Grafana dashboard against a real Prometheus, and lists those without data.
+"""Run every query of the Grafana dashboard on a real Prometheus, and list the queries without data.
 
-Start a server and load, and a Prometheus that scrapes it; then:
+Start a server, put load on it, and start a Prometheus that scrapes it. Then:
 
     python benchmarks/dashboard_queries.py --prometheus http://127.0.0.1:9090
 """
@@ -38,7 +38,7 @@ def filled(expression: str) -> str:
 
 
 def ask(prometheus: str, expression: str) -> int:
-    """Number of series that a query gives."""
+    """The number of series that a query returns."""
     url = f"{prometheus}/api/v1/query?" + urllib.parse.urlencode({"query": expression})
     with urllib.request.urlopen(url) as answer:
         return len(json.load(answer)["data"]["result"])

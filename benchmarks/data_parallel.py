@@ -1,13 +1,13 @@
-"""Several engines of one model on one machine: how they scale, what a killed one costs, what affinity saves.
+"""Several engines of one model on one machine: scaling, the cost of a killed engine, the effect of affinity.
 
     python benchmarks/data_parallel.py scaling [--replicas 1 2 4 8] [--step-ms 50] [--rounds 3] [--save FILE]
     python benchmarks/data_parallel.py kill [--model FOLDER] [--seconds 30] [--rounds 1] [--save FILE]
     python benchmarks/data_parallel.py affinity [--replicas 4] [--queries 500] [--save FILE]
 
-`scaling` runs engines of the null device whose steps take a given time, so that cores do not limit them.
-`kill` ends an engine on the CPU with SIGKILL in the middle of a load whose every answer is compared with that
-of the idle server. `affinity` reranks for queries that repeat, and counts how often a vector was cached.
-Exit code 1: less than 0.95 of linear, more than 1 % of requests failed, or a wrong answer.
+`scaling` runs engines on the null device, whose steps take a fixed time, so that CPU cores are not the limit.
+`kill` ends a CPU engine with SIGKILL under load, and compares every answer with the idle server's. `affinity`
+reranks for repeating queries, and counts how often a vector was cached. Exit code 1: throughput below 0.95 of
+linear, more than 1 % of requests failed, or a wrong answer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ NAME = "model"
 
 @contextmanager
 def serving(flags: Sequence[str], num_engines: int) -> Iterator[Running]:
-    """A server all of whose engines can serve."""
+    """Start a server and wait until all its engines can serve."""
     own = ["--api-server-count", "1", "--served-model-name", NAME, "--data-parallel-size", str(num_engines)]
     with start([*own, *flags]) as server:
         asyncio.run(wait_for_engines(server.port, num_engines))
@@ -73,7 +73,7 @@ async def wait_for_engines(port: int, count: int) -> None:
 
 
 async def metric(port: int, name: str, label: str) -> dict[str, float]:
-    """A metric by one of its labels."""
+    """The values of a metric by one of its labels."""
     text = (await exchange(port, "GET", "/metrics")).body.decode()
     found: dict[str, float] = {}
     for labels, value in re.findall(rf"^{name}{{([^}}]*)}} (\S+)$", text, flags=re.MULTILINE):
@@ -86,7 +86,7 @@ async def metric(port: int, name: str, label: str) -> dict[str, float]:
 
 
 class Counted:
-    """Answers of a closed loop, counted between two moments."""
+    """Counts the answers of a closed loop between two moments."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -122,7 +122,7 @@ async def throughput(port: int, clients: int, seconds: float) -> float:
 
 
 def spread(rows: dict[str, float]) -> str:
-    """The smallest and largest share of an engine, relative to an equal one."""
+    """The smallest and the largest share of any engine, relative to an equal share."""
     if not rows:
         return "–"
     equal = sum(rows.values()) / len(rows)
@@ -174,8 +174,8 @@ def scaling(options: argparse.Namespace) -> tuple[list[str], list[str]]:
 async def under_load(
     server: Running, options: argparse.Namespace
 ) -> tuple[list[Sample], float, float, list[dict[str, float]]]:
-    """The samples, when an engine was killed, how long it was gone, and the rows of each engine before and
-    after."""
+    """Returns the samples, the time of the kill, how long the engine was gone, and each engine's rows before
+    and after."""
     model = CheckedModel(NAME, server.port, embed_questions(NAME, options.questions), tolerance=1e-5)
     await model.learn()
     began = await metric(server.port, "penstock_step_rows_total", "engine")
@@ -259,7 +259,7 @@ def affinity(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     (size,) = options.replicas
     chance = random.Random(1)
     texts = [text[:200] for text in natural_texts(options.queries + 64)]
-    weights = [1 / (rank + 1) for rank in range(options.queries)]  # few queries are asked often
+    weights = [1 / (rank + 1) for rank in range(options.queries)]  # few queries are frequent
     asked = chance.choices(range(options.queries), weights, k=options.requests)
     bodies = [
         json.dumps(
@@ -300,18 +300,22 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--replicas", type=int, nargs="+", help="engines; 1 2 4 8, or 4 for affinity")
-    parser.add_argument("--step-ms", type=float, help="of the null device; 50, or 5 for affinity")
-    parser.add_argument("--rows", type=int, default=4, help="most rows of a step, for scaling")
-    parser.add_argument("--depth", type=int, default=3, help="steps of work that clients keep at each engine")
-    parser.add_argument("--seconds", type=float, help="of a measurement; 10, or 30 for kill")
+    parser.add_argument(
+        "--replicas", type=int, nargs="+", help="numbers of engines; default 1 2 4 8, for affinity 4"
+    )
+    parser.add_argument(
+        "--step-ms", type=float, help="time of a step on the null device; default 50, for affinity 5"
+    )
+    parser.add_argument("--rows", type=int, default=4, help="for scaling: maximum rows per step")
+    parser.add_argument("--depth", type=int, default=3, help="steps of work queued at each engine")
+    parser.add_argument("--seconds", type=float, help="duration of a measurement; default 10, for kill 30")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--model", help="folder of the model for kill; the bundled one by default")
-    parser.add_argument("--clients", type=int, default=16, help="for kill and affinity")
-    parser.add_argument("--questions", type=int, default=64, help="different texts, for kill")
-    parser.add_argument("--queries", type=int, default=500, help="different queries, for affinity")
-    parser.add_argument("--requests", type=int, default=3000, help="for affinity")
-    parser.add_argument("--save", type=Path, help="file that the report is appended to")
+    parser.add_argument("--model", help="for kill: model folder; by default the bundled model")
+    parser.add_argument("--clients", type=int, default=16, help="connections, for kill and affinity")
+    parser.add_argument("--questions", type=int, default=64, help="for kill: number of different texts")
+    parser.add_argument("--queries", type=int, default=500, help="for affinity: number of different queries")
+    parser.add_argument("--requests", type=int, default=3000, help="for affinity: number of requests")
+    parser.add_argument("--save", type=Path, help="append the report to this file")
     options = parser.parse_args()
     options.replicas = options.replicas or ([4] if options.part == "affinity" else [1, 2, 4, 8])
     options.step_ms = options.step_ms or (5.0 if options.part == "affinity" else 50.0)

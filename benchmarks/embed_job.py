@@ -1,12 +1,12 @@
-"""`penstock embed --ray` through kills: is every row there once, is memory flat, what does Ray cost?
+"""`penstock embed --ray` with kills: is every row written exactly once, is memory flat, what does Ray cost?
 
     python -m benchmarks.embed_job --save              # 1,000,000 rows on the null engine, 20,000 on MiniLM
     python -m benchmarks.embed_job --rows 20000 --real-rows 500
 
-For each engine: a plain run of `penstock embed`, a run on a local Ray cluster, and a run on Ray whose driver
-is killed twice with SIGKILL and resumed, and whose workers are killed at random. All write a folder of
-Parquet parts. The rate of a run counts the rows after its first part until its last, so start-up is left out.
-Before each run the disk is synced, so that no run pays for what the one before it has left unwritten.
+There are three runs per engine: plain `penstock embed`, the same on a local Ray cluster, and one on Ray with
+kills: its driver is killed twice with SIGKILL and resumed, and its workers are killed at random. All write a
+folder of Parquet parts. The rate of a run covers the rows after its first part, so start-up is not counted.
+The disk is synced before each run, so that no run pays for unwritten data of the previous one.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ RESULTS = Path(__file__).parent / "results" / "embed_job.md"
 
 @dataclass
 class Memory:
-    """Resident bytes over time, of the driver and of the worker that uses most."""
+    """Resident bytes over time, of the driver and of the largest worker."""
 
     driver: list[tuple[float, int]] = field(default_factory=list)
     workers: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
 
     def growth(self, samples: list[tuple[float, int]]) -> tuple[float, float]:
-        """Median of the second and of the last fifth of the samples, in MB."""
+        """Medians of the second and of the last fifth of the samples, in MB."""
         values = [size for _, size in samples if size]
         fifth = max(1, len(values) // 5)
         second, last = values[fifth : 2 * fifth] or values, values[-fifth:]
@@ -86,7 +86,7 @@ def rows_done(folder: Path) -> int:
 
 
 def rate(folder: Path) -> float:
-    """Rows a second between the first and the last part, by the times of the files."""
+    """Rows per second between the first and the last part, from the files' modification times."""
     found = sorted((part.stat().st_mtime, int(part.stem.split("-")[1])) for part in parts(folder))
     if len(found) < 2:
         return float("nan")
@@ -107,7 +107,7 @@ def run_plain(args: list[object], folder: Path) -> Run:
 
 
 def run_ray(cluster: JobCluster, args: list[object], folder: Path, rows: int, *, kills: bool) -> Run:
-    """A run on Ray; with kills, its driver dies at about 1/4 and 1/2 of the rows."""
+    """Run the job on Ray. With kills, the driver dies at about 1/4 and 1/2 of the rows."""
     os.sync()
     began_s = time.monotonic()
     run = Run(0.0, 0.0)
@@ -117,11 +117,11 @@ def run_ray(cluster: JobCluster, args: list[object], folder: Path, rows: int, *,
         driver = cluster.embed(*args, *resume)
         next_kill_s = 0.0
         while driver.poll() is None:
-            time.sleep(1.0)  # looking for workers costs time that a plain run does not spend
+            time.sleep(1.0)  # a plain run does not spend time on finding workers
             workers = cluster.workers()
             sample(workers, driver.pid, run.memory)
             if kills and workers and not next_kill_s:
-                next_kill_s = time.monotonic() + chance.uniform(3, 8)  # the first one of this driver
+                next_kill_s = time.monotonic() + chance.uniform(3, 8)  # the first kill under this driver
             if kills and workers and time.monotonic() > next_kill_s:
                 next_kill_s = time.monotonic() + chance.uniform(10, 30)
                 kill(chance.choice(workers))
@@ -144,7 +144,8 @@ def sample(workers: list[int], driver: int, memory: Memory) -> None:
 
 
 def check(folder: Path, rows: int, expected: Path | None) -> float:
-    """Every row is there once. The largest difference to the vectors of another run."""
+    """Check that every row is there exactly once. Returns the largest difference to the vectors of another
+    run."""
     seen = np.zeros(rows, dtype=np.int32)
     worst = 0.0
     for part in parts(folder):
@@ -221,13 +222,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--rows", type=int, default=1_000_000, help="rows on the null engine; 0 leaves it out"
-    )
-    parser.add_argument("--real-rows", type=int, default=20_000, help="rows on MiniLM; 0 leaves it out")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="rows on the null engine; 0 skips it")
+    parser.add_argument("--real-rows", type=int, default=20_000, help="rows on MiniLM; 0 skips it")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--batch-rows", type=int, default=2048)
-    parser.add_argument("--folder", type=Path, default=None, help="where to write; needs about 5 KB a row")
+    parser.add_argument("--folder", type=Path, default=None, help="output folder; needs about 5 KB per row")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     args = parser.parse_args()
     load = os.getloadavg()[0]

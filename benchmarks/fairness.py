@@ -1,12 +1,12 @@
-"""A client that sends single rows beside clients that send all they can, on one server.
+"""A client that sends single rows beside clients that send as much as they can, on one server.
 
     python benchmarks/fairness.py [--batch-clients 1 4] [--flood 200] [--before TREE] [--rounds 3]
 
 Each connection waits for its answer before it sends again. A batch client sends requests of 2,048 rows. The
-flood is one client with many connections, which come from an address of their own and send single rows. The
-latency of the single rows is measured on the server alone and beside these. With `--before`, a server of
-that checkout and one of this take turns. No two requests share a text. Prints a line of a table for each
-round, and the medians.
+flood is one client with many connections from its own address, which send single rows. The latency of the
+single rows is measured on the otherwise idle server, and beside batch clients and flood. With `--before`, a
+server of that checkout and one of this checkout take turns. No two requests share a text. Prints a table row
+for each round, and the medians.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from urllib.parse import urlsplit
 from http_load import start
 from texts import natural_texts
 
-FLOOD_ADDRESS = "127.0.0.2"  # another than that of the single rows
+FLOOD_ADDRESS = "127.0.0.2"  # differs from the address of the single rows
 PHASES = ("tokenize", "queue", "device", "total")
-MAX_CHARS = 100  # of a text: about 25 tokens
+MAX_CHARS = 100  # per text: about 25 tokens
 
 
 @dataclass
@@ -38,9 +38,9 @@ class Client:
 
     bodies: Iterator[bytes]
     seconds: list[float] = field(default_factory=list)
-    phases: list[dict[str, float]] = field(default_factory=list)  # as the server reports them, in ms
+    phases: list[dict[str, float]] = field(default_factory=list)  # in ms, reported by the server
     statuses: dict[int, int] = field(default_factory=dict)
-    source: tuple[str, int] | None = None  # address that it comes from
+    source: tuple[str, int] | None = None  # local address
 
     def run(self, address: tuple[str, int], until: float, pause_s: float = 0.0) -> None:
         connection = HTTPConnection(*address, timeout=120, source_address=self.source)
@@ -67,14 +67,14 @@ def bodies(texts: list[str], rows: int, name: str) -> Iterator[bytes]:
 
 def percentile_ms(seconds: list[float], share: float) -> float:
     if not seconds:
-        return math.nan  # none was answered
+        return math.nan  # no request was answered
     ordered = sorted(seconds)
     return 1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One round. Latencies are of the single rows, in ms."""
+    """The results of one round. Latencies are those of the single rows, in ms."""
 
     alone_p50: float
     p50: float
@@ -131,14 +131,14 @@ def report_slowest(single: Client) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--rows", type=int, default=2048, help="of a request of a batch client")
+    parser.add_argument("--rows", type=int, default=2048, help="rows per request of a batch client")
     parser.add_argument("--batch-clients", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--flood", type=int, default=0, help="connections of the client that floods")
-    parser.add_argument("--pause", type=float, default=0.01, help="seconds between two single rows")
-    parser.add_argument("--before", help="another checkout, to compare this one with")
+    parser.add_argument("--flood", type=int, default=0, help="connections of the flooding client")
+    parser.add_argument("--pause", type=float, default=0.01, help="seconds between single rows")
+    parser.add_argument("--before", help="another checkout to compare with")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--base-url", help="a server that runs already; by default one is started")
-    parser.add_argument("--flags", default="", help="flags for the server that is started")
+    parser.add_argument("--base-url", help="use a running server; by default one is started")
+    parser.add_argument("--flags", default="", help="more flags for the server")
     parser.add_argument("--verbose", action="store_true", help="show the slowest single rows")
     options = parser.parse_args()
     here = str(Path(__file__).resolve().parent.parent)

@@ -1,10 +1,11 @@
-"""The cost of generation around the model: each stage, for a step of many sequences.
+"""The cost of generation outside the model: each stage, for a step of many sequences.
 
-First without sockets and without a model: engine and API process run in one thread and exchange the messages
-that would cross the wire, and the load client reads what the API wrote. CPU time, means over the steps.
+The first part needs neither sockets nor a model: engine and API process run in one thread and exchange the
+messages that would cross the wire, and the load client reads what the API wrote. Figures are CPU time, means
+over the steps.
 
-Then end to end over HTTP: an engine whose steps take `--step-ms` and compute nothing, API processes,
-and `penstock bench serve` as the client, with the CPU time of all three.
+The second part runs end to end over HTTP: an engine whose steps take `--step-ms` and compute nothing, API
+processes, and `penstock bench serve` as the client, with the CPU time of all three.
 
 python benchmarks/generation_path.py FOLDER [--step-ms 10] [--save FILE.json] [--against FILE.json]
 """
@@ -56,11 +57,11 @@ from penstock.wire.client import EngineClient
 from penstock.wire.messages import Ready, Submit, decode_to_engine
 from penstock.wire.server import EngineServer
 
-PROMPT = 2  # tokens
+PROMPT = 2  # tokens per prompt
 
 
 class WordRunner:
-    """Samples the words of a vocabulary in turn, at once or after `step_s`."""
+    """A runner that samples the words of a vocabulary in turn, immediately or after `step_s`."""
 
     def __init__(self, words: np.ndarray, step_s: float = 0.0) -> None:
         self.words = words
@@ -99,7 +100,7 @@ class WordRunner:
 
 
 def words_of(folder: str) -> np.ndarray:
-    """Tokens that are complete text by themselves, as most tokens are."""
+    """The ids of tokens that are complete text by themselves, as most tokens are."""
     tokenizer = Tokenizer(Path(folder))
     drawn = np.random.default_rng(0).integers(256, min(tokenizer.vocab_size, 30_000), 4096)
     fine = [
@@ -111,7 +112,7 @@ def words_of(folder: str) -> np.ndarray:
 
 
 class Wire:
-    """Replaces both ends of a socket: keeps what is sent until it is read."""
+    """Replaces both ends of a socket: keeps sent messages until they are read."""
 
     def __init__(self) -> None:
         self.sent: deque[list[Any]] = deque()
@@ -150,7 +151,7 @@ def engine_config(folder: str, rows: int, tokens: int) -> EngineConfig:
         load_format="dummy",
         max_model_len=rows
         * (PROMPT + tokens + 32)
-        // 4,  # the null device has memory for four of that length
+        // 4,  # the null device has memory for four sequences of maximum length
         max_num_seqs=max(256, rows),
     )
 
@@ -173,7 +174,7 @@ def make_app(config: EngineConfig, client: EngineClient) -> Any:
 
 
 async def post(app: Any, path: str, body: bytes, chunks: list[bytes]) -> None:
-    """One request, as uvicorn passes it to the application."""
+    """Send one request, as uvicorn passes it to the application."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
     read, gone = False, asyncio.Event()
@@ -215,7 +216,7 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
     streams: list[list[bytes]] = [[] for _ in range(rows)]
     tasks = [asyncio.create_task(post(app, "/v1/completions", raw, chunks)) for chunks in streams]
     taken = 0
-    while taken < rows:  # the first step starts all of them
+    while taken < rows:  # the first step starts all sequences
         await asyncio.sleep(0.001)
         while up.sent:
             header, frame = up.sent.popleft()
@@ -262,7 +263,7 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
 
 
 def engine_process() -> None:
-    """An engine process for the end-to-end part; reads its launch order and step time from standard input."""
+    """The engine process of the end-to-end part. Reads its launch order and step time from standard input."""
     order = json.loads(sys.stdin.buffer.read())
     launch = msgspec.convert(order["launch"], EngineLaunch)
     server, metrics = EngineServer(launch.address), EngineMetrics("bench")
@@ -306,7 +307,7 @@ def served(
                 if time.monotonic() > until or any(process.poll() is not None for process in started):
                     raise SystemExit("the server did not start")
                 time.sleep(0.05)
-            time.sleep(0.5)  # the other API processes
+            time.sleep(0.5)  # wait for the other API processes
             names = ["engine", *(f"api {index}" for index in range(apis))]
             yield port, dict(zip(names, (process.pid for process in started), strict=True))
         finally:
@@ -367,12 +368,12 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", help="a generating model: configuration and tokenizer")
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--step-ms", type=float, default=10.0, help="of the end-to-end part's engine")
+    parser.add_argument("--step-ms", type=float, default=10.0, help="time of a step in the end-to-end part")
     parser.add_argument("--apis", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--clients", type=int, default=2, help="load processes")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--save", type=Path, help="where the figures go, as JSON")
-    parser.add_argument("--against", type=Path, help="earlier figures, shown beside these")
+    parser.add_argument("--save", type=Path, help="write the figures to this JSON file")
+    parser.add_argument("--against", type=Path, help="show the figures of this file too")
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:

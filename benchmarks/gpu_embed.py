@@ -1,4 +1,4 @@
-"""Rows per second on one GPU, offline: of the runner alone, and of the whole engine with token ids as input.
+"""Rows per second on one GPU, offline: the runner alone, and the whole engine with token ids as input.
 
     python benchmarks/gpu_embed.py FOLDER [FOLDER…] [--save]
 

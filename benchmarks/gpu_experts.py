@@ -56,7 +56,7 @@ BYTES_A_S = 4.3e12  # memory bandwidth of an H200
 FLOPS_A_S = {"half": 8e14, "fp8": 1.6e15}  # reached by its tensor cores in practice
 DENSE = {"qkv": (2048, 5120), "out": (4096, 2048)}
 
-# Tiles to try besides those in use, by rows per tile: of the first and of the second product.
+# Tiles to try besides those in use, by rows per tile: for the first and for the second product.
 HALF_TILES: dict[int, tuple[tuple[Tile, ...], tuple[Tile, ...]]] = {
     16: (
         (
@@ -137,7 +137,7 @@ class Sizes(NamedTuple):
 class Bench:
     def __init__(self, smoke: bool, seconds: float) -> None:
         self.smoke = smoke
-        self.deadline = time.perf_counter() + seconds  # no other tile is tried after this
+        self.deadline = time.perf_counter() + seconds  # no more tiles are tried after this time
         self.device = torch.device("cpu" if smoke else "cuda")
         self.dtype = torch.float32 if smoke else torch.bfloat16
         self.sizes = Sizes(256, 128, 8, 2) if smoke else Sizes()
@@ -149,7 +149,7 @@ class Bench:
         return torch.randn(shape, device=self.device, dtype=self.dtype) * scale
 
     def us(self, name: str, calls: list[Callable[[], Any]]) -> float:
-        """Mean microseconds of one of these calls; infinite if it does not run."""
+        """Mean microseconds per call; infinite if the calls fail."""
 
         def work() -> None:
             for call in calls:
@@ -217,8 +217,8 @@ def reference(bench: Bench, layer: Layer, x: Tensor, logits: Tensor) -> Tensor:
 
 
 def check(bench: Bench, layer: Layer, x: Tensor, plan: ExpertTiling) -> float:
-    """The smallest cosine between a token's result and the reference."""
-    logits = F.linear(x.float(), layer.router.float())  # fp32, so that no two experts are tied
+    """The smallest cosine of a token between the result and the reference."""
+    logits = F.linear(x.float(), layer.router.float())  # fp32, so that no two experts tie
     options: dict[str, Any] = {"chosen": bench.sizes.chosen, "normalize": True, "act": "silu"}
     got = run_experts(x, logits, layer.gate_up, layer.down, **options, plan=plan)
     again = run_experts(x, logits, layer.gate_up, layer.down, **options, plan=plan)
@@ -270,7 +270,7 @@ def best_plan(
     chosen, silu, name = bench.sizes.chosen, ACTIVATION_CODES["silu"], f"{form} {len(xs[0])}×{rows}"
     sets = [parts_of(bench, layer, x, rows, form) for x in xs]
     first: dict[tuple[Tile, bool], float] = {}
-    wide = form == "fp8" and rows >= 64  # here rows are only ever quantised early
+    wide = form == "fp8" and rows >= 64  # wide tiles always quantise their rows early
     for tile in dict.fromkeys(ups):
         if bench.late() and first:
             break
@@ -364,7 +364,7 @@ def block(bench: Bench, form: str, counts: list[int], *, only_used: bool) -> Non
 
 
 def _routing_ways(slots: int) -> Iterator[str]:
-    """Each way of routing that takes this many slots, while it is forced."""
+    """Force each routing method that supports this many slots in turn, and yield its name."""
     limit = kernels._MAX_ORDERED_SLOTS
     try:
         for way, most in {"ordered": limit, "counted": 0}.items():

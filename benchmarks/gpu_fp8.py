@@ -69,7 +69,7 @@ class Bench:
         self.smoke = smoke
         self.device = torch.device("cpu" if smoke else "cuda")
         self.dtype = torch.float32 if smoke else BF16
-        self.lines: list[str] = []  # of the tables, which are printed last
+        self.lines: list[str] = []  # lines of the tables, printed at the end
 
     def random(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, device=self.device) * scale).to(self.dtype)

@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_gemm.py [--tokens 4096,8192] [--model gritlm-7b|xlmr-large]
 
-For each product, the library's heuristic gives candidates. They take turns with torch's choice on a warm
-device, because its clock changes with its power. Figures are medians over the turns. The library is called
-directly (ctypes), with the same workspace for all. Products that take less time than a launch from Python
-give no information.
+For each product, the library's heuristic returns candidates. They take turns with torch's choice on a warm
+device, because the clock rate depends on the power draw. Figures are medians over the turns. The library is
+called directly (ctypes), with the same workspace for all. Products shorter than a launch from Python give no
+information.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PRODUCTS = {  # outputs, inputs
 }
 COUNT = 12  # candidates
 WORKSPACE = 64 << 20
-# Constants from the headers of the library.
+# Constants from the headers of cuBLASLt.
 COMPUTE_32F, REAL_32F, REAL_16BF = 68, 0, 14
 DESC_TRANSA, DESC_EPILOGUE, DESC_BIAS = 3, 7, 8
 EPILOGUE_BIAS, PREFERENCE_WORKSPACE = 4, 1
@@ -51,7 +51,7 @@ class Library:
 
     def __init__(self) -> None:
         one = torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
-        torch.addmm(one[0], one, one)  # loads it
+        torch.addmm(one[0], one, one)  # makes torch load the library
         maps = Path("/proc/self/maps").read_text().splitlines()
         path = next(line.split()[-1] for line in maps if "libcublasLt.so" in line)
         self.calls = ctypes.CDLL(path)
@@ -119,7 +119,7 @@ class Product:
 
 
 def timed(work: Callable[[], object], seconds: float) -> float:
-    """Milliseconds of a call, from calls without a pause for this many seconds."""
+    """Milliseconds per call, from back-to-back calls for this many seconds."""
     begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
     work()
     torch.cuda.synchronize()
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="4096,8192")
     parser.add_argument("--model", choices=PRODUCTS, help="default: all")
     parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=0.08, help="of each algorithm in each turn")
+    parser.add_argument("--seconds", type=float, default=0.08, help="time for each algorithm per turn")
     options = parser.parse_args()
     library = Library()
     print("| product | tokens | torch ms (TFLOP/s) | best candidate ms | gain | the first; all |")

@@ -106,9 +106,7 @@ def main() -> None:
     parser.add_argument("--sampled", action="store_true", help="top-p 0.95 and top-k 50 instead of greedy")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--quantization")
-    parser.add_argument(
-        "--profile", action="store_true", help="print where a step's time goes, kernel by kernel"
-    )
+    parser.add_argument("--profile", action="store_true", help="print the device time of a step by kernel")
     given = parser.parse_args()
     how = {"temperature": 1.0, "top_p": 0.95, "top_k": 50} if given.sampled else {"temperature": 0.0}
     params = SamplerParams(max_tokens=given.output, ignore_eos=True, **how)  # type: ignore[arg-type]

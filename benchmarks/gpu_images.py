@@ -1,9 +1,9 @@
-"""Images per second on one GPU, offline, with random weights: of the step alone and of the whole engine.
+"""Images per second on one GPU, offline, with random weights: the step alone, and the whole engine.
 
     python benchmarks/gpu_images.py [--only siglip] [--save]
 
-Writes the configurations itself and needs no file and no network. The floor is what the model's matrix
-products would take at the rate of one large bf16 product, measured in the same run.
+Writes the configurations itself; needs no files and no network. The floor is the time of the model's matrix
+products at the rate of one large bf16 product, measured in the same run.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class Subject:
     config: dict[str, Any]
     processor: dict[str, Any]
     grid: tuple[int, int]  # patches of one image, down and across
-    images: tuple[int, ...]  # of one step
-    special: dict[int, str]  # tokens that the configuration names
+    images: tuple[int, ...]  # in one step, for each measurement
+    special: dict[int, str]  # special tokens: id → text
     modules: tuple[dict[str, str], ...] = ()
     task: Task = Task.EMBED
 
@@ -165,7 +165,7 @@ class Subject:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
     def page(self, seed: int) -> PreparedImage:
-        """An image of random pixels, as the processor would prepare one."""
+        """An image of random pixels, as the image processor would prepare it."""
         height, width = self.grid
         values = 3 * self.config["vision_config"]["patch_size"] ** 2
         draw = np.random.default_rng(seed)
@@ -175,7 +175,7 @@ class Subject:
 
     @property
     def flops(self) -> float:
-        """Of the matrix products of one image: layers of the tower, and of the text model behind it."""
+        """FLOPs of the matrix products for one image, in the layers of tower and text model."""
         patches, vision = self.grid[0] * self.grid[1], self.config["vision_config"]
         total = layer_flops(
             patches,
@@ -250,7 +250,7 @@ def gemm_rate(seconds: float = 1.0) -> float:
 
 
 def timed(work: Callable[[], object], seconds: float) -> float:
-    """Seconds of the device that one call takes, once it is warm."""
+    """Device seconds of one call, after a warm-up."""
     for _ in range(5):
         work()
     torch.cuda.synchronize()
@@ -264,14 +264,14 @@ def timed(work: Callable[[], object], seconds: float) -> float:
 
 
 def step_s(engine: Engine, subject: Subject, count: int, repeats: int = 20) -> float:
-    """Device time of a step of so many different images, from bytes to vectors."""
+    """Device time of a step with `count` different images, from bytes to vectors."""
     inputs = [subject.page(number) for number in range(count)]
     request = engine.local.text.processor.prepare("bench", inputs, PoolingParams(subject.task))
     share = ScheduledRows(request, np.arange(request.num_rows, dtype=np.int32))
     runner = engine.local.engine.core.runner
     slots = request.num_tokens
 
-    def run() -> float:  # a new cache each time, so that every image runs
+    def run() -> float:  # a new cache for each step, so that every image runs
         return runner.launch(build_plan([share], image_cache=ImageCache(slots))).result().device_s
 
     for _ in range(3):
@@ -297,7 +297,7 @@ def engine_rate(engine: Engine, subject: Subject, count: int) -> tuple[float, fl
 def rerank_s(
     engine: Engine, subject: Subject, pages: int, query: str = "w1 w2 w3 w4 w5"
 ) -> tuple[float, float]:
-    """Seconds to score pages against a query, the first time and with another query."""
+    """Seconds to score pages with a query, the first time and with another query."""
     documents = [subject.page(5000 + number) for number in range(pages)]
     times = []
     for text in (query, query + " w6"):
@@ -332,7 +332,7 @@ def measured(subject: Subject, rate: float, num_images: int, num_pages: int) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", help="part of a subject's name")
+    parser.add_argument("--only", default="", help="run subjects whose name contains this")
     parser.add_argument("--images", type=int, default=2048)
     parser.add_argument("--pages", type=int, default=100)
     parser.add_argument("--save", action="store_true")
@@ -351,7 +351,7 @@ def main() -> None:
         num_images = options.images if "Qwen" not in subject.name else options.images // 4
         try:
             found = measured(subject, rate, num_images, options.pages)
-        except Exception as error:  # the other subjects are measured all the same
+        except Exception as error:  # continue with the other subjects
             found = [f"| {subject.name} | failed: {type(error).__name__}: {str(error)[:200]} | | | | |"]
         print("\n".join(found), flush=True)
         lines += found

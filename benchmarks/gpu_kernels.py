@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_kernels.py [--only norms,attentions,models] [--save]
 
-Device times are medians of CUDA graph replays, so a kernel that cannot be captured shows as an error. Then
-whole models with random weights, with and without kernels. `--smoke` runs tiny shapes on any device (without
+Device times are medians of CUDA graph replays, so a kernel that cannot be captured shows as an error. Whole
+models with random weights follow, with and without kernels. `--smoke` runs tiny shapes on any device (without
 a GPU under TRITON_INTERPRET=1) and times nothing.
 """
 
@@ -106,9 +106,9 @@ class Bench:
     def __init__(self, smoke: bool) -> None:
         self.smoke = smoke
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        # The interpreter cannot multiply bf16.
+        # Triton's interpreter cannot multiply bf16.
         self.half = BF16 if self.device.type == "cuda" else torch.float16
-        self.lines: list[str] = []  # of the table, which is printed last
+        self.lines: list[str] = []  # lines of the table, printed at the end
         self.generator = torch.Generator(device=self.device).manual_seed(0)
 
     def random(self, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -130,7 +130,7 @@ class Bench:
         return statistics.median(replays_ms(graph)) * 1000 / calls
 
     def report(self, what: str, shape: str, times: dict[str, float], moved: int, error: float) -> None:
-        """Add one line: the first of `times` is the kernel, and `moved` its bytes."""
+        """Add a line to the table. The first of `times` is the kernel; `moved` is the bytes that it moves."""
         ours = next(iter(times.values()))
         others = " · ".join(f"{name} {value:.1f}" for name, value in times.items())
         fastest_other = min(list(times.values())[1:], default=ours)
@@ -186,7 +186,7 @@ def kernels(on: bool) -> Iterator[None]:
 
 @contextmanager
 def own_attention(on: bool) -> Iterator[None]:
-    """Send rows of any length to the own kernel, not only short ones."""
+    """Use Penstock's kernel for rows of any length, not only for short ones."""
     before = layer._MAX_OWN_LENGTH
     layer._MAX_OWN_LENGTH = 1 << 20 if on else before
     try:
@@ -197,7 +197,7 @@ def own_attention(on: bool) -> Iterator[None]:
 
 @section
 def launches(bench: Bench) -> None:
-    """Host time of a launch, which eager steps pay and graphs save."""
+    """Host time of a launch. Eager steps pay it, CUDA graphs do not."""
     x, residual, weight = bench.random(4, 768), bench.random(4, 768), bench.random(768)
     qkv = bench.random(16, 36, 64, dtype=bench.half).split([12, 12, 12], dim=1)
     cu = torch.tensor([0, 8, 16], dtype=torch.int32, device=bench.device)
@@ -314,8 +314,8 @@ def activations(bench: Bench) -> None:
 
 @section
 def gates(bench: Bench) -> None:
-    """Gate and up with the activation in one product, compared with the library's product and a second
-    pass."""
+    """Gate and up projection with the activation in one kernel, compared with the library's product and a
+    second pass."""
     shapes = {"GritLM-7B": (4096, 14336), "Qwen3-4B": (2560, 9728), "Qwen3-0.6B": (1024, 3072)}
     shapes |= {"ModernBERT-large": (1024, 2624), "nomic": (768, 3072), "ModernBERT-base": (768, 1152)}
     for name, (hidden, width) in shapes.items():
@@ -462,7 +462,8 @@ TILES = {
 
 @section
 def attentions(bench: Bench) -> None:
-    """Device microseconds per layer for every route; `flash` is the best of its tilings, which are named."""
+    """Device microseconds per layer for every attention implementation. `flash` is the fastest of its
+    tilings, which the table names."""
     for rows, length, heads, kv_heads, dim, causal in (
         (1, 32, 12, 12, 64, False),
         (64, 16, 12, 12, 64, False),
@@ -523,7 +524,7 @@ def bound(call: Callable[..., Tensor], *args: Any, **options: Any) -> Callable[[
 
 
 def padded(query: Tensor, key: Tensor, value: Tensor, rows: int, causal: bool, dtype: torch.dtype) -> Tensor:
-    """Rows of equal length as one dense block, in the library."""
+    """Attention of torch's library over rows of equal length, as one dense block."""
     q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2).to(dtype) for x in (query, key, value))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1])
     return out.transpose(1, 2).flatten(0, 1).flatten(1)
@@ -549,7 +550,7 @@ def library(query: Tensor, key: Tensor, value: Tensor, cu: Tensor, length: int, 
 
 
 class Rounded(DummySource):
-    """The weights of a bf16 model, in fp32."""
+    """Weights in fp32, rounded to bf16 values."""
 
     def read(self, name: str, shape: Any) -> Tensor:
         self.dtype = BF16
@@ -648,7 +649,7 @@ def _model(
 
 @torch.inference_mode()
 def step_of(runner: ModelRunner, plan: PoolPlan) -> Callable[[], list[Tensor]]:
-    """A step whose integers are on the device already, as a graph holds it."""
+    """A step whose integers are already on the device, as in a captured graph."""
     sent = iter(runner.staging.send(pool_arrays(plan, None) + variant_arrays(plan.variants)))
     batch = pool_batch(plan, None, None, sent)
     variants = variant_tensors(plan.variants, sent)

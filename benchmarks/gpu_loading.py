@@ -1,10 +1,10 @@
-"""How fast weights come from memory-backed files onto a GPU.
+"""Loading speed of weights from memory-backed files onto a GPU.
 
     python benchmarks/gpu_loading.py [experts] [dense] [--folder /dev/shm/penstock-loading] [--tree PATH]
 
-Writes checkpoints of random bytes in published layouts and loads them by the engine's own loader: `experts`,
-31 GB in the layout of Qwen3-30B-A3B-FP8, and `dense`, 15 GB in that of Qwen2-7B in bf16. Some of the loaded
-tensors are compared with the files. `--tree` loads with another source tree, for a comparison. `--keep` keeps
+Writes checkpoints of random bytes in published layouts and loads them with the engine's loader: `experts` has
+31 GB in the layout of Qwen3-30B-A3B-FP8, `dense` 15 GB in the layout of Qwen2-7B in bf16. Some of the loaded
+tensors are compared with the files. `--tree` loads with another source tree, for comparison. `--keep` keeps
 the files for the next run. `--device cpu --scale 16` tries the script without a GPU.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SHARD_BYTES = 4 << 30
-POOL_BYTES = 64 << 20  # random bytes from which each tensor takes its own stretch
+POOL_BYTES = 64 << 20  # random bytes; each tensor takes a different slice
 BLOCK = 128
 QWEN3_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -141,7 +141,7 @@ def checkpoint(kind: str, scale: int) -> dict[str, Any]:
 
 
 def write(folder: Path, config: dict[str, Any]) -> int:
-    """Write the checkpoint, unless it is there; returns the bytes of its tensors."""
+    """Write the checkpoint unless it exists; returns the size of its tensors in bytes."""
     wanted = list(entries(config))
     total = sum(entry.size for entry in wanted)
     mark = folder / "complete"
@@ -173,7 +173,8 @@ def write(folder: Path, config: dict[str, Any]) -> int:
 
 
 def write_shard(file: Path, shard: list[Entry], pool: memoryview) -> None:
-    shard = sorted(shard, key=lambda entry: entry.dtype != "BF16")  # as safetensors does: the widest first
+    # In the order of safetensors: widest data type first.
+    shard = sorted(shard, key=lambda entry: entry.dtype != "BF16")
     header: dict[str, Any] = {}
     end = 0
     for entry in shard:
@@ -231,7 +232,7 @@ def holds(tensor: Any, wanted: Any) -> bool:
 
 
 def load(folder: Path, device: str) -> Any:
-    """The model, and the seconds that it took. Imports and the GPU's own start are not counted."""
+    """Load the model; returns it and the seconds without imports and the start of the GPU."""
     import torch
 
     from penstock.checkpoint.describe import describe
@@ -267,7 +268,7 @@ def measure(kind: str, folder: Path, options: argparse.Namespace) -> None:
     print(f"{kind}: {total / 1e9:.1f} GB, {Path(penstock.__file__).parent}", flush=True)
     for number in range(options.repeats):
         model, seconds = load(folder, options.device)
-        is_as_stored = options.device != "cpu"  # there, weights are dequantised or packed
+        is_as_stored = options.device != "cpu"  # on a CPU, weights are dequantised or packed
         matched = compare(folder, config, options.device) if number == 0 and is_as_stored else 0
         checked = f", {matched} sampled tensors as in the files" if matched else ""
         print(f"  {seconds:6.2f} s, {total / 1e9 / seconds:5.1f} GB/s{checked}", flush=True)

@@ -50,19 +50,19 @@ CHAT_S = 10.0  # least length of a round of conversations, each of which takes a
 
 @dataclass(frozen=True)
 class Load:
-    """One row of the table: what is sent to a server, and what the result is compared with."""
+    """One row of the table: the requests for a server, and the figures that the result is compared with."""
 
     name: str
     title: str
-    kind: str  # ids | natural | rerank | file | s2 | latency; gen, chat, both: tokens are generated
-    tokens: int = 0  # tokens of a text, or of an answer where tokens are generated
+    kind: str  # ids | natural | rerank | file | s2 | latency; gen, chat, both generate tokens
+    tokens: int = 0  # per text, or per answer in loads that generate
     concurrency: int | None = None
     documents: int = 1  # documents per request
-    goal: float | None = None  # req/s; ms for latency, tok/s for gen
+    goal: float | None = None  # req/s; for latency ms, for gen tok/s
     floor: float | None = None  # req/s that the GEMMs alone allow; for gen computed from the model
-    vllm: str = "–"  # on such a machine; "beside": in one run with Penstock's second figure, versus_vllm.md
+    vllm: str = "–"  # vLLM's figure; "A beside B": measured in the same run as Penstock's B
     sampling: tuple[str, ...] = ("--temperature", "0")
-    prompt_tokens: int = 2  # of a request that generates
+    prompt_tokens: int = 2  # per request, in loads that generate
 
     @property
     def generates(self) -> bool:
@@ -71,7 +71,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Setup:
-    """A server, and the loads that it gets one after the other."""
+    """A server and the loads that run on it one after another."""
 
     name: str
     model: str
@@ -80,7 +80,7 @@ class Setup:
     apis: int | None = None  # None: --api-server-count
     default: bool = True
     show_processes: bool = False
-    engine_cores: int = 0  # that each engine has for itself; 0: the system decides
+    engine_cores: int = 0  # cores reserved for each engine; 0: the system decides
 
 
 S4_FLAGS = ("--enforce-eager", "--max-model-len", "4096", "--max-num-batched-tokens", "4096")
@@ -104,7 +104,7 @@ def _chat(name: str, title: str, concurrency: int, goal: float, vllm: str = "–
     return Load(name, title, "chat", 128, concurrency, goal=goal, vllm=vllm, prompt_tokens=1024)
 
 
-# Rounds repeat their prompts. Without a prefix cache, each prompt is computed as a new one would be.
+# Rounds repeat their prompts. Without a prefix cache, each prompt is computed like a new one.
 CHAT_FLAGS = ("--max-model-len", "2048", "--no-enable-prefix-caching")
 FP8_FLAGS = ("--quantization", "fp8", "--kv-cache-dtype", "fp8")
 
@@ -228,7 +228,7 @@ SETUPS = (
         "s4-own",
         "colbert-large",
         (_s4("s4-own", "own defaults", 330, 583),),
-        ("--max-model-len", "4096"),  # else documents are truncated to the limit of the model
+        ("--max-model-len", "4096"),  # otherwise documents are truncated to the limit of the model
         apis=4,
         show_processes=True,
     ),
@@ -310,17 +310,17 @@ class Figures:
     p99_ms: float
     token_rate: float
     failed: int = 0
-    tpot_ms: float = 0.0  # of loads that generate; their rate is in tokens
+    tpot_ms: float = 0.0  # for loads that generate; their rate is in tokens
     ttft_ms: float = 0.0
     itl_p99_ms: float = 0.0
-    beside: float = 0.0  # embeddings/s at the same time
-    busy: float = 0.0  # share of the run in which a step was on the device; 0: unknown
+    beside: float = 0.0  # embeddings/s measured at the same time
+    busy: float = 0.0  # share of the run in which the device ran a step; 0: unknown
 
 
 @dataclass
 class Row:
     load: Load
-    floor_ms: float = 0.0  # for one token of every row, of loads that generate
+    floor_ms: float = 0.0  # minimum time of a step that generates one token per row
     start_s: float = 0.0
     apis: int = 0
     memory_mib: int = 0
@@ -376,7 +376,7 @@ class Server:
         if setup.name.startswith(("s2", "s4")) and not options.share:
             self.command.append(
                 "--no-share-identical"
-            )  # requests repeat one body or one query: compute it each time
+            )  # requests repeat one body or query: compute it each time
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -446,7 +446,7 @@ class Server:
 
 
 def folder_of(model: str, options: argparse.Namespace) -> Path:
-    """The model's folder. Some that are missing are written with the tokenizer of another one."""
+    """The model's folder. Some missing folders are written with the tokenizer of another one."""
     folder = Path(options.models) / model
     if folder.is_dir() or model not in DERIVED:
         return folder
@@ -457,7 +457,7 @@ def folder_of(model: str, options: argparse.Namespace) -> Path:
 
 
 def run_load(load: Load, server: Server, options: argparse.Namespace, seconds: float) -> Figures:
-    """Run one load once, in its own processes."""
+    """Run one load once, with its own client processes."""
     if load.kind == "s2":
         return _run_s2(load, server, seconds)
     if load.kind == "both":
@@ -466,7 +466,7 @@ def run_load(load: Load, server: Server, options: argparse.Namespace, seconds: f
     found = _bench(load, server, options, seconds)
     if load.generates:
         return _generated(found)
-    counted = load.kind != "file"  # whether warm-up requests came before
+    counted = load.kind != "file"  # "file" has its warm-up requests in the same run
     return Figures(
         found["request_throughput"],
         found["median_e2el_ms"],
@@ -512,7 +512,7 @@ def _bench(load: Load, server: Server, options: argparse.Namespace, seconds: flo
 
 
 def _run_both(load: Load, server: Server, options: argparse.Namespace, seconds: float) -> Figures:
-    """Streams for some seconds, and embeddings of S1's texts at the same time."""
+    """Run streams for some seconds, and embed S1's texts at the same time."""
     texts = replace(load, kind="texts", concurrency=64)
     with ThreadPoolExecutor(1) as pool:
         embedded = pool.submit(_bench, texts, server, options, seconds)
@@ -549,7 +549,7 @@ def _data_flags(load: Load, options: argparse.Namespace, seconds: float) -> list
         data += ["--num-prompts", str(load.concurrency)]
         if load.kind == "both":
             return [*data, *clients, "--duration", str(seconds)]
-        clients = ["--num-processes", str(options.clients)]  # all at once, as S3 defines
+        clients = ["--num-processes", str(options.clients)]  # all connections at once, as S3 demands
         return [*data, *clients, "--request-rate", "inf", "--num-warmups", "16"]
     if load.kind == "rerank":
         data = ["--backend", "vllm-rerank", "--dataset-name", "random-rerank", "--seed", "0", *length]
@@ -566,7 +566,7 @@ def _data_flags(load: Load, options: argparse.Namespace, seconds: float) -> list
 
 
 def _natural_file(options: argparse.Namespace) -> Path:
-    """Texts whose lengths vary as those of stored paragraphs do, as a data set."""
+    """Write a data set of texts whose lengths vary like those of stored paragraphs."""
     file = Path(options.work) / "natural.jsonl"
     if not file.exists():
         lines = [json.dumps({"prompt": text}) for text in mixed_texts(NUM_NATURAL)]
@@ -610,7 +610,7 @@ def gpu_report(server: Server) -> list[str]:
     """The processes that use device memory: the driver's list, and the server's processes that opened a
     device.
 
-    In a container the driver may count processes by other numbers, so both are shown.
+    In a container the driver may report other process ids, so both are shown.
     """
     lines = []
     for pid, name in server.processes():
@@ -691,7 +691,7 @@ def _profile(load: Load, server: Server, options: argparse.Namespace) -> None:
     folder = Path(options.profile) / load.name
     seconds = max(options.seconds, 5.0)
     profile = Profile(server.processes(), folder, seconds - 2, server.port)
-    timer = threading.Timer(2.5, profile.start)  # the client has begun by then
+    timer = threading.Timer(2.5, profile.start)  # by then the client is running
     timer.start()
     with contextlib.suppress(Failed):
         run_load(load, server, options, seconds)
@@ -737,8 +737,9 @@ def _written(rows: list[Row]) -> list[str]:
 
 
 def floor_ms(setup: Setup, load: Load, options: argparse.Namespace) -> float:
-    """The minimum time of a step: reading the weights it uses and all keys and values once, or its products.
-    A step of conversations also runs its share of prompts: those that come for as many answers."""
+    """The minimum time of a step: reading its weights and all keys and values once, or its products. In a
+    load of conversations, each answer also needs the prefill of a prompt, which is spread over the answer's
+    steps."""
     file = folder_of(setup.model, options) / "config.json"
     if load.kind not in ("gen", "chat") or not file.exists():
         return 0.0
@@ -747,7 +748,7 @@ def floor_ms(setup: Setup, load: Load, options: argparse.Namespace) -> float:
     head = config.get("head_dim") or width // config["num_attention_heads"]
     keys = 2 * head * config.get("num_key_value_heads", config["num_attention_heads"])
     attention = width * (2 * head * config["num_attention_heads"] + keys)
-    used = 1.0  # share of the weights of its experts that a token uses
+    used = 1.0  # share of the expert weights that a token uses
     if experts := config.get("num_experts"):
         used = config["num_experts_per_tok"] / experts
         missed = (1 - used) ** rows  # probability that no row chooses an expert
@@ -758,10 +759,10 @@ def floor_ms(setup: Setup, load: Load, options: argparse.Namespace) -> float:
     weight = 1 if "--quantization" in setup.flags else 2  # bytes
     kv_bytes = 1 if "--kv-cache-dtype" in setup.flags else 2
     made = options.output_len or load.tokens
-    length = load.prompt_tokens + made / 2  # mean tokens of a row
+    length = load.prompt_tokens + made / 2  # mean tokens per row
     read = layers * (attention + read_feed) * weight + config["vocab_size"] * width * 2
     read += rows * length * keys * layers * kv_bytes
-    tokens = rows * (1 + load.prompt_tokens / made)  # of a step on average
+    tokens = rows * (1 + load.prompt_tokens / made)  # mean tokens per step
     products = 2 * tokens * layers * (attention + feed * used)
     return 1000 * max(read / MEMORY_BYTES_S, products / PRODUCTS_S[weight])
 
@@ -851,18 +852,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--s1-file", help="prompts of S1; by default gritlm_bench.jsonl in or beside DIR")
     parser.add_argument("--only", metavar="PATTERN", help="regular expression over the loads' names")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=5.0, help="length of a load that is bounded by time")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of a load with a time limit")
     parser.add_argument("--output-len", type=int, help="tokens per answer, instead of the load's")
     parser.add_argument("--full", action="store_true", help="S4 with all its 2,000 requests")
-    parser.add_argument("--api-server-count", type=int, default=8, help="for loads that set none")
-    parser.add_argument("--api", action="append", default=[], metavar="SETUP=N", help="for one setup")
+    parser.add_argument(
+        "--api-server-count", type=int, default=8, help="API processes, for setups without their own number"
+    )
+    parser.add_argument(
+        "--api", action="append", default=[], metavar="SETUP=N", help="API processes for one setup"
+    )
     parser.add_argument("--clients", type=int, default=CLIENTS, help="load processes")
     parser.add_argument("--share", action="store_true", help="S2 and S4 with identical rows deduplicated")
     parser.add_argument("--serve-flags", default="", help="more flags for every server")
-    parser.add_argument("--bench-flags", default="", help="more flags for every client but S2's")
+    parser.add_argument("--bench-flags", default="", help="more flags for every client except S2's")
     parser.add_argument("--profile", metavar="DIR", help="repeat each load once and sample its processes")
     parser.add_argument("--start-timeout", type=float, default=90.0)
-    parser.add_argument("--port", type=int, default=0, help="by default a free one")
+    parser.add_argument("--port", type=int, default=0, help="port; by default a free one")
     parser.add_argument("--save", metavar="PATH", help="write the table as Markdown")
 
 
@@ -891,7 +896,7 @@ def main() -> None:
                 )
         return
     complete(parser, options)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that results so far are printed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # print the results so far
     began = time.perf_counter()
     rows: list[Row] = []
     with contextlib.ExitStack() as stack:

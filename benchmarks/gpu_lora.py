@@ -1,11 +1,11 @@
-"""What LoRA adapters cost on one GPU: tokens per second with 1, 8 and 64 adapters mixed in each batch.
+"""The cost of LoRA adapters on one GPU: tokens per second with 1, 8 and 64 adapters mixed in each batch.
 
     python benchmarks/gpu_lora.py FOLDER [FOLDER…] [--rank 16] [--targets default|attention|all]
         [--variant fused|separate] [--shapes 64x32 64x256 128x128] [--save]
 
 Folders need only a configuration and a tokenizer; weights and adapters are random. Each shape of step runs in
-alternating rounds: on a model without adapters, on one that takes adapters but is given none, and with
-adapters. The table has medians and ratios to the first.
+alternating rounds: on a model without LoRA support, on one with LoRA support but no adapters, and with
+adapters. The table has medians, and ratios to the first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from penstock.types import PoolPlan, Request
 
 SHAPES = ((64, 32), (64, 256), (128, 128))
 COUNTS = (1, 8, 64)
-DEFAULT = ("query", "value", "q_proj", "v_proj")  # what PEFT adapts in these models, unless it is told
+DEFAULT = ("query", "value", "q_proj", "v_proj")  # PEFT's default targets for these models
 ATTENTION = ("query", "key", "value", "q_proj", "k_proj", "v_proj", "o_proj", "Wqkv", "qkv_proj")
 ROUNDS, STEPS = 7, 40
 
@@ -59,7 +59,7 @@ def write_adapter(folder: Path, sites: AdapterSites, rank: int, targets: str, se
 
 
 def plan_of(rows: int, length: int, first_id: int, count: int) -> PoolPlan:
-    """A step of rows with `count` adapters in turn; 0: without any."""
+    """A step whose rows use `count` adapters in turn; 0: no adapters."""
     tokens = np.random.default_rng(0).integers(1000, 20000, rows * length).astype(np.int32)
     request = Request("bench", tokens, np.full(rows, length, dtype=np.int32))
     if count:
@@ -68,7 +68,7 @@ def plan_of(rows: int, length: int, first_id: int, count: int) -> PoolPlan:
 
 
 def tokens_per_s(core: EngineCore, plan: PoolPlan) -> float:
-    """Steps one after another, with as many in flight as the engine has."""
+    """Run steps back to back, with as many in flight as the engine allows."""
     in_flight: deque[Callable[[], object]] = deque()
     began = time.perf_counter()
     for _ in range(STEPS):
@@ -130,7 +130,7 @@ def main() -> None:
     print("\n".join(lines), flush=True)
     for folder in options.folders:
         for line in measure(folder, options.rank, options.targets, shapes):
-            print(line, flush=True)  # at once: the time on a lent machine may end
+            print(line, flush=True)  # immediately: the time on a lent machine may end
             lines.append(line)
     if options.save:
         name = torch.cuda.get_device_name()

@@ -1,11 +1,11 @@
-"""What adapters add to the time of one linear layer, with separate launches and inside the product.
+"""The time that adapters add to one linear layer, as separate launches and inside the product.
 
     python benchmarks/gpu_lora_products.py [--rank 16] [--tokens 2048 16384] [--length 32]
 
-Each product runs in a CUDA graph of several copies with different inputs. The table has microseconds: the
-product alone, with separate launches for the adapters in tiles of 16 and of 64 lines, and with the adapters
-inside, in tiles of 128 and of 256 columns; then what a step of this size uses, and the largest differences to
-the reference in fp32, relative to the largest value.
+Each product runs in a CUDA graph of several copies with different inputs. The table has microseconds for the
+product alone, for separate launches of the adapters in tiles of 16 and of 64 lines, and for adapters inside
+the product in tiles of 128 and of 256 columns. Further columns name the variant that a step of this size
+uses, and the largest differences to the reference in fp32, relative to the largest value.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from penstock.layers.linear import Linear
 
 SLOTS = 64
 COPIES, ROUNDS = 6, 9
-# Name, inputs, the outputs of its parts, activation, whether the first half is a gate.
+# Name, inputs, outputs of each part, activation, whether the first half is a gate.
 LAYERS: tuple[tuple[str, int, tuple[int, ...], str | None, bool | None], ...] = (
     ("bge-base qkv", 768, (768, 768, 768), None, None),
     ("bge-base out", 768, (768,), None, None),

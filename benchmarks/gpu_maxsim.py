@@ -2,10 +2,9 @@
 
     python benchmarks/gpu_maxsim.py [--tune] [--save FILE] [--seconds 85]
 
-Checks the kernel against fp64 first. Times are medians of device time, taken in turns, each call after a
-write that clears the cache and lets the host run ahead. flash-maxsim is optional; its autotuning happens
-before anything is timed. With --tune, other tilings of the kernel are measured afterwards, while time is
-left.
+Checks the kernel against fp64 first. Figures are medians of device time. The contenders take turns. Before
+each call, a write clears the cache and lets the host run ahead. flash-maxsim is optional; it autotunes before
+anything is timed. With --tune, other tilings of the kernel are measured afterwards, as long as time is left.
 """
 
 from __future__ import annotations
@@ -171,7 +170,7 @@ def check_all() -> list[str]:
 
 
 def padded_product(case: Case) -> Callable[[], Tensor]:
-    """The usual way. Documents are padded beforehand, which is not timed."""
+    """The usual padded product. Documents are padded in advance; that is not timed."""
     padded = case.documents.new_zeros(case.count, case.longest, DIM)
     places = torch.arange(case.longest, device="cuda")
     there = places < case.lengths[:, None]
@@ -213,7 +212,7 @@ class Found:
 
 
 def warm(case: Case) -> dict[str, tuple[Callable[[], Tensor], float, float]]:
-    """The contenders that run, with the memory of a call beyond its inputs, and their difference to the
+    """The contenders that run, each with a call's memory beyond its inputs and its difference to the
     first."""
     ready: dict[str, tuple[Callable[[], Tensor], float, float]] = {}
     wanted: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Paged attention of decode steps on one GPU: microseconds of each tiling beside the bytes' floor.
+"""Paged attention of decode steps on one GPU: microseconds of each tiling, and the floor by memory traffic.
 
     python benchmarks/gpu_paged.py [--rows 16,64,128] [--keys 64,256,1024] [--dtype bf16|fp8]
 

@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_ramp.py FOLDER [--starts 2] [--seconds 20] [--connections 64] [--tree DIR]
 
-A server with random weights is started several times on one cache folder, so the first start has no history
-of shapes and the others have one. Client processes are up before the server is, and send texts of natural
-lengths (median 64 tokens, mean about 105, p99 about 560) as soon as it is ready. `--tree` runs the server of
-another checkout, for a comparison on the same machine; `--serve-flags "--device null"` needs no GPU.
+A server with random weights is started several times on one cache folder: the first start has no recorded
+shapes, later starts do. Client processes start before the server, and send texts of natural lengths (median
+64 tokens, mean about 105, p99 about 560) as soon as it is ready. `--tree` runs the server of another
+checkout, for a comparison on the same machine; `--serve-flags "--device null"` needs no GPU.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from texts import natural_texts
 
 CLIENT_PROCESSES = 6
 MEDIAN_TOKENS, SPREAD, MAX_TOKENS = 64, 1.0, 900  # a log-normal distribution of lengths
-WORDS_PER_TOKEN = 0.68  # of the documentation that the words come from
+WORDS_PER_TOKEN = 0.68  # measured on the documentation that the words come from
 STEADY_SHARE = 0.3  # the last part of a run counts as steady
 
 
 def texts_of_natural_length(count: int, seed: int) -> list[str]:
-    """Texts whose numbers of tokens follow a log-normal distribution."""
+    """Texts whose lengths in tokens follow a log-normal distribution."""
     draw = random.Random(seed)
     words = " ".join(natural_texts(1500, seed)).split()
     found, at = [], 0
@@ -52,7 +52,7 @@ def texts_of_natural_length(count: int, seed: int) -> list[str]:
 
 
 class Client(multiprocessing.Process):
-    """Some of the connections; sends from `begin` on."""
+    """A process with some of the connections. It sends from `begin` on."""
 
     def __init__(self, number: int, port: int, options: argparse.Namespace, begin: Event) -> None:
         super().__init__(daemon=True)
@@ -105,7 +105,7 @@ class Client(multiprocessing.Process):
 
 @contextmanager
 def server(options: argparse.Namespace, port: int, cache: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A server that has been started and may not be ready yet."""
+    """Start a server without waiting until it is ready."""
     tree = options.tree or str(Path(__file__).resolve().parents[1])
     command = [sys.executable, "-m", "penstock", "serve", options.folder, "--port", str(port)]
     command += ["--load-format", "dummy", "--runner", "pooling", "--drain", "2"]
@@ -173,13 +173,13 @@ def show(name: str, found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder")
-    parser.add_argument("--tree", help="the checkout whose server runs; by default that of this script")
+    parser.add_argument("--tree", help="run the server of this checkout; by default that of the script")
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--seconds", type=int, default=20)
     parser.add_argument("--connections", type=int, default=64)
     parser.add_argument("--apis", type=int, default=8, help="API processes")
     parser.add_argument("--serve-flags", default="")
-    parser.add_argument("--show-log", action="store_true", help="show what the engine says of its start")
+    parser.add_argument("--show-log", action="store_true", help="show the engine's start-up log")
     options = parser.parse_args()
     options.folder = str(Path(options.folder).resolve())
     with tempfile.TemporaryDirectory() as cache:

@@ -1,9 +1,9 @@
-"""Tokens per second of the offline engine by model shape and row length: what `penstock plan` is fitted on.
+"""Tokens per second of the offline engine by model shape and row length. `penstock plan` is fitted to these.
 
     python benchmarks/gpu_rates.py --models DIR [--seconds 1.5] [--only PATTERN] [--save PATH]
 
-DIR holds model folders (configuration and tokenizer; weights are random). Rows are random token ids, all of
-one length. Texts are measured too: the difference is what tokenising costs on this host.
+DIR holds model folders (configuration and tokenizer; weights are random). Rows are random token ids of equal
+length. Texts are measured too: the difference is the cost of tokenising on this host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.offline.throughput import measure, random_rows
 LENGTHS = (8, 32, 128, 512, 2048)
 TEXTS = 6144
 SMALL = {"hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name: folder, what differs from its config.json
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name: folder, changes to its config.json
     "minilm-l6": ("bge-base", {**SMALL, "num_hidden_layers": 6}),
     "bge-small": ("bge-base", {**SMALL, "num_hidden_layers": 12}),
     "bge-base": ("bge-base", {}),
@@ -80,10 +80,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=1.5)
-    parser.add_argument("--only", default="", help="a pattern that names of models match")
+    parser.add_argument("--only", default="", help="regular expression over model names")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--rows", type=int, default=16_384, help="distinct rows at most")
+    parser.add_argument("--rows", type=int, default=16_384, help="maximum number of distinct rows")
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
     records = []
@@ -92,7 +92,7 @@ def main() -> None:
             began = time.perf_counter()
             try:
                 records += measured(name, options)
-            except Exception as error:  # the others are worth having
+            except Exception as error:  # measure the other models all the same
                 print(f"{name} failed: {type(error).__name__}: {error}")
             print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
     if options.save:

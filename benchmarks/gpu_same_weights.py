@@ -1,11 +1,11 @@
-"""Full-size models on a GPU compared with transformers on the same seeded files, and a ModernBERT under load.
+"""Compare full-size models on a GPU with transformers on the same seeded files; put load on a ModernBERT.
 
     python benchmarks/gpu_same_weights.py --models build/models [--save PATH]
 
-MODELS holds a folder of configuration and tokenizer for each scenario; weights are drawn by transformers
-and written as a checkpoint. Each model answers texts of mixed length, alone and all in one call, in fp32
-and bf16, and is compared with transformers in fp32, one text at a time. Exit code 1 if a limit
-was missed or a part failed. `--tiny --device cpu` tries the script itself.
+MODELS holds a folder of configuration and tokenizer for each scenario; transformers draws the weights and
+writes them as a checkpoint. Each model answers texts of mixed length, one at a time and all in one call, in
+fp32 and bf16. The reference is transformers in fp32, one text at a time. Exit code 1 if a limit was missed or
+a part failed. `--tiny --device cpu` tries the script itself.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from tests.parity.texts import natural_texts as texts_of_the_world  # noqa: E402
 
 Vectors = NDArray[np.float32]
 BARS = {"float32": 0.9999, "bfloat16": 0.999}
-LONGEST = 300  # tokens of a row
+LONGEST = 300  # tokens per row
 LENGTHS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 127, 128, 129, 180, 200, 255, 256, 290)
-SPREAD = 0.02  # of norms and biases around their initial value, so that a missing one is noticed
+SPREAD = 0.02  # spread of norms and biases around their initial value, so that a missing tensor is noticed
 COPIED = ("*.json", "*.txt", "1_Pooling")
 LOAD_TOKENS, LOAD_CLIENTS = 256, 64
 S2 = {"enable_chunked_prefill": True, "max_num_batched_tokens": 512, "long_prefill_token_threshold": 128}
@@ -58,21 +58,21 @@ TINY: dict[str, Any] = {
     "num_attention_heads": 4,
     "intermediate_size": 96,
     "num_hidden_layers": 4,
-    "initializer_range": 0.07,  # as strong a layer as 0.02 makes at full width
+    "initializer_range": 0.07,  # makes a layer as strong as 0.02 does at full width
 }
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A transformers class that writes the checkpoint, and how its states become a vector."""
+    """A transformers class that writes the checkpoint, and how its hidden states become a vector."""
 
-    folder: str  # with the configuration, or only with the tokenizer
-    kind: str  # the class of the checkpoint
+    folder: str  # contains the configuration, or only the tokenizer
+    kind: str  # class of the checkpoint
     pool: Callable[[Vectors], Vectors]
     config: dict[str, Any] = field(default_factory=dict)  # overrides of the configuration in the folder
     tiny: dict[str, Any] = field(default_factory=dict)
     full: bool = False  # the reference must use bidirectional attention
-    flags: dict[str, dict[str, Any]] = field(default_factory=dict)  # other engine options to run in bf16
+    flags: dict[str, dict[str, Any]] = field(default_factory=dict)  # further bf16 runs: name → engine options
 
     @property
     def backbone(self) -> Any:
@@ -92,7 +92,7 @@ def mean(states: Vectors) -> Vectors:
 
 
 def mean_behind_start(states: Vectors) -> Vectors:
-    """GritLM without an instruction: all tokens except the start token."""
+    """The mean of all tokens except the start token: GritLM without an instruction."""
     return states[1:].mean(0) if len(states) > 1 else states[0]
 
 
@@ -144,13 +144,13 @@ SERVED = "modernbert-base"
 
 @dataclass
 class Row:
-    """Results for one way to run a model; cosines are the smallest over all texts or tokens."""
+    """Results of one configuration of a model. Cosines are the smallest over all texts or tokens."""
 
     model: str
     way: str
     embed: float
     token_embed: float
-    alone: float  # largest difference of a component between a text alone and in the batch
+    alone: float  # largest difference of a component between a text run alone and in the batch
     tokens_alone: float
     bar: float
 
@@ -175,7 +175,7 @@ class Report:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Report a part that fails and continue with the next."""
+        """Report a failed part and continue with the next."""
         began = time.perf_counter()
         try:
             yield
@@ -213,7 +213,7 @@ def write_checkpoint(subject: Subject, models: Path, folder: Path, device: str, 
             if parameter.ndim == 1:
                 parameter.data += SPREAD * torch.randn_like(parameter)
     model.to(getattr(torch, config["torch_dtype"])).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))  # not as the class would write it
+    (folder / "config.json").write_text(json.dumps(config, indent=1))  # the class would write other keys
     if subject.pool is mean:
         pooling = folder / "1_Pooling" / "config.json"
         said = json.loads(pooling.read_text())
@@ -224,8 +224,8 @@ def write_checkpoint(subject: Subject, models: Path, folder: Path, device: str, 
 
 
 def make_texts(folder: Path, count: int) -> tuple[list[str], list[list[int]]]:
-    """English texts truncated to given numbers of tokens, texts in other scripts, and the token rows of
-    all."""
+    """English texts truncated to given numbers of tokens, texts in other scripts, and the token rows of all
+    texts."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -241,7 +241,7 @@ def make_texts(folder: Path, count: int) -> tuple[list[str], list[list[int]]]:
 
 
 def stretched(paragraphs: list[str]) -> Iterator[str]:
-    """Paragraphs joined until each holds enough words for the longest row."""
+    """Join paragraphs until each text has enough words for the longest row."""
     text = ""
     for paragraph in paragraphs:
         text += paragraph + " "
@@ -257,7 +257,7 @@ def stretched(paragraphs: list[str]) -> Iterator[str]:
 def reference_states(
     subject: Subject, folder: Path, rows: list[list[int]], device: str, dtype: torch.dtype
 ) -> list[Vectors]:
-    """Each row alone, so that nothing is padded."""
+    """Run each row alone, so that nothing is padded."""
     model: nn.Module = subject.backbone.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     model = model.to(device).eval()
     found = []
@@ -276,7 +276,7 @@ def cosines(found: Vectors, wanted: Vectors) -> NDArray[np.float64]:
 
 
 def worst(found: Vectors, wanted: Vectors) -> float:
-    """The smallest cosine. NaN, which passes no limit, if shapes differ or a value is not finite."""
+    """The smallest cosine; NaN, which fails every limit, if shapes differ or a value is not finite."""
     return float(cosines(found, wanted).min()) if found.shape == wanted.shape else float("nan")
 
 
@@ -335,7 +335,7 @@ def compare(name: str, subject: Subject, folder: Path, options: argparse.Namespa
 
 
 def serve(folder: Path, options: argparse.Namespace, report: Report) -> None:
-    """Answers to known texts while `penstock bench serve` keeps the server busy."""
+    """Check answers to known texts while `penstock bench serve` keeps the server busy."""
     subject = SUBJECTS[SERVED]
     texts, rows = make_texts(folder, options.texts)
     states = reference_states(subject, folder, rows, options.device, torch.float32)
@@ -351,7 +351,7 @@ def serve(folder: Path, options: argparse.Namespace, report: Report) -> None:
             while bench.poll() is None:
                 chosen = draw.integers(0, len(texts), 4)
                 answers = request(server.port, [texts[i] for i in chosen])
-                lowest = float(np.minimum(lowest, worst(answers, vectors[chosen])))  # keeps nan
+                lowest = float(np.minimum(lowest, worst(answers, vectors[chosen])))  # keeps NaN, unlike min()
                 asked += len(chosen)
                 time.sleep(0.05)
             assert bench.stdout is not None
@@ -443,9 +443,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=list(SUBJECTS), choices=list(SUBJECTS), metavar="NAME")
     parser.add_argument("--texts", type=int, default=64)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--seconds", type=float, default=8, help="length of the load; 0: no load")
+    parser.add_argument("--seconds", type=float, default=8, help="duration of the load; 0: no load")
     parser.add_argument("--tiny", action="store_true", help="small shapes")
-    parser.add_argument("--save", type=Path, help="file for the table")
+    parser.add_argument("--save", type=Path, help="write the table to this file")
     options = parser.parse_args()
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False

@@ -3,9 +3,9 @@
     python benchmarks/gpu_session.py --models DIR --out DIR [--minutes 9] [--parts tests natural …]
 
 DIR holds model folders (configuration and tokenizer; weights are random). A part starts only if its usual
-time is left, and it is stopped when the limit ends. Logs and tables are written to `--out`. `--parts`
-continues with what an earlier call did not reach. With `--before`, another checkout runs the standard loads
-in turns with this one. `--list` shows the commands of all parts.
+time is left, and is stopped at the limit. Logs and tables are written to `--out`. Use `--parts` for parts
+that an earlier call did not reach. With `--before`, another checkout and this one take turns running the
+standard loads. `--list` shows the commands of all parts.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 TREE = HERE.parent
-NUM_SHOWN_LINES = 25  # of each log, at the end
-STOP_S = 20.0  # for a part to print what it has measured, once it is asked to stop
+NUM_SHOWN_LINES = 25  # last lines of each log that are printed
+STOP_S = 20.0  # time for a part to print its results after SIGTERM
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     name: str
-    minutes: float  # that it usually takes
+    minutes: float  # usual duration
     commands: tuple[str, ...]  # {models} and {out} are replaced
     needs_before: bool = False
 
@@ -100,8 +100,8 @@ class Session:
         ]
 
     def _run(self, command: str, tree: Path, log: Path) -> int | None:
-        """The exit status; None: it ran into the limit, and was given time to print what it has. `tree` is
-        the working directory too: `python -m` imports from there before it looks at PYTHONPATH."""
+        """Returns the exit status, or None if the command was stopped at the limit, after time to print its
+        results. `tree` is also the working directory: `python -m` imports from there before PYTHONPATH."""
         environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONUNBUFFERED": "1"}
         words = [
             str(TREE / word) if word.startswith("benchmarks/") else word for word in shlex.split(command)
@@ -123,7 +123,7 @@ class Session:
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(STOP_S)
-            finally:  # its own processes too: the next part needs the device for itself
+            finally:  # kill its child processes too: the next part needs the whole device
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -147,8 +147,10 @@ def main() -> None:
     )
     parser.add_argument("--models", default="DIR", help="directory of the model folders")
     parser.add_argument("--out", default="OUT", help="directory for logs and tables")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts of this call")
-    parser.add_argument("--parts", nargs="+", default=[], metavar="PART", help="by default all, in order")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit for all parts together")
+    parser.add_argument(
+        "--parts", nargs="+", default=[], metavar="PART", help="parts to run; by default all, in order"
+    )
     parser.add_argument("--before", default="", metavar="DIR", help="a checkout to compare with")
     parser.add_argument("--list", action="store_true", help="show the commands of all parts and exit")
     options = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Sleep and wake of models on a GPU: seconds, memory, and whether the answers stay the same.
+"""Sleep and wake of models on a GPU: time, memory, and whether the answers stay the same.
 
 python benchmarks/gpu_sleep.py --models DIR [--cycles 20] [--level 1] [--save FILE] [NAME…]
 
-DIR holds the folders of the models, bge-base and gritlm-7b unless others are named. Weights are dummies.
+DIR holds the folders of the models; bge-base and gritlm-7b by default. Weights are dummies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CUDA = torch.device("cuda")
 
 
 def used_gib() -> float:
-    """Memory of the device that is not free, whoever uses it."""
+    """Device memory in use by any process."""
     free, total = torch.cuda.mem_get_info()
     return (total - free) / GIB
 
@@ -40,7 +40,7 @@ def timed(work: Any) -> tuple[float, Any]:
 
 
 class Bench:
-    """One model that sleeps and wakes again and again."""
+    """One model that sleeps and wakes repeatedly."""
 
     def __init__(self, engine: Engine, level: int) -> None:
         self.engine, self.level = engine, level
@@ -50,7 +50,7 @@ class Bench:
         draw = np.random.default_rng(0)
         vocabulary = engine.spec.vocab_size - 10
         self.rows = [draw.integers(10, vocabulary, n).tolist() for n in (1, 5, 16, 40, 128, 300)]
-        self.large = [draw.integers(10, vocabulary, 500).tolist() for _ in range(64)]  # runs without a graph
+        self.large = [draw.integers(10, vocabulary, 500).tolist() for _ in range(64)]  # too large for a graph
         self.generates = engine.settings.generates
         self.vectors = self.embed()
         self.large_vectors = engine.embed(self.large)
@@ -67,7 +67,7 @@ class Bench:
         return [each.text for each in self.engine.generate(self.rows[2:4], params)]
 
     def checksum(self) -> list[int]:
-        """A number for the bits of every weight."""
+        """A checksum of the bits of each storage of weights."""
         storages = storages_of([self.sleeper.runner.model, self.sleeper.runner.pooler.heads], CUDA)
         flat = (torch.empty(0, dtype=torch.int16, device=CUDA).set_(each) for each in storages)
         return [int(each.sum(dtype=torch.int64)) for each in flat]

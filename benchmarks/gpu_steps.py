@@ -4,8 +4,8 @@
 
 Without folders, configurations of BERT-base and XLM-R-large are written; weights are random. "whole" is the
 time from the launch of a single step until its results can be read. "back to back" keeps two steps in flight,
-as the engine does, and so shows whether host or device is the limit. The row of a plain torch encoder is the
-time of graphs of unfused kernels on an H200.
+as the engine does, so it shows whether host or device is the limit. The row of a plain torch encoder has
+times of graphs of unfused kernels on an H200.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import PoolPlan, Request
 
 SHAPES = ((1, 32), (8, 32), (64, 32), (16, 256), (64, 256), (32, 500), (2, 2048))
-PLAIN = {  # ms of a graph of plain torch operations
+PLAIN = {  # ms per graph of plain torch operations
     "bert-base": {(1, 32): 0.52, (64, 32): 1.28, (16, 256): 2.05, (64, 256): 7.40, (32, 500): 7.78},
     "xlmr-large": {(1, 32): 1.10, (64, 32): 3.44, (16, 256): 5.73, (64, 256): 23.6, (32, 500): 24.2},
 }
@@ -94,7 +94,7 @@ def median_ms(call: Callable[[], float], seconds: float = 0.25, least: int = 8) 
 
 
 def measure(runner: ModelRunner, plan: PoolPlan) -> dict[str, float]:
-    """Milliseconds of the launch, of the device, of a single step, and of a step among many."""
+    """Milliseconds: host time of the launch, device time, a single step, and a step back to back."""
 
     def launch() -> float:
         began = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Prompts beside decodes: streams that start as others end, with and without a target of inter-token latency.
+"""Prefills beside decodes: streams that start as others end, with and without an inter-token latency target.
 
-Each policy has an engine process of its own. A stream begins as soon as another ends, so that as many as
-`--streams` says are always open. The model is of Qwen3-8B's shape, or with `--as-is` that of the folder.
+Each policy has its own engine process. A stream begins as soon as another ends, so that `--streams` of them
+are always open. The model has the shape of Qwen3-8B, or with `--as-is` that of the folder.
 
 python benchmarks/gpu_streams.py FOLDER [--streams 16 64] [--targets 0 14] [--rounds 6] [--trace]
 """
@@ -58,7 +58,7 @@ class TokenTimes:
 async def stream_all(
     engine: Engine, rows: list[list[int]], params: SamplerParams, num_streams: int
 ) -> list[TokenTimes]:
-    """All rows, `num_streams` at a time."""
+    """Stream all rows, `num_streams` at a time."""
     waiting, found = iter(enumerate(rows)), []
 
     async def stream() -> None:
@@ -94,7 +94,7 @@ def figures(streams: list[TokenTimes], seconds: float) -> dict[str, float]:
 
 
 class StepTrace:
-    """Device time by what a step held: decodes and prompt tokens."""
+    """Device time of steps by their decodes and prompt tokens."""
 
     def __init__(self, engine: Engine) -> None:
         self.steps: dict[tuple[str, int], list[float]] = {}
@@ -121,7 +121,7 @@ class StepTrace:
 
 
 def measure(given: argparse.Namespace) -> list[dict[str, float]]:
-    """One policy, in this process."""
+    """Measure one policy in this process."""
     params = SamplerParams(max_tokens=given.output, ignore_eos=True, temperature=0.0)
     began, found = time.perf_counter(), []
     with Engine(
@@ -135,7 +135,7 @@ def measure(given: argparse.Namespace) -> list[dict[str, float]]:
         draw = np.random.default_rng(0)
         trace = StepTrace(engine) if given.trace else None
         for num_streams in given.streams:
-            for rounds in (2, given.rounds):  # the first is a warm-up
+            for rounds in (2, given.rounds):  # the first pass is a warm-up
                 count = rounds * num_streams
                 rows = draw.integers(10, engine.spec.vocab_size - 10, (count, given.input)).tolist()
                 start_s = time.perf_counter()
@@ -164,15 +164,16 @@ def main() -> None:
     )
     parser.add_argument("--input", type=int, default=1024)
     parser.add_argument("--output", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=6, help="requests of each stream")
+    parser.add_argument("--rounds", type=int, default=6, help="requests per stream")
     parser.add_argument("--as-is", action="store_true", help="keep the shape of the folder's model")
     parser.add_argument("--trace", action="store_true", help="print the device time of steps by size")
-    parser.add_argument("--target", type=float, help=argparse.SUPPRESS)  # of one policy's process
+    # Internal: starts the process of one policy.
+    parser.add_argument("--target", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.target is not None:
         print(json.dumps(measure(given)), flush=True)
         return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that results so far are printed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # print the results so far
     found: list[dict[str, float]] = []
     try:
         with tempfile.TemporaryDirectory() as work:
@@ -187,7 +188,7 @@ def main() -> None:
 
 
 def run_policy(folder: str, target: float, given: argparse.Namespace) -> list[dict[str, float]]:
-    """One policy, in a process of its own."""
+    """Measure one policy in its own process."""
     command = [sys.executable, __file__, folder, "--target", str(target), "--rounds", str(given.rounds)]
     command += ["--input", str(given.input), "--output", str(given.output)]
     command += ["--streams", *map(str, given.streams), *(["--trace"] if given.trace else [])]

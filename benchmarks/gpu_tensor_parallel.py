@@ -1,10 +1,11 @@
-"""Tensor parallel on one GPU: what its machinery costs, and whether answers stay the same.
+"""Tensor parallelism on one GPU: its overhead, and whether answers stay the same.
 
 python benchmarks/gpu_tensor_parallel.py [--save FILE]
 
-One GPU can run one NCCL rank. The table compares a plain engine, without and with CUDA graphs, with one rank
-that goes through the process group and the divided layers. Weights are dummies of the shape of Qwen3-0.6B,
-and of Qwen3-30B-A3B with fewer layers. The tests in `tests/gpu/test_tensor_parallel.py` run first.
+One GPU can run only one NCCL rank. The table compares a plain engine, without and with CUDA graphs, with a
+single rank that uses the process group and the sharded layers. Weights are dummies with the shapes of
+Qwen3-0.6B, and of Qwen3-30B-A3B with fewer layers. The tests in `tests/gpu/test_tensor_parallel.py` run
+first.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 ROWS, LENGTH, NEW_TOKENS, REPEATS = 64, 256, 64, 5
-HANG_S = 30  # a test that takes longer shows its stacks
+HANG_S = 30  # a test that takes longer prints its stacks
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -119,7 +120,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", type=Path)
     parser.add_argument("--no-tests", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="without the engine that has CUDA graphs")
+    parser.add_argument("--quick", action="store_true", help="skip the engine with CUDA graphs")
     parser.add_argument("--no-table", action="store_true")
     options = parser.parse_args()
     status = 0

@@ -1,11 +1,11 @@
-"""Device time under load by kind of work, from the traces of the server (`--profile`).
+"""Device time under load by kind of work, from the server's traces (`--profile`).
 
     python benchmarks/gpu_trace.py --models DIR [--only '^s[14]'] [--steps 12] [--save PATH]
 
 The loads are those of gpu_loads.py. A server is started with `--profile` and gets the load twice: to warm up,
-and while a window of steps is recorded. The trace shows how long the device worked, its gaps and its kinds of
-work. Recording every call slows the host down by half, so gaps between eager launches are longer in a trace
-than otherwise; gpu_loads.py shows how busy the device is without a trace.
+and while a window of steps is recorded. The trace shows the device's busy time, its gaps and its kinds of
+work. Recording every call makes the host about half as fast, so a trace shows longer gaps between eager
+launches; gpu_loads.py shows how busy the device is without a trace.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def kind_of(name: str) -> str:
 
 
 def read(events: Iterable[dict[str, Any]]) -> Busy | None:
-    """None: the trace has no device events."""
+    """Read one window; None if the trace has no device events."""
     events = list(events)
     steps = [e["ts"] for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("step:")]
-    begin = min(steps, default=0.0)  # skip what ran while recording was set up
+    begin = min(steps, default=0.0)  # skip events from before the first recorded step
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     device = [e for e in events if e.get("cat") in kinds and "dur" in e and e["ts"] >= begin]
     if not device:
@@ -91,7 +91,7 @@ def traced(setup: Setup, load: Load, options: argparse.Namespace, folder: Path) 
     server = Server(setup, options, Path(options.work), flags)
     try:
         server.start(options.start_timeout)
-        for _ in range(3):  # until the first window of a new server is over
+        for _ in range(3):  # the first window of a new server comes later
             run_load(load, server, options, WARM_UP_S)
             if _written(folder, 0, 2.0) is not None:
                 break
@@ -113,7 +113,7 @@ def traced(setup: Setup, load: Load, options: argparse.Namespace, folder: Path) 
 
 
 def _written(folder: Path, before: int, patience_s: float) -> Path | None:
-    """The newest trace, once there is one more and it is complete."""
+    """Wait until there is one more trace than before, and it is complete. Returns the newest."""
     until = time.perf_counter() + patience_s
     while time.perf_counter() < until:
         paths = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)

@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_w4.py [--only products,tiles] [--save PATH]
 
-`products` times F.linear in bf16, the kernel that dequantises as it multiplies, and dequantising for the
-matrix library; `chosen` is what a layer does. `tiles` times other tiles and splits of the kernel. Times are
-medians of CUDA graph replays over several weights, so that no weight stays in the cache. `--smoke` runs tiny
-shapes on any device (without a GPU under TRITON_INTERPRET=1) and times nothing.
+`products` times F.linear in bf16, the kernel that dequantises as it multiplies, and dequantising before a
+library product; `chosen` is the method that a layer uses. `tiles` times other tiles and splits of the kernel.
+Times are medians of CUDA graph replays over several weights, so that no weight stays in the cache. `--smoke`
+runs tiny shapes on any device (without a GPU under TRITON_INTERPRET=1) and times nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SHAPES = {"qkv": (4096, 6144), "out": (4096, 4096), "gate, up": (4096, 24576), "
 ROWS = (1, 16, 32, 64, 128, 256, 512, 4096)
 TILE_ROWS = (1, 16, 32, 64)
 GROUP = 128
-CACHE_BYTES = 200_000_000  # more than the device's cache holds
+CACHE_BYTES = 200_000_000  # larger than the device's cache
 
 
 class Bench:
@@ -70,7 +70,7 @@ class Bench:
         ]
 
     def us(self, call: Callable[[Any], Tensor], weights: Sequence[Any]) -> float:
-        """Microseconds of one call, over all weights in turn."""
+        """Microseconds per call, over all weights in turn."""
         if self.smoke:
             call(weights[0])
             return 1.0

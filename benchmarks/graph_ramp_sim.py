@@ -1,11 +1,11 @@
-"""Which steps of the first seconds have a graph, simulated on a CPU: no GPU and no server is needed.
+"""Simulate which steps of the first seconds have a graph. Needs neither a GPU nor a server.
 
     python benchmarks/graph_ramp_sim.py [--connections 64 256] [--seconds 6] [--model bge-base]
 
-A closed loop of connections sends texts of natural lengths. One thread launches steps with all rows that
-wait, two in flight, as the engine does. `GraphPolicy` decides as in the runner; what steps and captures take
-is a straight line through times that were measured on an H200. For every second it counts steps by their own
-graph, by a borrowed one and without one, and the buckets that came so far.
+A closed loop of connections sends texts of natural lengths. One thread launches steps with all waiting rows,
+two in flight, as the engine does. `GraphPolicy` decides as in the runner. The times of steps and captures are
+linear fits to measurements on an H200. For every second the script counts steps with their own graph, with a
+borrowed graph and without one, and the buckets that have occurred so far.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ CAPTURE_PAUSE = 4.0  # as in the runner
 class Costs(NamedTuple):
     """Seconds that steps of a model take on one H200."""
 
-    host_s: float  # of a step without a graph
-    base_s: float  # of any step on the device
+    host_s: float  # launch of a step without a graph
+    base_s: float  # fixed device time of a step
     token_s: float
     capture_s: float
-    first_touch_s: float  # more, for the first step of a number of tokens: the library loads its kernels
+    first_touch_s: float  # added to the first step with a number of tokens: the library loads its kernels
     max_length: int
     max_tokens: int
 
@@ -55,7 +55,7 @@ class Second:
     kinds: Counter[str] = field(default_factory=Counter)
     answers: int = 0
     latencies: list[float] = field(default_factory=list)
-    num_buckets: int = 0  # that came since the start
+    num_buckets: int = 0  # buckets that have occurred so far
     num_graphs: int = 0
 
 
@@ -112,7 +112,7 @@ class Simulation:
             if waits and len(in_flight) < 2:
                 requests = self._schedule(now)
                 host_s, device_s = self._step(now, [length for _, _, length in requests])
-                # Kernels that are launched one by one keep the device waiting until the last is there.
+                # Kernels launched one by one keep the device waiting until the last launch.
                 began = max(device_free, now + min(host_s, REPLAY_HOST_S))
                 device_free = max(began + device_s, now + host_s)
                 in_flight.append((device_free, requests))
@@ -139,7 +139,7 @@ class Simulation:
             heapq.heappush(self.arriving, self._request(now))
 
     def _step(self, now: float, lengths: list[int]) -> tuple[float, float]:
-        """The host's and the device's time for a step."""
+        """Host time and device time of a step."""
         costs, second = self.costs, self.seconds[int(now)]
         bucket = bucket_of(sum(lengths), len(lengths), max(lengths))
         if bucket is None:

@@ -1,12 +1,12 @@
 """Host time of an eager step in µs: the launches of the model and the plan of the step.
 
-Needs no GPU: launches do nothing and products only allocate their output, so only Penstock's own work is
-measured. The models have all their layers, but narrow ones, because shapes make no difference here.
+Needs no GPU: launches do nothing and products only allocate their output, so only Penstock's host work is
+measured. The models have all their layers, but narrow ones, because host time does not depend on the width.
 
 python benchmarks/host_cost.py [--rounds N] [--save FILE.json] [--against FILE.json]
 """
 
-# ruff: noqa: E402 — the lines before the imports decide what they define
+# ruff: noqa: E402 — the lines before the imports decide what the imported modules define
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from penstock.scheduler.scheduler import Budget, ScheduledRows, Scheduler
 from penstock.scheduler.vector_cache import VectorCache
 from penstock.types import PoolingParams, Request, Task
 
-gate_up.num_programs = lambda device: 0  # there is no device to ask
+gate_up.num_programs = lambda device: 0  # there is no device to query
 TOKENS = 4096
 LENGTHS = [2, 2, 70, 70]
 BERT = {
@@ -99,12 +99,12 @@ class Zeros:
 
 
 class Nothing:
-    """A compiled kernel whose launch takes anything and does nothing."""
+    """A compiled kernel whose launch accepts any arguments and does nothing."""
 
     packed_metadata, function = (1,), 1
     global_scratch_size = profile_scratch_size = 0
     launch_cooperative_grid = launch_pdl = False
-    launch = "".format  # written in C, as the real one is
+    launch = "".format  # implemented in C, like the real launch
 
     @property
     def run(self) -> Nothing:
@@ -136,7 +136,7 @@ def take_launches() -> None:
 
 
 def clock(run: Callable[[], object], rounds: int) -> float:
-    """Microseconds of one call: the 10th percentile, because other processes can only add time."""
+    """Microseconds per call: the 10th percentile, because other processes can only add time."""
     times = []
     for _ in range(rounds):
         began = time.perf_counter_ns()
@@ -180,7 +180,7 @@ def models(rounds: int) -> dict[str, float]:
 
 @torch.inference_mode()
 def parts(rounds: int) -> dict[str, float]:
-    """The launches of one layer of XLM-R-large, one by one."""
+    """Each launch in a layer of XLM-R-large."""
     batch, rounds = batch_of(LENGTHS), rounds * 20
     model = roberta(LayerBuilder(Zeros()), XLMR, None)  # type: ignore[arg-type]
     layer = model.layers[0]

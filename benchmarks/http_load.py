@@ -1,4 +1,4 @@
-"""A server started for a measurement, and a light client that keeps it busy."""
+"""Start a server for a measurement, and keep it busy with a light client."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def start(
     flags: list[str], tree: str | None = None, environment: Mapping[str, str] | None = None
 ) -> Iterator[Running]:
     """Start `penstock serve` on a free loopback port, wait until it is ready, stop it with SIGTERM. `tree` is
-    the checkout to run; by default that of this process. `environment` is added to this process's own."""
+    the checkout to run, by default that of this process. `environment` is added to the current
+    environment."""
     port = free_port()
     added = {**(environment or {}), **({} if tree is None else {"PYTHONPATH": tree})}
     process = subprocess.Popen(
@@ -66,8 +67,8 @@ def is_ready(port: int) -> bool:
 
 
 def run_load(port: int, texts: list[str], clients: int, latencies: list[float] | None = None) -> float:
-    """Seconds until every text has been answered, one text per request, `clients` requests at a time. The
-    seconds of each request are added to `latencies`."""
+    """Seconds until every text has been answered, one text per request, `clients` requests at a time. Each
+    request's seconds are appended to `latencies`."""
     bodies = [json.dumps({"input": text, "truncate_prompt_tokens": -1}).encode() for text in texts]
     return asyncio.run(_load(port, bodies, clients, [] if latencies is None else latencies))
 

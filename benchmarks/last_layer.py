@@ -1,9 +1,9 @@
-"""Time saved by finishing the last layer only for the tokens that the pooler reads.
+"""The time saved by finishing the last layer only for tokens that the pooler reads.
 
     python benchmarks/last_layer.py [--save]
 
-Models of real shapes with random weights, on the GPU if there is one, else in fp32 on the CPU. Both ways take
-turns, step by step. Figures are medians over the turns, and the results are compared.
+Models have real shapes and random weights. They run on the GPU if there is one, otherwise in fp32 on the CPU.
+Both variants take turns, step by step. Figures are medians over the turns, and the results are compared.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def compare(case: Case, device: torch.device, dtype: torch.dtype, seconds: float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=4.0, help="for each model")
+    parser.add_argument("--seconds", type=float, default=4.0, help="time for each model")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     cuda = torch.cuda.is_available()

@@ -1,13 +1,12 @@
-"""Compares `lm_eval` on a server with `lm_eval` on transformers, item by item.
+"""Compare `lm_eval` on a server with `lm_eval` on transformers, item by item.
 
     python benchmarks/lm_eval_local.py MODEL [--save]
 
 MODEL is the folder of a model that generates. The script starts a server on loopback. `lm_eval` uses it
-through `local-completions` (with every kind of request: multiple choice, log-likelihoods, rolling
-log-likelihoods and texts up to a stop string) and through `local-chat-completions`, and then runs the model
-itself (`hf`) for both.
-Tasks and items are in benchmarks/lm_eval_tasks. Exit code 1 if a log-likelihood differs by more than 1e-3 or
-a text differs.
+through `local-completions` (every kind of request: multiple choice, log-likelihoods, rolling log-likelihoods,
+and texts up to a stop string) and through `local-chat-completions`. Then it runs the same tasks on the model
+itself (`hf`). Tasks and items are in benchmarks/lm_eval_tasks. Exit code 1 if a log-likelihood differs by
+more than 1e-3 or a text differs.
 
 Needs: pip install 'lm_eval[api,hf]'
 """
@@ -42,14 +41,14 @@ Samples = dict[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Run:
-    """The result of one call of lm_eval: figures and items by task."""
+    """The result of one lm_eval run: figures and items by task."""
 
     figures: dict[str, dict[str, float]]
     samples: Samples
 
 
 def evaluate(model: str, arguments: dict[str, Any], tasks: tuple[str, ...], *flags: str) -> Run:
-    """Run lm_eval in the folder of the tasks, whose item files have relative paths."""
+    """Run lm_eval in the tasks' folder, because the tasks name their item files by relative paths."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "lm_eval", "--model", model, "--tasks", ",".join(tasks)]
         command += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())]
@@ -79,7 +78,7 @@ def _read(folder: Path) -> Run:
 
 
 def likelihoods(item: dict[str, Any]) -> list[float]:
-    """Log-likelihoods of every text that was scored for an item."""
+    """The log-likelihoods of all texts that were scored for an item."""
     return [float(answer[0] if isinstance(answer, list) else answer) for (answer,) in item["resps"]]
 
 
@@ -88,7 +87,8 @@ def greedy(item: dict[str, Any]) -> list[str]:
 
 
 def difference(ours: Run, theirs: Run, task: str) -> tuple[int, float, int]:
-    """Number of texts, largest difference of a log-likelihood, and number of differences in `is_greedy`."""
+    """The number of texts, the largest log-likelihood difference, and the number of `is_greedy`
+    differences."""
     pairs = list(zip(ours.samples[task], theirs.samples[task], strict=True))
     values = [abs(a - b) for x, y in pairs for a, b in zip(likelihoods(x), likelihoods(y), strict=True)]
     return len(values), max(values), sum(greedy(x) != greedy(y) for x, y in pairs)
@@ -131,7 +131,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path, help="folder of a model that generates")
-    parser.add_argument("--batch", type=int, default=8, help="rows of one request")
+    parser.add_argument("--batch", type=int, default=8, help="rows per request")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/lm_eval.md")
     args = parser.parse_args()
     folder = args.model.resolve()

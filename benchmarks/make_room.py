@@ -1,10 +1,10 @@
-"""Two models that do not fit on a GPU together: each wakes for its request while the other sleeps.
+"""Two models that do not fit on a GPU together: a request wakes its model, and the other one sleeps.
 
     python benchmarks/make_room.py --first FOLDER --second FOLDER --kv-cache-gb 60 66 [--save FILE]
 
-The KV caches are as large as needed to leave no room for both. Weights are dummies. First the models are
-asked in turn; then both have clients at the same time. Exit code 1: a wrong answer, a refusal, or a model
-that is in another state than it should be.
+The KV caches are so large that there is no memory for both. Weights are dummies. First the models get
+requests in turn, then both have clients at the same time. Exit code 1: a wrong answer, a refusal, or a model
+in the wrong state.
 """
 
 from __future__ import annotations
@@ -84,15 +84,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--first", required=True, help="folder of a model that generates")
-    parser.add_argument("--second", required=True, help="folder of another")
+    parser.add_argument("--second", required=True, help="folder of another model that generates")
     parser.add_argument("--kv-cache-gb", type=float, nargs=2, required=True)
     parser.add_argument("--task", choices=sorted(TASKS), default="generate")
     parser.add_argument("--times", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=15, help="of clients at the same time")
+    parser.add_argument("--seconds", type=float, default=15, help="time with clients of both models")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tolerance", type=float, default=1e-2)
-    parser.add_argument("--flags", default="", help="further flags of the server")
+    parser.add_argument("--flags", default="", help="more flags for the server")
     parser.add_argument("--save", type=Path, help="append the report to this file")
     options = parser.parse_args()
     common = {"device": options.device, "dtype": options.dtype, "load_format": "dummy"}

@@ -1,9 +1,9 @@
-"""`penstock migrate` with real models on real text: docstrings of Python's standard library.
+"""Run `penstock migrate` with real models on real text: docstrings of Python's standard library.
 
     python -m benchmarks.migrate_docstrings OLD_MODEL NEW_MODEL
 
-Embeds the first paragraphs of 1,000 docstrings with the old model and moves them to the new one. The names of
-200 of the functions are the queries, and each one's own docstring is the relevant document.
+Embeds the first paragraphs of 1,000 docstrings with the old model and migrates them to the new one. The
+queries are the names of 200 of the functions; the relevant document of each is its docstring.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
     python benchmarks/mixed_models.py --reranker FOLDER --generator FOLDER [--seconds 180] [--save FILE]
     python benchmarks/mixed_models.py --device cuda --embedder FOLDER --reranker FOLDER --kill none
 
-Each model is first loaded alone, then all at once: the table shows the share of its own throughput that each
-keeps. In the middle of the mixed load one engine is killed. Exit code 1: a wrong answer, any error of another
-model than the killed one, an error of that one other than 503 or outside its restart, or no recovery.
+First each model gets load alone, then all models at once. The table shows how much of its throughput each
+model keeps. In the middle of the mixed load one engine is killed. Exit code 1: a wrong answer, any error of a
+model whose engine was not killed, an error of the killed model other than 503 or outside its restart, or no
+recovery.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ NUM_QUESTIONS = {"embed": 64, "rerank": 32, "generate": 8}
 
 @dataclass
 class Phases:
-    """When the mixed load began, an engine was killed, its model answered again, and the load ended."""
+    """The times at which the mixed load began, an engine was killed, its model answered again, and the load
+    ended."""
 
     began_s: float
     killed_s: float = float("inf")
@@ -75,13 +77,13 @@ async def kill_engine(server: Running, number: int, phases: Phases, after_s: flo
 
 
 def find_recovery(model: CheckedModel, phases: Phases) -> None:
-    """When the first right answer came to a request sent after the kill."""
+    """Record when the killed model first answered a request sent after the kill correctly."""
     right = (each.answered_s for each in model.samples if each.is_right and each.sent_s >= phases.killed_s)
     phases.recovered_s = min(right, default=float("inf"))
 
 
 def errors_of(model: CheckedModel, phases: Phases, is_killed: bool) -> list[str]:
-    """What was wrong with the answers of a model. The killed one may answer 503 until it is back."""
+    """What was wrong with a model's answers. The killed model may answer 503 until it is back."""
     found = complaints_of(model.name, model.samples)
     refused = [sample for sample in model.samples if sample.status in (429, 503)]
     if is_killed:
@@ -170,23 +172,32 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=180)
-    parser.add_argument("--alone-seconds", type=float, default=15, help="for each model")
-    parser.add_argument("--embedder", help="folder; the default model without it")
-    parser.add_argument("--reranker", help="folder; no reranker without it")
-    parser.add_argument("--generator", help="folder; no generator without it")
-    parser.add_argument("--kill", choices=[*CLIENTS, "none"], default="embed", help="whose engine is killed")
-    parser.add_argument("--max-recovery", type=float, default=30, help="seconds")
+    parser.add_argument("--alone-seconds", type=float, default=15, help="time for each model alone")
+    parser.add_argument("--embedder", help="model folder; by default the default model")
+    parser.add_argument("--reranker", help="model folder; without it, no reranker")
+    parser.add_argument("--generator", help="model folder; without it, no generator")
+    parser.add_argument(
+        "--kill", choices=[*CLIENTS, "none"], default="embed", help="model whose engine is killed"
+    )
+    parser.add_argument(
+        "--max-recovery",
+        type=float,
+        default=30,
+        help="allowed seconds until the next right answer",
+    )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", help="of all models")
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="of vectors and scores")
+    parser.add_argument("--dtype", default="float32", help="dtype of all models")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-5, help="allowed difference of vectors and scores"
+    )
     parser.add_argument(
         "--learn-seconds",
         type=float,
         default=0,
-        help="on a GPU: how long to learn which texts several clients get",
+        help="on a GPU: time to learn which texts several clients get",
     )
-    parser.add_argument("--bound-mib", type=float, default=64, help="growth allowed to each process")
-    parser.add_argument("--flags", default="", help="further flags of the server")
+    parser.add_argument("--bound-mib", type=float, default=64, help="allowed growth of each process")
+    parser.add_argument("--flags", default="", help="more flags for the server")
     parser.add_argument("--save", type=Path, help="append the report to this file")
     options = parser.parse_args()
     folders = {"embed": options.embedder, "rerank": options.reranker, "generate": options.generator}
@@ -194,7 +205,8 @@ def main() -> int:
     if options.kill not in (*tasks, "none"):
         parser.error(f"--kill {options.kill}: the server has no such model")
     common = {"device": options.device, "dtype": options.dtype}
-    # A small KV cache is soon full: on a CPU its memory is taken on use, which looks like growth.
+    # On a CPU the memory of the KV cache is allocated on first use, which looks like growth. A small one is
+    # soon full.
     small = {"max_model_len": 1024, "kv_cache_gb": 0.1} if options.device == "cpu" else {}
     own = {"generate": small}
     entries = [model_entry(name, folders[name], {**common, **own.get(name, {})}) for name in tasks]

@@ -1,4 +1,4 @@
-"""Model folders with the tokenizer of another folder and a shape that it has not. Weights are random."""
+"""Write model folders with another shape and the tokenizer of an existing folder. Weights are random."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DERIVED = {"qwen3-8b": ("qwen3-4b", QWEN3_8B), "cross-bert-base": ("bge-base", C
 
 
 def derive(source: Path, target: Path, changes: dict[str, object]) -> Path:
-    """Write a folder with the tokenizer of `source`, and with its configuration after `changes`."""
+    """Write a folder with the tokenizer of `source`, and its configuration with `changes` applied."""
     target.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         link = target / file.name

@@ -1,10 +1,10 @@
-"""A server under more load than it can serve: goodput, latency of what it accepts, latency of its refusals.
+"""A server under more load than it can serve: goodput, latency of accepted requests, latency of refusals.
 
     python benchmarks/overload.py [--seconds 30] [--rows 64] [--times 4] [--flags="--max-queue-seconds 5"]
 
-Capacity is measured first, by a few clients that wait for their answers. Then requests arrive at random,
-`--times` as many as that, whether answers come or not. No two requests share a text. Requests that are
-answered after the arrivals have ended count for latency, not for goodput.
+First a few clients that wait for their answers measure the capacity. Then requests arrive at random at
+`--times` that rate, whether answers come or not. No two requests share a text. Requests answered after the
+end of the arrivals count for latency, not for goodput.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from http_load import start
 from texts import natural_texts
 
-MAX_CHARS = 100  # of a text: about 25 tokens
-CLIENTS = 4  # that measure the capacity
+MAX_CHARS = 100  # per text: about 25 tokens
+CLIENTS = 4  # while the capacity is measured
 
 
 def bodies(rows: int, name: str) -> Iterator[bytes]:
@@ -36,7 +36,7 @@ def bodies(rows: int, name: str) -> Iterator[bytes]:
 
 
 async def post(port: int, message: bytes) -> tuple[int, float, str]:
-    """Status, seconds and Retry-After of a request on a connection of its own."""
+    """Send a request on its own connection. Returns status, seconds and Retry-After."""
     began = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(message)
@@ -49,7 +49,7 @@ async def post(port: int, message: bytes) -> tuple[int, float, str]:
 
 
 async def capacity(port: int, rows: int, seconds: float) -> float:
-    """Requests per second that a few patient clients get answered."""
+    """Requests per second, measured with a few clients that wait for their answers."""
     waiting, until, done = bodies(rows, "c"), time.perf_counter() + seconds, 0
 
     async def client() -> None:
@@ -63,7 +63,7 @@ async def capacity(port: int, rows: int, seconds: float) -> float:
 
 
 async def overload(port: int, rows: int, rate: float, seconds: float) -> list[tuple[float, int, float, str]]:
-    """When each request arrived, its status, seconds and Retry-After."""
+    """Returns each request's arrival time, status, seconds and Retry-After."""
     rng, waiting = random.Random(0), bodies(rows, "o")
     running: list[asyncio.Task[tuple[float, int, float, str]]] = []
     began = time.perf_counter()
@@ -88,7 +88,7 @@ def percentiles_ms(seconds: list[float]) -> str:
 
 async def measure(port: int, options: argparse.Namespace) -> None:
     rows = options.rows
-    await capacity(port, rows, 3)  # warm
+    await capacity(port, rows, 3)  # warm up
     before = await capacity(port, rows, options.seconds / 2)
     answers = await overload(port, rows, options.times * before, options.seconds)
     after = await capacity(port, rows, options.seconds / 2)
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--times", type=float, default=4)
-    parser.add_argument("--flags", default="", help="flags for the server")
+    parser.add_argument("--flags", default="", help="more flags for the server")
     options = parser.parse_args()
     with start(["--device", "cpu", *options.flags.split()]) as server:
         asyncio.run(measure(server.port, options))

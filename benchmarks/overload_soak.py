@@ -1,12 +1,12 @@
-"""Twice the load that a server can serve, for minutes, with engine kills: what is promised holds throughout.
+"""Check a server's promises under twice the load that it can serve, for minutes, while engines are killed.
 
     python benchmarks/overload_soak.py [--seconds 180] [--times 2] [--kills 2] [--model FOLDER] [--save FILE]
 
-Capacity is measured first, by a few clients that wait for their answers. Then requests arrive at random,
-`--times` as many as that, whether answers come or not, and the engine is killed at even distances. Exit code
-1: a status other than 200, 429 and 503; a wrong answer, one to another request, none or two; 503 while the
-engine serves; no right answer within `--max-recovery` seconds of a kill; the server counts other answers than
-the client; or memory grew.
+First a few clients that wait for their answers measure the capacity. Then requests arrive at random at
+`--times` that rate, whether answers come or not, and the engine is killed at regular intervals. Exit code 1:
+a status other than 200, 429 and 503; an answer that is wrong, missing, sent twice or for another request; 503
+while the engine serves; no correct answer within `--max-recovery` seconds of a kill; the server's counts of
+answers differ from the client's; or memory grew.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from checked_load import (
 from http_load import Running, start
 from process_memory import Memory, MemoryRow, memory_complaints, memory_table
 
-CLIENTS = 4  # that measure the capacity
+CLIENTS = 4  # while the capacity is measured
 NUM_QUESTIONS = 64
 _COUNTED = re.compile(r'^penstock_requests_total\{([^}]*route="/v1/embeddings"[^}]*)\} (\S+)$', re.MULTILINE)
 
@@ -58,7 +58,7 @@ class Kill:
 
 
 async def counted(port: int) -> Counter[int]:
-    """Answers to embedding requests by status, as the server counts them."""
+    """The server's counts of answers to embedding requests, by status."""
     text = (await exchange(port, "GET", "/metrics")).body.decode()
     counts: Counter[int] = Counter()
     for labels, value in _COUNTED.findall(text):
@@ -86,14 +86,14 @@ async def kill_engines(server: Running, kills: list[Kill], count: int, seconds: 
 
 
 def recoveries(samples: list[Sample], kills: list[Kill]) -> None:
-    """When the first right answer came to a request sent after each kill."""
+    """Record for each kill when a request sent after it was first answered correctly."""
     for kill in kills:
         after = [each.answered_s for each in samples if each.is_right and each.sent_s >= kill.at_s]
         kill.recovered_s = min(after, default=0.0)
 
 
 def late_refusals(samples: list[Sample], kills: list[Kill]) -> list[Sample]:
-    """503 that no kill explains: the request neither ran when the engine died nor came before it was back."""
+    """The 503 answers that no kill explains: the request was not in flight while an engine was gone."""
     return [
         each
         for each in samples
@@ -118,7 +118,7 @@ async def soak(server: Running, options: argparse.Namespace) -> tuple[list[str],
         group.create_task(kill_engines(server, kills, options.kills, options.seconds))
     watcher.cancel()
     samples = model.taken()
-    await asyncio.sleep(1.0)  # the server publishes its counts a moment later
+    await asyncio.sleep(1.0)  # the server publishes its counts with a delay
     after = await counted(server.port)
     recoveries(samples, kills)
     rows = memory.rows(began_s + options.seconds / 10)
@@ -176,16 +176,21 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=180)
-    parser.add_argument("--times", type=float, default=2, help="load over capacity")
+    parser.add_argument("--times", type=float, default=2, help="load / capacity")
     parser.add_argument("--kills", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=8, help="texts of a request")
-    parser.add_argument("--max-recovery", type=float, default=10, help="seconds")
-    parser.add_argument("--bound-mib", type=float, default=48, help="growth allowed to each process")
-    parser.add_argument("--warm-up", type=float, default=5, help="seconds before anything is measured")
+    parser.add_argument("--rows", type=int, default=8, help="texts per request")
+    parser.add_argument(
+        "--max-recovery",
+        type=float,
+        default=10,
+        help="allowed seconds until the next right answer",
+    )
+    parser.add_argument("--bound-mib", type=float, default=48, help="allowed growth of each process")
+    parser.add_argument("--warm-up", type=float, default=5, help="seconds before measurements start")
     parser.add_argument("--capacity-seconds", type=float, default=15)
-    parser.add_argument("--model", help="folder of an embedding model; the default model without it")
+    parser.add_argument("--model", help="folder of an embedding model; by default the default model")
     parser.add_argument("--name", default="model", help=argparse.SUPPRESS)
-    parser.add_argument("--flags", default="", help="further flags of the server")
+    parser.add_argument("--flags", default="", help="more flags for the server")
     parser.add_argument("--save", type=Path, help="append the report to this file")
     options = parser.parse_args()
     flags = [*([options.model] if options.model else []), "--served-model-name", options.name]

@@ -1,4 +1,4 @@
-"""Compares greedy texts of every generating family with transformers; part of benchmarks/parity_table.py."""
+"""Compare greedy texts of every generating family with transformers; part of benchmarks/parity_table.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock import Engine, SamplingParams
 from tests.generation.families import FAMILIES, prompts, reference, write
 from tests.parity.texts import natural_texts
 
-TOKENS = 70  # for each prompt
+TOKENS = 70  # generated per prompt
 BAR = 1e-3  # maximum difference of log probabilities
 HEAD = (
     "model",
@@ -67,7 +67,7 @@ def measured(name: str, folder: Path, model: Any, rows: list[list[int]]) -> Row:
 
 
 def generation(models: Path | None) -> Iterator[Row]:
-    """Seeded checkpoints of all families, and real weights if they are present."""
+    """Compare seeded checkpoints of all families, and real weights if they are present."""
     for name in FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             written = write(name, Path(folder))

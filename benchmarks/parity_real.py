@@ -1,11 +1,11 @@
-"""Compares real models with sentence-transformers: vectors, and quality to four digits.
+"""Compare real models with sentence-transformers: vectors, and quality to four digits.
 
     python benchmarks/parity_real.py MINILM MPNET BGE_SMALL --sts sts-dev.csv \\
         --scifact SCIFACT --scifact-for minilm
 
-MINILM … are model folders. For each: cosine and largest difference over natural texts in many scripts,
-a text alone against the same text in a batch, the batch in another order; Spearman on STS-B; nDCG@10 on
-BEIR SciFact. Results go to benchmarks/results/parity_real.{json,md}.
+MINILM … are model folders. Measured for each: cosine and largest difference over natural texts in many
+scripts; a text alone against the same text in a batch, and the batch in another order; Spearman on STS-B;
+nDCG@10 on BEIR SciFact. Results go to benchmarks/results/parity_real.{json,md}.
 
 Needs: pip install -e '.[bench]'
 """
@@ -41,7 +41,7 @@ PACKAGES = ("torch", "sentence-transformers", "transformers", "tokenizers", "num
 
 @dataclass
 class Row:
-    """Result of one model; quality is (sentence-transformers, Penstock)."""
+    """The results of one model. Quality is a pair: (sentence-transformers, Penstock)."""
 
     model: str
     texts: int
@@ -81,7 +81,8 @@ def compare(name: str, ours: Embed, theirs: Embed, texts: list[str]) -> Row:
 
 
 def sts_spearman(file: Path, embed: Embed) -> float:
-    """Rank correlation of cosine and human score; columns 5 to 7 are score, sentence, sentence."""
+    """Rank correlation of cosines and human scores. Columns 5 to 7 of the file are score, sentence,
+    sentence."""
     from scipy.stats import spearmanr
 
     with file.open(encoding="utf-8", newline="") as stream:
@@ -100,7 +101,7 @@ def read_jsonl(folder: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def scifact_ndcg(folder: Path, embed: Embed, cut: int = 10) -> float:
-    """Mean nDCG over the queries with judgements, documents as title and text, by cosine."""
+    """Mean nDCG over the queries with judgements, ranked by cosine. A document is its title and text."""
     documents = {doc["_id"]: f"{doc['title']} {doc['text']}".strip() for doc in read_jsonl(folder, "corpus")}
     queries = {query["_id"]: query["text"] for query in read_jsonl(folder, "queries")}
     judged: dict[str, dict[str, int]] = {}
@@ -207,10 +208,12 @@ def markdown(rows: list[Row], facts: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path, help="model folders")
-    parser.add_argument("--texts", type=int, default=520, help="natural texts to compare on")
+    parser.add_argument("--texts", type=int, default=520, help="number of natural texts")
     parser.add_argument("--sts", type=Path, help="STS-B as tab-separated columns")
     parser.add_argument("--scifact", type=Path, help="BEIR SciFact folder: corpus, queries, qrels/test.tsv")
-    parser.add_argument("--scifact-for", nargs="+", help="names of the models to rank SciFact with (all)")
+    parser.add_argument(
+        "--scifact-for", nargs="+", help="names of the models that rank SciFact; default: all"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
     rows = [measure(folder, options) for folder in options.models]

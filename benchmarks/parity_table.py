@@ -1,10 +1,10 @@
-"""Compares every family and task with its reference library, in fp32 and bf16, and every generating family.
+"""Compare every family and task with its reference library, in fp32 and bf16, and every generating family.
 
     python benchmarks/parity_table.py [--only PATTERN] [--models DIR] [--save]
 
 transformers writes checkpoints with seeded random weights, and both libraries read them. DIR holds folders of
-real weights (minilm, mpnet, bge-small, question-tiny, reranker-mini, smollm2); missing ones are skipped and
-named. `--only` leaves out generation. Exit code 1 if a row misses its bar. `--save` writes docs/parity.md.
+real weights (minilm, mpnet, bge-small, question-tiny, reranker-mini, smollm2); missing ones are reported and
+skipped. `--only` leaves out generation. Exit code 1 if a row misses its bar. `--save` writes docs/parity.md.
 
 Needs: pip install -e '.[bench]'
 """
@@ -65,12 +65,12 @@ MET, AS_WORST, AS_ALL, BUT_REROUTED, MISSED = VERDICTS = (
 PACKAGES = ("torch", "transformers", "sentence-transformers", "tokenizers", "numpy")
 EMBEDDERS = ("minilm", "mpnet", "bge-small")
 CLASSIFIERS = ("question-tiny", "reranker-mini")
-MAX_TOKENS = 128  # of a row of real text
+MAX_TOKENS = 128  # per row of real text
 
 
 @dataclass(frozen=True)
 class Row:
-    """The worst over the layouts that were compared."""
+    """The worst results over the compared layouts."""
 
     family: str
     task: Task
@@ -79,7 +79,7 @@ class Row:
     fp32_cosine: float
     fp32_error: float  # largest difference of a component
     bf16_cosine: float
-    reference_bf16_cosine: float  # of the reference in bf16 against itself in fp32
+    reference_bf16_cosine: float  # reference in bf16 against reference in fp32
     bf16_ratio: float  # root mean square of our difference in bf16 over the reference's own
     verdict: str
 
@@ -129,12 +129,13 @@ def measure(subject: Subject) -> Row:
 
 
 def error_ratio(ours: Vectors, theirs: Vectors, expected: Vectors) -> float:
-    """The root mean square of our difference over that of theirs."""
+    """The root mean square of our differences, divided by that of theirs."""
     return float(np.sqrt(np.square(ours - expected).mean() / np.square(theirs - expected).mean()))
 
 
 def judged_by_experts(bf16: Vectors, theirs: Vectors, expected: Vectors) -> str:
-    """Without the tokens that rounding sends to other experts, in either library: they differ at large."""
+    """Judge without the tokens that rounding routes to other experts in either library. Their differences are
+    large."""
     kept = (cosines(bf16, expected) >= BF16_BAR) & (cosines(theirs, expected) >= BF16_BAR)
     if kept.mean() < 1 - MAX_REROUTED or error_ratio(bf16[kept], theirs[kept], expected[kept]) > RATIO_BAR:
         return MISSED
@@ -142,10 +143,10 @@ def judged_by_experts(bf16: Vectors, theirs: Vectors, expected: Vectors) -> str:
 
 
 def judged(fp32: float, bf16: float, reference_bf16: float, ratio: float) -> str:
-    """The bar of a comparison.
+    """The verdict of a comparison.
 
-    Below the bar in bf16 the reference's own bf16 decides: by its worst row or, since which of two
-    roundings hits a vector near nought harder is chance, over all rows.
+    A bf16 result below the bar is compared with the reference's own bf16: by the worst row or, because it is
+    chance which rounding hits a vector near zero harder, over all rows.
     """
     if fp32 < FP32_BAR:
         return MISSED
@@ -342,7 +343,7 @@ def run(chosen: list[Subject]) -> tuple[list[Row], list[str]]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", default="", help="a pattern that 'family layout task' must contain")
+    parser.add_argument("--only", default="", help="regular expression to search for in 'family layout task'")
     parser.add_argument("--models", type=Path, help="folder of real weights")
     parser.add_argument("--save", action="store_true", help="write docs/parity.md")
     options = parser.parse_args(arguments)

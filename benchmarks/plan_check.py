@@ -1,9 +1,9 @@
-"""How well `penstock plan` predicts: a job on this machine, and recorded rates of models that were left out.
+"""The accuracy of `penstock plan`: for a job on this machine, and for recorded rates of held-out models.
 
     python benchmarks/plan_check.py [--texts 20000] [--rounds 10] [--seconds 4] [--threads 2] [--save PATH]
 
-The job: in each round, what `penstock plan --measure` does on a sample of the texts, and then a part of the
-job itself. They alternate, because other programs use the machine too.
+Each round of the job does what `penstock plan --measure` does, on a sample of the texts, and then runs a part
+of the job itself. They alternate because other programs use the machine too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check_job(options: argparse.Namespace) -> list[str]:
             taken.append(time.perf_counter() - began)
             print(f"{rates[-1]:,.0f} tokens/s measured; {part} texts took {taken[-1]:.1f} s", flush=True)
     corpus = Corpus(len(texts), lengths, 0.0)
-    # The harmonic mean: every round's measurement predicts as many texts.
+    # The harmonic mean, because each round's measurement predicts equally many texts.
     rate = Rate(MEASURED_HERE, tokens_per_s=statistics.harmonic_mean(rates))
     predicted_s, first_s = (
         3600 * compute(corpus, each, 1, None).gpu_hours
@@ -105,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--texts", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=4.0, help="duration of each measurement")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Cores for the engines of a server alone, so that API processes and load clients cannot delay them."""
+"""Reserve cores for the engines of a server, so that API processes and load clients cannot delay them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ ENGINE = "penstock.serving.engine_process"
 
 @contextlib.contextmanager
 def keep_cores(processes: Sequence[tuple[int, str]], cores_per_engine: int) -> Iterator[None]:
-    """Within the block, every engine among `processes` (pid, module) has cores of its own. The others, this
-    process and those that it starts have the rest. With 0 cores, or too few, nothing changes."""
+    """Within the block, every engine among `processes` (pid, module) has its own cores. The other processes,
+    this process and its children have the rest. With 0 cores, or too few, nothing changes."""
     all_cores = sorted(os.sched_getaffinity(0))
     engines = [pid for pid, module in processes if module == ENGINE]
     num_taken = cores_per_engine * len(engines)
@@ -34,8 +34,7 @@ def keep_cores(processes: Sequence[tuple[int, str]], cores_per_engine: int) -> I
 
 
 def pin_process(pid: int, cores: Sequence[int]) -> None:
-    """Run all threads of a process on these cores; threads that start later follow the one that starts
-    them."""
+    """Run all threads of a process on these cores. Threads that start later inherit them."""
     with contextlib.suppress(OSError):  # the process has ended
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):  # the thread has ended

@@ -1,4 +1,4 @@
-"""The memory of a server's processes, and of the device, while a load runs."""
+"""Record the memory of a server's processes, and of the device, while a load runs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import NamedTuple
 from checked_load import ENGINE, model_number, table
 from soak import device_mib, processes, resident_mib
 
-MIN_SAMPLES = 5  # of a process
+MIN_SAMPLES = 5  # per process
 _ROLES = {"penstock.api.process": "API", "penstock": "supervisor"}
 
 
 class MemoryRow(NamedTuple):
-    """Resident MiB of a process: medians over the first and the last fifth of its samples, and the peak."""
+    """Resident MiB of a process: medians of the first and the last fifth of its samples, and the peak."""
 
     name: str  # its module and its process id
     first: float
@@ -31,7 +31,7 @@ class MemoryRow(NamedTuple):
 
 @dataclass
 class Memory:
-    """Resident memory of every process over time, by its role and id."""
+    """Memory over time: resident memory of every process, by role and id, and memory in use on the device."""
 
     server_pid: int
     samples: list[tuple[float, dict[str, float]]] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Memory:
             await asyncio.sleep(1.0)
 
     def rows(self, warm_s: float) -> list[MemoryRow]:
-        """A row for each process that lived for a while after `warm_s`."""
+        """A row for each process with at least `MIN_SAMPLES` samples after `warm_s`."""
         rows = []
         for name in dict.fromkeys(name for _, found in self.samples for name in found):
             values = [found[name] for at, found in self.samples if at >= warm_s and name in found]
@@ -64,15 +64,15 @@ class Memory:
 
 
 def _role(pid: int, module: str) -> str | None:
-    """What a process does; None for an engine without a model."""
+    """The role of a process; None for an engine without a model."""
     if module != ENGINE:
         return _ROLES.get(module, module)
     return None if (number := model_number(pid)) is None else f"engine-{number}"
 
 
 def memory_complaints(rows: list[MemoryRow], bound_mib: float) -> list[str]:
-    """No process may end with more memory than the first of its role had when it was warm. An engine that
-    replaces another begins with less."""
+    """Check that no process ended with more memory than the first process of its role had when warm. An
+    engine that replaces another begins with less."""
     warm = {row.role: row.first for row in reversed(rows)}
     return [
         f"{row.name} ends with {row.last:.0f} MiB; {warm[row.role]:.0f} + {bound_mib:g} are allowed"

@@ -1,4 +1,4 @@
-"""Where the processes of a server spend their time: CPU time of each, and sampled stacks of some.
+"""Profile the processes of a server: CPU time of each, and sampled stacks of some.
 
 py-spy (`pip install py-spy`) samples the stacks without stopping a process. `gpu_loads.py --profile DIR`
 uses this.
@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.request import urlopen
 
-RATE = 200  # samples a second
-LONGEST = 25  # functions that are listed
+RATE = 200  # samples per second
+LONGEST = 25  # functions in the report
 
 
 class Profile:
@@ -27,8 +27,8 @@ class Profile:
     def __init__(
         self, processes: Iterable[tuple[int, str]], folder: Path, seconds: float, port: int | None = None
     ) -> None:
-        """`processes`: (pid, module). One of each module is sampled; of all of them CPU time is counted.
-        `port`: of the server, whose metrics are read."""
+        """`processes`: (pid, module). One process of each module is sampled; CPU time is counted for all.
+        `port`: of the server; its metrics are read too."""
         self._port = port
         self._processes = list(processes)
         self._folder, self._seconds = folder, seconds
@@ -52,7 +52,7 @@ class Profile:
             self._sampled[module] = file, process
 
     def finish(self) -> list[str]:
-        """A report in lines of Markdown."""
+        """Stop, and return a report as lines of Markdown."""
         spent = time.perf_counter() - self._began
         lines = ["| process | cores in use |", "|---|---|"]
         for pid, module in self._processes:
@@ -81,7 +81,7 @@ class Profile:
         return {}
 
     def _changes(self, spent: float) -> list[str]:
-        """Means of what histograms counted meanwhile, and rates of counters."""
+        """The changes since the start: means of histograms, and rates of counters."""
         before, now = self._metrics_before, self._metrics()
         new = {name: value - before.get(name, 0.0) for name, value in now.items()}
         lines = ["| metric | mean, or a second |", "|---|---|"]
@@ -104,7 +104,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _machine_seconds() -> float:
-    """CPU time of all processes so far."""
+    """CPU time of all processes on the machine so far."""
     with contextlib.suppress(OSError):
         fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
         return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")  # without idle and iowait
@@ -112,7 +112,7 @@ def _machine_seconds() -> float:
 
 
 def _report(stacks: str) -> list[str]:
-    """Shares of the samples: of functions themselves, and with what they call. Idle samples are not taken."""
+    """Each function's share of the samples: by itself, and with its callees. Idle threads are not sampled."""
     own: Counter[str] = Counter()
     under: Counter[str] = Counter()
     samples = 0

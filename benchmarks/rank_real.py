@@ -1,12 +1,12 @@
-"""Compares rankings with real weights with the reference libraries: nDCG@10 to three digits.
+"""Compare rankings of real models with the reference libraries: nDCG@10 to three digits.
 
     python benchmarks/rank_real.py DL19 --cross RERANKER_MINI --bi MINILM
 
-DL19 is a folder in BEIR's layout (corpus, queries, qrels); each query with judgements ranks its 100 best
-passages by BM25, or the passages that have a judgement. RERANKER_MINI reads `Query: …` and `Sentence: …` as
-one text and scores by the difference of its two labels, with transformers as the reference. MINILM compares
-vectors, with sentence-transformers as the reference. `--vectors` compares Penstock's vectors in NumPy instead
-of in the engine. Results go to benchmarks/results/rank_real.md.
+DL19 is a folder in BEIR's layout (corpus, queries, qrels). For each query with judgements, its 100 best
+passages by BM25 are ranked, or all passages that have a judgement. RERANKER_MINI reads `Query: …` and
+`Sentence: …` as one text and scores by the difference of its two labels; the reference is transformers.
+MINILM compares vectors; the reference is sentence-transformers. `--vectors` compares Penstock's vectors in
+NumPy instead of in the engine. Results go to benchmarks/results/rank_real.md.
 
 Needs: pip install -e '.[bench]'
 """
@@ -46,7 +46,7 @@ class Row:
     reference: str
     pairs: int
     difference: float  # largest difference of a score
-    ndcg: tuple[float, float]  # of the reference and of Penstock
+    ndcg: tuple[float, float]  # (reference, Penstock)
 
     @property
     def passed(self) -> bool:
@@ -176,10 +176,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("data", type=Path, help="DL19 in BEIR's layout")
     parser.add_argument("--cross", type=Path, help="folder of reranker-mini")
-    parser.add_argument("--bi", type=Path, help="folder of an embedder, such as MiniLM")
+    parser.add_argument("--bi", type=Path, help="folder of an embedder, for example MiniLM")
     parser.add_argument("--vectors", action="store_true", help="compare the embedder's vectors in NumPy")
     parser.add_argument("--candidates", choices=("bm25", "judged"), default="bm25")
-    parser.add_argument("--queries", type=int, help="only the first so many")
+    parser.add_argument("--queries", type=int, help="use only the first N queries")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
     ranker = Ranker(options.data, options.queries, options.candidates)

@@ -1,11 +1,11 @@
-"""Penstock on a Ray cluster of several nodes on this machine, under a load whose every answer is checked.
+"""Penstock on a local Ray cluster of several nodes, under a load with every answer checked.
 
     python benchmarks/ray_serve.py [--model FOLDER] [--clients 8] [--seconds 20] [--parts kill,node,...]
                                    [--save FILE]
 
 A replica is killed, a node is killed, the application is updated twice, replicas are scaled by queued tokens,
-and the same load runs on a plain `penstock serve`. Exit code 1: a wrong answer, a request that fails although
-none may, or replicas that do not come back.
+and the same load runs on a plain `penstock serve`. Exit code 1: a wrong answer, a failed request in a part
+that allows none, or replicas that do not come back.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ HEAD = (
 
 
 class RayModel(CheckedModel):
-    """Names its requests by a header too: the proxies of Ray Serve answer with that of the header."""
+    """Sends the request id in a header too: Ray Serve's proxies use that id in the answer."""
 
     async def _post(self, question: Question, number: int) -> Reply:
         own = {"request_id": self._id(number), "cache_salt": str(number)}
@@ -90,7 +90,7 @@ async def retried(port: int) -> int:
 
 
 def silence(samples: Sequence[Sample]) -> float:
-    """The longest time in which no right answer came."""
+    """The longest time without a correct answer."""
     times = sorted(sample.answered_s for sample in samples if sample.is_right)
     return max((after - before for before, after in pairwise(times)), default=float("nan"))
 
@@ -98,7 +98,8 @@ def silence(samples: Sequence[Sample]) -> float:
 async def during(
     model: CheckedModel, clients: int, lead_s: float, event: Callable[[], None], is_over: Callable[[], bool]
 ) -> tuple[list[Sample], float]:
-    """The samples of a load in whose middle an event happens, and the seconds until that is over."""
+    """Run a load, trigger an event in the middle of it, and return the samples and the seconds until
+    `is_over`."""
     done = asyncio.Event()
     load = asyncio.create_task(closed_loop(model, clients, done.is_set))
     await asyncio.sleep(lead_s)
@@ -202,7 +203,7 @@ async def scale(cluster: RayCluster, args: argparse.Namespace, report: Report) -
         upscale_delay_s=2,
         downscale_delay_s=5,
     )
-    config["max_queue_seconds"] = 0  # all requests wait, however slow this machine is
+    config["max_queue_seconds"] = 0  # queue all requests, however slow this machine is
     await asyncio.to_thread(cluster.deploy, config)
     await asyncio.to_thread(cluster.wait_updated)
     model = RayModel(NAME, cluster.port, embed_questions(NAME, 16, rows=16))
@@ -229,7 +230,7 @@ async def scale(cluster: RayCluster, args: argparse.Namespace, report: Report) -
 
 
 async def measured(port: int, args: argparse.Namespace) -> tuple[list[Sample], list[Sample]]:
-    """One client, then several."""
+    """The samples with one client, then with several."""
     model = RayModel(NAME, port, embed_questions(NAME, 16), tolerance=1.0)
     for question in model.questions:
         reply = await exchange(port, "POST", question.path, json.dumps(question.fields).encode())
@@ -278,7 +279,7 @@ def cluster_of(args: argparse.Namespace) -> Iterator[RayCluster]:
 
 
 async def measure(cluster: RayCluster, args: argparse.Namespace, report: Report) -> str:
-    """All parts. Returns the table of the last one."""
+    """Run all parts. Returns the table of the last one."""
     model = RayModel(NAME, cluster.port, embed_questions(NAME, 16))
     await model.learn()
     await for_seconds(model, args.clients, 2)
@@ -311,7 +312,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="folder of an embedding model; the bundled one by default")
+    parser.add_argument("--model", help="folder of an embedding model; by default the bundled model")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=20.0)

@@ -1,13 +1,13 @@
-"""The cost of the request path around the model: each stage, for a request of one row, in microseconds.
+"""The cost of the request path outside the model: each stage, for a request of one row, in microseconds.
 
 There is no socket and no model: the engine runs in this process on the null runner, and the API is called as
-an ASGI application whose engine answers at once. CPU time, medians over many requests.
+an ASGI application whose engine answers immediately. Figures are CPU time, medians over many requests.
 
 The last part runs a real server on the null device and measures the CPU time of its processes.
 
 python benchmarks/request_path.py [--only TITLE] [--save FILE.json] [--against FILE.json]
 
-For figures of another checkout, start this script there with PYTHONPATH set to it.
+To measure another checkout, run this script there, with PYTHONPATH set to that checkout.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def requests_of(count: int, rng: np.random.Generator, turn: int) -> list[Request
 
 
 def engine_stages(count: int, turns: int) -> dict[str, float]:
-    """Microseconds per request of each stage, and of a whole turn of the engine's loop."""
+    """Microseconds per request of each stage, and of a whole iteration of the engine's loop."""
     rng = np.random.default_rng(0)
     metrics = EngineMetrics("bench")
     core = EngineCore(NullRunner({Task.EMBED: WIDTH}), Scheduler(BUDGET), observe=metrics.step)
@@ -126,11 +126,11 @@ def engine_parts(turns: int) -> Figures:
 
 
 class EngineLoad:
-    """API processes of an engine server on the thread of its loop. They submit the requests of a step at
-    once, each in a message of its own, and take the answers.
+    """Simulates the API processes of an engine server on the thread of its loop. They submit all requests of
+    a step together, each in its own message, and receive the answers.
 
-    The loop calls `publish` at the end of each turn, so the work of the load is left out of the figures.
-    Nothing here depends on time but the figures: a step always has the same requests.
+    The loop calls `publish` at the end of each iteration, so the work of this class is not measured. The
+    requests of a step do not depend on time.
     """
 
     SENDERS = 8
@@ -147,10 +147,10 @@ class EngineLoad:
         self._num_waiting, self._num_sent = (
             self.SENDERS,
             0,
-        )  # first, a message to each that the engine is ready
+        )  # first, each process gets a message that the engine is ready
         self._since_s = 0.0
         self._spent_s = 0.0
-        self.step_us: list[float] = []  # CPU time of the engine's thread, for a request of each step
+        self.step_us: list[float] = []  # CPU time of the engine's thread per request, for each step
 
     def run(self) -> None:
         scheduler = Scheduler(Budget(32768, 1024, 1 << 24, max_output_bytes=16 << 20, is_shared=True))
@@ -199,17 +199,17 @@ class EngineLoad:
 
 
 def num_answers(message: Any) -> int:
-    """An item answers one request, or as many as it has ids."""
+    """The number of answered requests. An item of a message answers one request, or one per id in it."""
     return sum(len(getattr(item, "ids", (None,))) for item in message.items)
 
 
 def engine_process(num_steps: int) -> Figures:
-    """The engine's thread with everything but a model: socket, loop, scheduler, plan, answers, metrics."""
+    """The engine's thread without a model: socket, loop, scheduler, plan, answers, metrics."""
     out: Figures = {}
     for size in (16, 64, 256):
         load = EngineLoad(size, num_steps)
         gc.collect()
-        gc.freeze()  # as an engine process does before it serves
+        gc.freeze()  # like an engine process before it serves
         load.run()
         measured = sorted(load.step_us[num_steps // 4 :])
         out.setdefault("CPU µs, 10th percentile", {})[str(size)] = measured[len(measured) // 10]
@@ -228,7 +228,7 @@ def engine_process(num_steps: int) -> Figures:
 
 
 class NullClient:
-    """Answers at once, through the messages that cross the wire."""
+    """An engine client that answers immediately. Messages are encoded and decoded as on the wire."""
 
     ready = True
 
@@ -289,7 +289,7 @@ async def post(app: Any, path: str, body: bytes) -> int:
 
 
 async def api_load(app: Any, bodies: list[bytes], concurrent: int) -> float:
-    """CPU microseconds of the whole process (threads too) for one request."""
+    """CPU microseconds per request, of all threads of this process."""
     waiting = iter(bodies)
 
     async def client() -> None:
@@ -302,7 +302,7 @@ async def api_load(app: Any, bodies: list[bytes], concurrent: int) -> float:
 
 
 def api_stages(rounds: int) -> Figures:
-    """CPU time of an API process for a request of one row, without HTTP parser and socket."""
+    """CPU time of an API process per request of one row, without HTTP parser and socket."""
     import uvloop
 
     rng = np.random.default_rng(0)
@@ -330,7 +330,7 @@ def api_stages(rounds: int) -> Figures:
 
 
 class NullTransport:
-    """The socket of a connection in this process: takes an answer and tells when it is complete."""
+    """Replaces the socket of a connection: receives an answer and signals when it is complete."""
 
     def __init__(self) -> None:
         self.complete: asyncio.Future[None] | None = None
@@ -361,7 +361,7 @@ class NullTransport:
 
 
 async def http_load(make: Callable[[], Any], requests: list[bytes], concurrent: int) -> float:
-    """CPU microseconds of a request, from its bytes to those of the answer."""
+    """CPU microseconds per request, from its bytes to the bytes of the answer."""
     waiting, loop = iter(requests), asyncio.get_running_loop()
 
     async def client() -> None:
@@ -379,12 +379,12 @@ async def http_load(make: Callable[[], Any], requests: list[bytes], concurrent: 
 
 
 def http_maker(client: NullClient) -> Callable[[], Any]:
-    """Makes connections of a process that serves the default model."""
+    """A factory of connections to an API process that serves the default model."""
     from uvicorn.server import ServerState as UvicornState
 
     spec = describe(EngineConfig(device="null"))
     text = TextModel(spec)
-    text.tokenizer.encode([""])  # as an API process does before it serves
+    text.tokenizer.encode([""])  # like an API process before it serves
     model = ServedModel(text, client, created_s=0)  # type: ignore[arg-type]
     config = http_config(ServerState(ServerConfig(), {spec.name: model}))
     config.load()
@@ -393,7 +393,7 @@ def http_maker(client: NullClient) -> Callable[[], Any]:
 
 
 def natural_requests(count: int) -> dict[str, list[bytes]]:
-    """Requests of one input, as clients send them: natural texts of 110 tokens, and token ids."""
+    """Requests of one input in the bytes of a client: natural texts of 110 tokens, and token ids."""
     from texts import mixed_texts
 
     rng = np.random.default_rng(0)
@@ -422,7 +422,7 @@ def http_request(body: bytes) -> bytes:
 
 
 def http_stages(rounds: int) -> Figures:
-    """CPU time of an API process for a request of one input, with its HTTP parser but without a socket."""
+    """CPU time of an API process per request of one input, with its HTTP parser but without a socket."""
     import uvloop
 
     out: Figures = {}
@@ -433,7 +433,7 @@ def http_stages(rounds: int) -> Figures:
                 make = http_maker(NullClient(64, WIDTH))
                 await http_load(make, requests, concurrent)
                 gc.collect()
-                gc.freeze()  # as an API process does before it serves
+                gc.freeze()  # like an API process before it serves
                 spent = [await http_load(make, requests, concurrent) for _ in range(rounds)]
                 return statistics.median(spent)
 
@@ -442,8 +442,9 @@ def http_stages(rounds: int) -> Figures:
 
 
 def first_requests() -> Figures:
-    """CPU time of a request in an API process that has just started, by the number of requests before it. The
-    same texts in the same order: what gets cheaper is what the process has learned or loaded."""
+    """CPU time per request in an API process that has just started, by the number of requests before it.
+    Texts and order are the same, so later requests are cheaper only by what the process has cached or
+    loaded."""
     import uvloop
 
     ends = (20, 100, 500, 1000, 2000, 4000, 8000)
@@ -452,7 +453,7 @@ def first_requests() -> Figures:
     async def measure() -> dict[str, float]:
         make, begin, spent = http_maker(NullClient(64, WIDTH)), 0, {}
         gc.collect()
-        gc.freeze()  # as an API process does before it serves
+        gc.freeze()  # like an API process before it serves
         for end in ends:
             spent[f"to {end}"] = await http_load(make, requests[begin:end], 8)
             begin = end
@@ -486,7 +487,8 @@ def client_stages(turns: int) -> Figures:
 def big_answer(rounds: int) -> Figures:
     """Token vectors of 16 texts, about 22 MB of base64.
 
-    Milliseconds from the result to the last part, and the longest time that the event loop was blocked.
+    Measures the milliseconds from the result to the last part, and the longest time that the event loop was
+    blocked.
     """
     import uvloop
 
@@ -534,8 +536,8 @@ def big_answer(rounds: int) -> Figures:
 
 
 def served(count: int) -> Figures:
-    """A real server on the null device: CPU time of its processes per request, sockets included. Texts of 28
-    words, and natural ones of 110 tokens."""
+    """A real server on the null device: CPU time of its processes per request, sockets included. Texts have
+    28 words, or are natural texts of 110 tokens."""
     from http_load import run_load, start
     from texts import mixed_texts
 
@@ -598,10 +600,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--requests", type=int, default=3000, help="of the load on a real server")
-    parser.add_argument("--save", type=Path, help="where the figures go, as JSON")
-    parser.add_argument("--against", type=Path, help="earlier figures, shown beside these")
-    parser.add_argument("--only", default="", help="measure the parts whose title contains this")
+    parser.add_argument("--requests", type=int, default=3000, help="number of requests to the real server")
+    parser.add_argument("--save", type=Path, help="write the figures to this JSON file")
+    parser.add_argument("--against", type=Path, help="show the figures of this file too")
+    parser.add_argument("--only", default="", help="measure only parts whose title contains this")
     options = parser.parse_args()
     parts: dict[str, Callable[[], Figures]] = {
         "The first requests of an API process with HTTP, CPU µs a request": first_requests,

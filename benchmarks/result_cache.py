@@ -1,9 +1,9 @@
-"""The result cache: requests per second and latency when no, half or all texts were sent before.
+"""The result cache: requests per second and latency when none, half or all of the texts were sent before.
 
 python benchmarks/result_cache.py [--model FOLDER] [--requests 600] [--clients 8] [--save FILE.md] [--faults]
 
-One server for each row of the table, on the CPU: without the cache, with results in memory, with results in
-Redis alone. Single texts of natural English, one per request. Needs `redis-server` for the rows about Redis.
+Each row of the table has its own server, on the CPU: without the cache, with results in memory, or with
+results only in Redis. Each request has one natural English text. The rows about Redis need `redis-server`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from texts import natural_texts
 
 COMMON_FLAGS = ("--device", "cpu", "--max-queue-seconds", "0")
 SOCKET = "s"
-MAX_PAUSE_S = 6.0  # more than a server leaves Redis alone
+MAX_PAUSE_S = 6.0  # longer than the pause after which a server tries Redis again
 SHARES = (0.0, 0.5, 1.0)
-PAUSE_S = 2.0  # for rows that are still to be written to Redis
+PAUSE_S = 2.0  # time for rows to be written to Redis
 
 
 def start_redis(folder: Path) -> subprocess.Popen[bytes]:
-    """Start a Redis on a socket file in a folder, and wait for the file."""
+    """Start Redis on a socket file in a folder, and wait for the file."""
     path = folder / SOCKET
     path.unlink(missing_ok=True)
     command = ["redis-server", "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(folder)]
@@ -46,7 +46,7 @@ def start_redis(folder: Path) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def redis_server() -> Iterator[str]:
-    """A Redis on a socket file; its address."""
+    """Run Redis on a socket file; yields its address."""
     with tempfile.TemporaryDirectory() as folder:
         process = start_redis(Path(folder))
         try:
@@ -57,7 +57,7 @@ def redis_server() -> Iterator[str]:
 
 
 def faults(common: list[str], texts: list[str], clients: int) -> Iterator[str]:
-    """Rows of a table: the same texts while Redis answers, hangs, is gone and comes back."""
+    """Yield rows of a table: the same texts while Redis answers, hangs, is gone and comes back."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         process = start_redis(Path(folder))
         address = f"unix://{folder}/{SOCKET}"
@@ -99,7 +99,7 @@ def metric(port: int, name: str) -> float:
 
 
 def measure(port: int, share: float, known: list[str], fresh: list[str], clients: int) -> str:
-    """A row of the table: requests of which this share repeats known texts."""
+    """A row of the table: `share` of the requests repeat known texts."""
     count = len(fresh)
     repeated = random.Random(0).choices(known, k=round(count * share))
     texts = repeated + fresh[: count - len(repeated)]
@@ -107,7 +107,7 @@ def measure(port: int, share: float, known: list[str], fresh: list[str], clients
     hits, errors = (metric(port, f"penstock_result_cache_{name}_total") for name in ("hits", "errors"))
     latencies: list[float] = []
     seconds = run_load(port, texts, clients, latencies)
-    time.sleep(0.2)  # metrics appear a moment later
+    time.sleep(0.2)  # metrics are published with a delay
     found = metric(port, "penstock_result_cache_hits_total") - hits
     failed = metric(port, "penstock_result_cache_errors_total") - errors
     low, high = statistics.median(latencies), statistics.quantiles(latencies, n=100)[98]
@@ -117,11 +117,11 @@ def measure(port: int, share: float, known: list[str], fresh: list[str], clients
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default=None, help="folder of a model; the bundled one by default")
+    parser.add_argument("--model", default=None, help="model folder; by default the bundled model")
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--faults", action="store_true", help="stop and kill Redis instead, without a model")
-    parser.add_argument("--save", type=Path, help="where the table goes")
+    parser.add_argument("--save", type=Path, help="write the table to this file")
     options = parser.parse_args()
     texts = natural_texts(options.requests * 4)
     known, rest = texts[: options.requests], texts[options.requests :]

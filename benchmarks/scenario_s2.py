@@ -2,7 +2,7 @@
 
 python benchmarks/scenario_s2.py --base-url http://127.0.0.1:9256 --model NAME [--seconds 120] [--different]
 
-All clients post the same body, as the scenario demands, so identical rows in flight are computed once. With
+All clients post the same body, as the scenario demands, so identical rows in flight are deduplicated. With
 --different no two requests share a text.
 """
 
@@ -29,7 +29,7 @@ def client(
     samples: list[tuple[float, int, int]],
     errors: list[str],
 ) -> None:
-    """Open a connection, post the body, read the whole response; repeat until the time is up."""
+    """Open a connection, post the body and read the whole response, until the time is up."""
     address = urlsplit(base_url)
     while time.perf_counter() < until:
         body = next(bodies)
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--different", action="store_true", help="no two requests have a text in common")
+    parser.add_argument("--different", action="store_true", help="no two requests share a text")
     options = parser.parse_args()
 
     def bodies(client: int) -> Iterator[bytes]:

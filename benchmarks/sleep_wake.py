@@ -1,11 +1,11 @@
-"""Two models in one server: one serves a steady load while the other sleeps and wakes again and again.
+"""Two models in one server: one serves a steady load while the other repeatedly sleeps and wakes.
 
     python benchmarks/sleep_wake.py [--times 200] [--steady FOLDER] [--sleeper FOLDER] [--save FILE]
     python benchmarks/sleep_wake.py --device cuda --sleeper FOLDER --task generate
 
-After each wake the sleeper answers a request. Every fourth time the request itself wakes it. Exit code 1: an
-error or a wrong answer of either model, a model that is not in the state it should be in, or memory that
-grows after the warm-up.
+After each wake the sleeper answers a request; every fourth wake is caused by the request itself. Exit code 1:
+an error or a wrong answer of either model, a model in the wrong state, or memory that grows after the
+warm-up.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from process_memory import Memory, memory_complaints, memory_table
 
 STEADY, SLEEPER = "steady", "sleeper"
 WOKEN_BY_REQUEST = 4  # every fourth wake
-WARM_UP = 0.2  # of the cycles: memory is compared from there on
+WARM_UP = 0.2  # share of the cycles after which memory is compared
 
 
 @dataclass
 class Admin:
-    """The operator's routes."""
+    """Client of the admin routes."""
 
     port: int
     key: str
 
     async def order(self, action: str, **fields: Any) -> tuple[dict[str, Any], float]:
-        """The answer to an order for the sleeper, and the seconds until it came."""
+        """Send an order for the sleeper. Returns the answer and the seconds until it came."""
         began_s, body = time.monotonic(), json.dumps({"model": SLEEPER, **fields}).encode()
         path, headers = f"/v1/admin/models/{action}", {"Authorization": f"Bearer {self.key}"}
         reply = await exchange(self.port, "POST", path, body, headers)
@@ -71,15 +71,15 @@ class Admin:
 
 @dataclass
 class Cycles:
-    """What was seen of the sleeper."""
+    """Measurements of the sleeper."""
 
     awake: Memory
     asleep: Memory
-    sleep_s: list[float] = field(default_factory=list)  # as the server says
-    wake_s: list[float] = field(default_factory=list)  # as the server says
+    sleep_s: list[float] = field(default_factory=list)  # reported by the server
+    wake_s: list[float] = field(default_factory=list)  # reported by the server
     wake_route_s: list[float] = field(default_factory=list)  # from the order to its answer
-    wake_request_s: list[float] = field(default_factory=list)  # from a request that wakes to its answer
-    next_request_s: list[float] = field(default_factory=list)  # the first request after the route has woken
+    wake_request_s: list[float] = field(default_factory=list)  # from a request that wakes it to its answer
+    next_request_s: list[float] = field(default_factory=list)  # the first request after a wake by the route
     samples: list[Sample] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
     warm_s: float = 0.0
@@ -116,7 +116,7 @@ async def run_cycles(
 
 
 def quantiles(seconds: Sequence[float]) -> list[str]:
-    """Count, p50, p99 and the maximum, in ms."""
+    """Count, then p50, p99 and maximum in ms."""
     ordered = sorted(seconds)
     if not ordered:
         return ["0", "–", "–", "–"]
@@ -184,18 +184,22 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--times", type=int, default=200)
-    parser.add_argument("--steady", help="folder of an embedding model; the default model without it")
-    parser.add_argument("--sleeper", help="folder of the model that sleeps; the default model without it")
-    parser.add_argument("--task", choices=sorted(TASKS), default="embed", help="what the sleeper is asked")
-    parser.add_argument("--level", type=int, choices=(1, 2), help="how deep it sleeps")
+    parser.add_argument("--steady", help="folder of an embedding model; by default the default model")
+    parser.add_argument("--sleeper", help="folder of the model that sleeps; by default the default model")
+    parser.add_argument(
+        "--task", choices=sorted(TASKS), default="embed", help="task of the sleeper's requests"
+    )
+    parser.add_argument("--level", type=int, choices=(1, 2), help="sleep level")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", help="of both models")
-    parser.add_argument("--clients", type=int, default=2, help="of the steady load")
+    parser.add_argument("--dtype", default="float32", help="dtype of both models")
+    parser.add_argument("--clients", type=int, default=2, help="clients of the steady load")
     parser.add_argument("--alone-seconds", type=float, default=15)
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="of the steady model's vectors")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-5, help="allowed difference of the steady model's vectors"
+    )
     parser.add_argument("--sleeper-tolerance", type=float, default=1e-6)
-    parser.add_argument("--bound-mib", type=float, default=48, help="growth allowed to each process")
-    parser.add_argument("--flags", default="", help="further flags of the server")
+    parser.add_argument("--bound-mib", type=float, default=48, help="allowed growth of each process")
+    parser.add_argument("--flags", default="", help="more flags for the server")
     parser.add_argument("--save", type=Path, help="append the report to this file")
     options = parser.parse_args()
     common = {"device": options.device, "dtype": options.dtype}

@@ -1,13 +1,13 @@
-"""Runs a mixed load for minutes; fails if the memory of a server process or of the device keeps growing.
+"""Run a mixed load for minutes; fail if the memory of a server process or of the device keeps growing.
 
     python benchmarks/soak.py --seconds 300 --model FOLDER --serve-flags "--load-format dummy"
     python benchmarks/soak.py --seconds 300 --base-url http://127.0.0.1:8000 --pid PID
 
-The first form starts a server on loopback and stops it. The second measures a running server, by the id of
-its `penstock serve` process. The load mixes everything that the model supports: embeddings, token vectors,
-classes, rankings and completions, streamed or not; short and long texts, one and many, both encodings,
-invalid bodies and clients that disconnect.
-Exit code 1: memory grew by more than the bound after the warm-up, a request failed, or a process was lost.
+The first form starts a server on loopback and stops it. The second measures a running server, given the id of
+its `penstock serve` process. The load mixes all that the model supports: embeddings, token vectors, classes,
+rankings and completions, streamed or not; short and long texts, one and many, both encodings, invalid bodies
+and clients that disconnect. Exit code 1: memory grew by more than the bound after the warm-up, a request
+failed, or a process was lost.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from urllib.parse import urlsplit
 WORDS = ("water", "river", "pipe", "valve", "pump", "gate", "flow", "turbine", "basin", "weir", "sluice")
 DEVICE = "device"
 GRAPHS = "graphs"
-GRAPH_MIB = 2.0  # of host memory, and of the device
+GRAPH_MIB = 2.0  # per captured graph, on the host and on the device
 
 
 Request = tuple[str, str, dict[str, Any]]  # kind, path, fields
@@ -50,7 +50,7 @@ def texts(draw: random.Random, count: int, most: int) -> list[str]:
 
 
 def request_of(draw: random.Random, kind: str, longest: int) -> Request:
-    """One request of a kind: short and long texts, one and many."""
+    """A random request of a kind: short or long texts, one or many."""
     most = longest if draw.random() < 0.2 else min(longest, 40)
     many = draw.choice((1, 1, 1, 2, 8, 64))
     encoding = {"encoding_format": draw.choice(("float", "base64")), "truncate_prompt_tokens": -1}
@@ -184,7 +184,7 @@ def device_mib() -> float | None:
 
 
 def graphs_of(url: str) -> float:
-    """Number of CUDA graphs that the engine has captured. They take memory."""
+    """The number of CUDA graphs that the engine has captured. They use memory."""
     lines = ask(url, "GET", "/metrics")[1].decode(errors="replace").splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("penstock_graphs{"))
 
@@ -233,7 +233,7 @@ def await_ready(url: str, server: subprocess.Popen[bytes] | None, patience_s: fl
 
 
 def report(samples: list[tuple[float, dict[str, float]]], options: argparse.Namespace) -> list[str]:
-    """A line for each process, and the problems found. Memory is a median over a tenth of the time."""
+    """Print a line for each process; return the problems. Memory is a median over a tenth of the time."""
     complaints: list[str] = []
     after = [found for at, found in samples if at >= options.warm_up]
     size = max(3, len(after) // 10)
@@ -264,7 +264,7 @@ def report(samples: list[tuple[float, dict[str, float]]], options: argparse.Name
 
 
 def _curve(samples: list[tuple[float, dict[str, float]]]) -> None:
-    """Memory of the engine and the device over time, a point every half minute."""
+    """Print the memory of engine and device over time, one point per half minute."""
     names = [name for name in samples[0][1] if name in (GRAPHS, DEVICE) or "engine" in name]
     points = [found for number, (_, found) in enumerate(samples) if number % max(1, len(samples) // 10) == 0]
     print()
@@ -319,20 +319,25 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=300.0)
-    parser.add_argument("--minutes", type=float, help="the same, in minutes")
-    parser.add_argument("--warm-up", type=float, help="seconds that do not count; default 60, or 0.4 of less")
-    parser.add_argument("--bound-mib", type=float, default=48.0, help="growth allowed to each process")
+    parser.add_argument("--minutes", type=float, help="duration in minutes")
     parser.add_argument(
-        "--device-bound-mib", type=float, default=256.0, help="the same for the device: graphs come with use"
+        "--warm-up", type=float, help="seconds before memory counts; default 60, or 0.4 of a run under 150 s"
     )
-    parser.add_argument("--model", help="start a server for this folder")
-    parser.add_argument("--serve-flags", default="", help="flags of a server that is started here")
-    parser.add_argument("--base-url", help="a server that runs")
-    parser.add_argument("--pid", type=int, help="its `penstock serve` process")
+    parser.add_argument("--bound-mib", type=float, default=48.0, help="allowed growth of each process")
+    parser.add_argument(
+        "--device-bound-mib",
+        type=float,
+        default=256.0,
+        help="allowed growth of device memory; graphs add to it",
+    )
+    parser.add_argument("--model", help="start a server for this model folder")
+    parser.add_argument("--serve-flags", default="", help="more flags for a server started with --model")
+    parser.add_argument("--base-url", help="address of a running server")
+    parser.add_argument("--pid", type=int, help="process id of its `penstock serve`")
     parser.add_argument("--clients", type=int, default=2, help="load processes")
-    parser.add_argument("--threads", type=int, default=8, help="connections of each")
-    parser.add_argument("--longest", type=int, default=400, help="words of the longest text")
-    parser.add_argument("--only", default=",".join(KINDS), help="kinds of requests, with commas")
+    parser.add_argument("--threads", type=int, default=8, help="connections per load process")
+    parser.add_argument("--longest", type=int, default=400, help="words in the longest text")
+    parser.add_argument("--only", default=",".join(KINDS), help="kinds of requests, separated by commas")
     parser.add_argument("--every", type=float, default=2.0, help="seconds between samples")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()

@@ -1,15 +1,15 @@
-"""Speculative decoding against plain decoding, in alternating rounds of one engine.
+"""Compare speculative decoding with plain decoding, in alternating rounds of one engine.
 
     python benchmarks/speculative.py FOLDER [--sequences 1 4 16] [--rounds 3] [--output 128] [--save FILE]
     python benchmarks/speculative.py FOLDER --load-format dummy --acceptance 0.8 [--prompt 1024]
     python benchmarks/speculative.py FOLDER --draft FOLDER [--load-format dummy --acceptance 0.8]
 
-The first form asks a real model to quote passages of its prompt, and proposes by prompt lookup. The second is
-for weights that mean nothing: proposals come from a first run of the same prompts, and each token of them is
-wrong with a chance of one less `--acceptance`. With `--draft`, a draft model proposes; with `--acceptance` as
-well it runs all its steps, and its tokens are replaced by those of the first run. It then never finds its own
-tokens behind a sequence, so it reruns all that were accepted, and gains a little less than a real one would.
-Greedy outputs of all rounds are compared token by token.
+The first form asks a real model to quote passages of its prompt, and proposes tokens by prompt lookup. The
+second form is for random weights: proposals come from a first run of the same prompts, and each proposed
+token is wrong with probability 1 - `--acceptance`. With `--draft`, a draft model proposes. With
+`--acceptance` as well, the draft model runs all its steps, but its tokens are replaced by those of the first
+run. The accepted tokens are then never its own, so it computes all of them again, and gains a little less
+than a real draft model would. Greedy outputs of all rounds are compared token by token.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PEOPLE = ("Marit Olsen", "Jonas Eide", "Priya Raman", "Tomás Rivas", "Ana Lindq
 
 
 def passage(draw: np.random.Generator, number: int) -> str:
-    """A record that no model knows by heart."""
+    """A record that no model has memorised."""
     place, thing, person = draw.choice(PLACES), draw.choice(THINGS), draw.choice(PEOPLE)
     day, level, code = draw.integers(1, 29), draw.integers(10, 99), draw.integers(1000, 9999)
     return (
@@ -47,7 +47,7 @@ def passage(draw: np.random.Generator, number: int) -> str:
 
 
 def question(seed: int, num_passages: int) -> str:
-    """Retrieved passages, and a question whose answer quotes one of them."""
+    """A prompt of retrieved passages, with a question whose answer quotes two of them."""
     draw = np.random.default_rng(seed)
     passages = [passage(draw, number) for number in range(1, num_passages + 1)]
     wanted = int(draw.integers(1, num_passages + 1))
@@ -59,8 +59,8 @@ def question(seed: int, num_passages: int) -> str:
 
 
 class KnownContinuations:
-    """Proposes tokens of outputs that are known, each of them right with a given chance. A draft model may
-    run before, for the time that it takes."""
+    """Proposes tokens of known outputs, each correct with a given probability. A draft model may run first,
+    so that its time is measured."""
 
     def __init__(
         self,
@@ -100,12 +100,12 @@ class KnownContinuations:
             self._row_of.pop(slot, None)
 
 
-PREFIX = 16  # tokens that tell the prompts apart
+PREFIX = 16  # tokens that identify a prompt
 
 
 @dataclass
 class Rounds:
-    """The rounds of one way to decode, of one number of sequences."""
+    """The rounds of one decoding method with one number of sequences."""
 
     tokens_per_s: list[float] = field(default_factory=list)
     drafts: int = 0
@@ -130,7 +130,7 @@ def scheduler_of(engine: Engine) -> GenerationScheduler:
 def speculation(
     engine: Engine, options: argparse.Namespace, known: list[list[int]], way: str, draft: Proposer | None
 ) -> Speculation:
-    """A new one, with nothing learned."""
+    """A new instance without learned state."""
 
     def make(slots: SlotTable) -> Proposer:
         if options.acceptance is not None:
@@ -148,10 +148,10 @@ def speculation(
 def measure(
     engine: Engine, rows: list[list[int]], options: argparse.Namespace, draft: Proposer | None
 ) -> tuple[dict[str, Rounds], int]:
-    """Each way's rounds, and how many outputs of theirs differ from the first."""
+    """The rounds of each decoding method, and the number of outputs that differ from the first run."""
     generation, ways = scheduler_of(engine), {way: Rounds() for way in ("plain", *options.ways)}
     generation.speculation = None
-    expected, _ = generated(engine, rows, options.output)  # also the warm-up, and fills the prefix cache
+    expected, _ = generated(engine, rows, options.output)  # also warms up, and fills the prefix cache
     known = [row + made for row, made in zip(rows, expected, strict=True)]
     kept = {way: speculation(engine, options, known, way, draft) for way in options.ways}
     all_slots = np.arange(max(16, *options.sequences))
@@ -160,7 +160,7 @@ def measure(
         for way, found in ways.items():
             generation.speculation = kept.get(way)
             if draft is not None:
-                draft.forget(all_slots)  # nobody told it of the sequences of plain rounds
+                draft.forget(all_slots)  # it has not seen the sequences of plain rounds
             counts = None if way == "plain" else kept[way].counts
             before = (0, 0, 0)
             if counts is not None:
@@ -202,13 +202,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--passages", type=int, default=6)
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt, with dummy weights")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens per prompt, with dummy weights")
     parser.add_argument("--tokens", type=int, default=4, help="num_speculative_tokens")
     parser.add_argument("--lookup-min", type=int, default=2)
     parser.add_argument("--lookup-max", type=int, default=4)
     parser.add_argument("--ways", nargs="+", default=["adaptive", "always"], choices=["adaptive", "always"])
-    parser.add_argument("--draft", type=Path, help="a draft model proposes")
-    parser.add_argument("--acceptance", type=float, help="propose the known continuation, right this often")
+    parser.add_argument("--draft", type=Path, help="folder of a draft model that proposes tokens")
+    parser.add_argument(
+        "--acceptance", type=float, help="propose known outputs, correct with this probability"
+    )
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--save", type=Path)

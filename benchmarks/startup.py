@@ -1,4 +1,4 @@
-"""Seconds from `penstock serve` until it is ready, and the memory of its processes.
+"""Seconds until `penstock serve` is ready, and the memory of its processes.
 
 python benchmarks/startup.py [--runs 5] [serve flags…]
 """

@@ -1,11 +1,11 @@
-"""Static embeddings: short texts a second through the offline engine, model2vec and sentence-transformers.
+"""Static embeddings: short texts per second with the offline engine, model2vec and sentence-transformers.
 
     python benchmarks/static_embed.py MODEL [--texts 200000] [--save]
 
-All read the same folder and the same texts in one run, in turns. Texts are runs of ten words of the corpus
-(`--corpus`, one document a line; without it, words of the vocabulary drawn by Zipf's law). model2vec
-is left out where it is not installed. Each figure is the best of `--rounds`; the first round of Penstock, in
-which no word is known yet, is shown by itself.
+All three read the same folder and take turns on the same texts in one run. Texts are ten consecutive words of
+the corpus (`--corpus`, one document per line; without it, words of the vocabulary drawn by Zipf's law).
+model2vec is left out if it is not installed. Each figure is the best of `--rounds`; Penstock's first round,
+in which no word is cached yet, is shown separately.
 """
 
 from __future__ import annotations

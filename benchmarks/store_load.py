@@ -1,10 +1,10 @@
-"""How fast vector stores take rows, and which share of `penstock embed --to` is spent in them.
+"""The write speed of vector stores, and their share of the time of `penstock embed --to`.
 
     python -m benchmarks.store_load --rows 20000 lancedb:/tmp/bench/docs qdrant:/tmp/bench/q/docs
 
-For each store: rows/s of a first load of random vectors, of the same rows again (every row is replaced), and
-of a load of short texts through the default model, with the share of the time in the store's `write`. The
-collections must not exist; they are left in place.
+For each store, the table has rows/s of a first load of random vectors, of the same rows again (every row is
+replaced), and of short texts through the default model, with the share of the time in the store's `write`.
+The collections must not exist; they are left in place.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def tables(rows: int, batch: int, width: int) -> Iterator[pa.Table]:
 
 
 def load(url: str, rows: int, batch: int, width: int) -> float:
-    """Rows per second of writing, `finish` included. Making the tables is not counted."""
+    """Rows per second of writing, `finish` included. Preparing the tables is not counted."""
     seconds = 0.0
     with open_store(url) as store:
         for number, table in enumerate(tables(rows, batch, width)):

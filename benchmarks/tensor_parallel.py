@@ -1,11 +1,11 @@
-"""Tensor parallel on a CPU: whether answers stay the same, and what several ranks cost.
+"""Tensor parallelism on a CPU: whether answers stay the same, and the cost of several ranks.
 
 python benchmarks/tensor_parallel.py [--models DIR] [--rounds 5] [--save FILE]
 
-DIR has the folders minilm, bge-small, reranker-mini and smollm2; those that are missing are left out. The
-seeded checkpoints of the tests are always run. Rounds of one and of several ranks alternate, because other
-programs use the machine too. On a machine with few cores no speed-up can be expected: the ranks share its
-cores and its memory bandwidth.
+DIR has the folders minilm, bge-small, reranker-mini and smollm2; missing ones are left out. The seeded
+checkpoints of the tests always run. Rounds of one and of several ranks alternate because other programs use
+the machine too. Expect no speed-up on a machine with few cores: the ranks share its cores and memory
+bandwidth.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def parity_table(models: Path | None, folder: Path) -> list[str]:
 
 
 class Timed:
-    """An engine of some ranks whose rounds are timed."""
+    """An engine with some number of ranks, and the times of its rounds."""
 
     def __init__(self, folder: Path, size: int, work: Callable[[Engine], None]) -> None:
         began = time.perf_counter()

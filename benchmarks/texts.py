@@ -1,4 +1,4 @@
-"""Natural English paragraphs of mixed length, from the documentation in every Python installation."""
+"""Natural English paragraphs of mixed length, from the documentation that every Python installation has."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def natural_texts(count: int, seed: int = 0) -> list[str]:
 
 
 def mixed_texts(count: int, seed: int = 0, median_words: int = 42, sigma: float = 0.9) -> list[str]:
-    """Pieces of running text whose lengths vary as those of stored paragraphs do: for a BERT vocabulary 110
-    tokens on average, half of the texts up to 70, one in a hundred above 540."""
+    """Pieces of running text whose lengths vary like those of stored paragraphs. With a BERT vocabulary the
+    mean is 110 tokens, the median 70, and p99 540."""
     draw = random.Random(seed)
     words = " ".join(natural_texts(4000)).split()
     texts = []

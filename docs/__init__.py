@@ -1,1 +1,1 @@
-"""The documentation: Markdown pages, and in `tools` what renders the rest of the site from the code."""
+"""The documentation: Markdown pages, and `tools`, which render the rest of the site from the code."""

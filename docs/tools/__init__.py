@@ -1,1 +1,1 @@
-"""The part of the documentation that is rendered from the code when the site is built."""
+"""Render the parts of the documentation that come from the code when the site is built."""

@@ -1,7 +1,7 @@
-"""MkDocs hooks: fill in what is generated from the code, and bring the measured results into the site.
+"""MkDocs hooks: fill in the generated parts of pages, and add the measured results to the site.
 
 Pages link to files of the repository (`../benchmarks/results/…`), so that links work in a checkout too. The
-hooks point those links at copies inside the site.
+hooks redirect those links to copies inside the site.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+(?:README|CHANGELOG|CONTRIBUTIN
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the results and the changelog; the search lists them after the pages written for readers."""
+    """Add the results and the changelog. The search ranks them below the hand-written pages."""
 
     def add(target: str, source: Path) -> None:
         files.append(File.generated(config, target, content=_LOW + source.read_text(encoding="utf-8")))
@@ -45,7 +45,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     def result(match: re.Match[str]) -> str:
         target = f"results/{match[1]}"
         if files.get_file_from_path(target) is None:
-            return match[0]  # strict mode reports it
+            return match[0]  # MkDocs' strict mode reports the broken link
         return f"]({os.path.relpath(target, here)})"
 
     markdown = _TEST_COMMENT.sub("", markdown)

@@ -1,4 +1,4 @@
-"""Writes docs/models.md: every family with an example, its tasks, the command and its parity figures.
+"""Write docs/models.md: every family with an example, its tasks, the command and its parity figures.
 
     python docs/tools/models.py
 
@@ -26,7 +26,7 @@ PAGE = ROOT / "docs/models.md"
 PARITY = ROOT / "docs/parity.md"
 EXAMPLES = Path(__file__).with_name("models.toml")
 _ROW = re.compile(r"^\| (\S+)(?: \([^|]*\))? \| (\w+) \|")
-_COLUMNS = 10  # of the table of pooling tasks there; generation has a table of its own
+_COLUMNS = 10  # columns of the table of pooling tasks in docs/parity.md; generation has a separate table
 _HEAD = ("family", "classes", "published in it", "tasks", "command", "fp32", "bf16")
 PROSE = """\
 # Model families
@@ -70,14 +70,15 @@ def parity() -> dict[str, Figures]:
 
 
 def tasks(family: Family) -> str:
-    """The tasks that its checkpoints can have; a checkpoint has those of its head."""
-    if family.page_dim is not None:  # every token has a vector, and there is no other
+    """All tasks that checkpoints of the family can have. A single checkpoint has the tasks of its head."""
+    if family.page_dim is not None:  # there are only token vectors
         return f"{Task.TOKEN_EMBED.value}, {Task.SCORE.value}"
     own = set(family.heads)
-    if own.isdisjoint((Task.ENTITIES, Task.ZERO_SHOT)):  # whose labels come with the request
+    # Models that take labels from the request have no other tasks.
+    if own.isdisjoint((Task.ENTITIES, Task.ZERO_SHOT)):
         own |= {Task.EMBED, Task.SCORE} if family.is_dual else {Task.EMBED, Task.TOKEN_EMBED, Task.SCORE}
     if family.is_dual:
-        own.add(Task.ZERO_SHOT)  # of images
+        own.add(Task.ZERO_SHOT)  # labels for images
     ordered = [task for task in _ORDER if task in own] + sorted(
         own - set(_ORDER), key=lambda task: task.value
     )

@@ -1,7 +1,7 @@
-"""Two small models for the screenshots, made from the default model: no published one comes with Penstock.
+"""Two small models for the screenshots, derived from the default model. Penstock ships no other model.
 
-One compares texts token by token. It has the default model's weights and a fixed projection. The other labels
-people, places and organisations. Its head is fitted to sentences of a few patterns, which takes seconds.
+One is a late-interaction model: the default model's weights and a fixed projection. The other labels people,
+places and organisations; its head is fitted to sentences of a few patterns, which takes seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 LATE_DIM = 128
 LABELS = ("O", "PER", "LOC", "ORG")
-SHARPNESS = 9.0  # of the labels' probabilities
+SHARPNESS = 9.0  # factor on the logits of the labels
 _FIRST = (
     "Grace Alan Marie Emmy Katherine James Anna John Maria Peter George Mary Isaac Edith Hedy Clara Bertha "
     "Otto Joan Ida"
@@ -65,7 +65,7 @@ def write_late_model(source: Path, folder: Path) -> Path:
 
 
 def write_entity_model(source: Path, folder: Path) -> Path:
-    """Write a token classifier whose head is fitted to the states of the encoder in `source`."""
+    """Write a token classifier whose head is fitted to hidden states of the encoder in `source`."""
     weight, bias = _fitted_head(source)
     tensors = {**_prefixed(source), "classifier.weight": weight, "classifier.bias": bias}
     names = {str(index): name for index, name in enumerate(LABELS)}
@@ -96,7 +96,7 @@ def _write_json(file: Path, value: Any) -> None:
 
 
 def _sentences(num_each: int = 36) -> Iterator[tuple[str, list[tuple[int, int, str]]]]:
-    """Sentences with the places of their entities, drawn with a fixed seed."""
+    """Sentences with the spans of their entities, drawn with a fixed seed."""
     draw = random.Random(3)
     for pattern in itertools.chain.from_iterable(itertools.repeat(_PATTERNS, num_each)):
         text, spans = "", []
@@ -121,7 +121,7 @@ def _word(kind: str, draw: random.Random) -> str:
 
 
 def _fitted_head(source: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and biases of the labels, by ridge regression on the states of tokens."""
+    """The head's weights and biases, by ridge regression on the hidden states of tokens."""
     from tokenizers import Tokenizer
     from transformers import BertModel
 

@@ -1,4 +1,4 @@
-"""Render the generated parts of the reference pages, each in place of a `<!-- generated: NAME -->`."""
+"""Render the generated parts of the reference pages. Each replaces a `<!-- generated: NAME -->`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """One line, with `|` escaped outside code spans: inside them the tables need no escape."""
+    """A table cell: one line, with `|` escaped outside code spans. Inside them no escape is needed."""
     parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
     return "".join(part if part.startswith("`") else part.replace("|", "\\|") for part in parts)
 
@@ -50,7 +50,7 @@ def _code(text: str) -> str:
 
 
 def meaning(body: str, field: str) -> str:
-    """What a field means. The build fails if the package has no words about it."""
+    """The description of a field. The build fails if the package has none."""
     found = meanings.meaning(body, field)
     if found is None:
         raise KeyError(f"penstock/api/fields.toml says nothing about field {field!r} of {body}")
@@ -97,7 +97,7 @@ def _body(body: type, described_as: str) -> str:
 
 
 def dialects() -> str:
-    """For each dialect its routes, and for each field of their bodies whether it has an effect."""
+    """Every dialect: its routes, and whether each field of their bodies has an effect."""
     from penstock.api.app import ROUTES
     from penstock.api.schema import DIALECTS, TITLES, kinds_of
 
@@ -112,7 +112,7 @@ def dialects() -> str:
 
 
 def _dialect_table(kinds: list[tuple[Any, Any]]) -> str:
-    """The fields of each route by what they do here. Routes that take the same body share their rows."""
+    """The fields of each route by their effect. Routes with the same body share their rows."""
     routes: dict[Any, list[str]] = {}
     for route, kind in kinds:
         methods = ", ".join(method for method in route.all_methods if method != "HEAD")
@@ -129,9 +129,9 @@ Others = dict[tuple[str, str], list[str]]  # (support, reason) → fields
 
 
 def _support(body: type[msgspec.Struct], path: str = "") -> tuple[list[str], Others]:
-    """The fields that do what they say, and the others.
+    """The supported fields, and the others with the reason.
 
-    Fields of an object inside the body follow it, as `parameters.truncate`.
+    Fields of a nested object follow it, such as `parameters.truncate`.
     """
     notes = meanings.limits(body)
     supported: list[str] = []
@@ -155,7 +155,7 @@ def _support(body: type[msgspec.Struct], path: str = "") -> tuple[list[str], Oth
 
 
 def _objects(kind: msgspec.inspect.Type) -> list[type[msgspec.Struct]]:
-    """The types of objects that a field holds, by itself or in a list."""
+    """The object types that a field accepts, directly or in a list."""
     if isinstance(kind, msgspec.inspect.StructType):
         return [kind.cls]
     if isinstance(kind, msgspec.inspect.UnionType):
@@ -166,7 +166,7 @@ def _objects(kind: msgspec.inspect.Type) -> list[type[msgspec.Struct]]:
 
 
 def _unless(default: Any, accepts: Iterable[Any]) -> str:
-    """The values of a refused field that are accepted."""
+    """The values that a refused field accepts, as ` other than …`."""
     values = [value for value in (default, *accepts) if value is not None and value is not msgspec.NODEFAULT]
     texts = dict.fromkeys(_code(msgspec.json.encode(value).decode()) for value in values)
     return f" other than {' or '.join(texts)}" if texts else ""
@@ -184,7 +184,7 @@ _JSON = {
 
 
 def as_json(text: str) -> str:
-    """Python's names of types and values as JSON's; a quoted name is a value of a field."""
+    """Replace Python's names of types and values by JSON's. Quoted names are field values and stay."""
     text = re.sub(r"(?<!')\b(?:str|int|float|bool|None|True|False)\b", lambda match: _JSON[match[0]], text)
     return re.sub(r"dict\[string, (\w+)\]", r"object", text).replace("'", '"')
 
@@ -208,7 +208,7 @@ def engine() -> str:
 
 
 def async_engine() -> str:
-    """The methods of AsyncEngine: names of those that Engine has too, and the others in full."""
+    """The methods of AsyncEngine: only names for methods that Engine has too, the others in full."""
     from penstock import AsyncEngine, Engine
 
     own = [name for name, _ in _public(AsyncEngine) if not hasattr(Engine, name)]
@@ -244,7 +244,7 @@ def _public(cls: type) -> list[tuple[str, Any]]:
 
 
 def results() -> str:
-    """Every exported type that is a plain record: results and parameters."""
+    """Every exported record type: results and parameters."""
     import penstock
 
     parts = []
@@ -254,7 +254,7 @@ def results() -> str:
             continue
         if dataclasses.is_dataclass(cls) or issubclass(cls, msgspec.Struct | tuple):
             text = inspect.getdoc(cls) or ""
-            text = "" if text.startswith(f"{name}(") else text  # made by the decorator
+            text = "" if text.startswith(f"{name}(") else text  # generated by the decorator
             parts.append(f"### `{name}`\n\n{text}\n\n{_record(cls)}")
     return "\n".join(parts)
 
@@ -266,7 +266,7 @@ def _aliases() -> dict[Any, str]:
 
 
 def _record(cls: type) -> str:
-    if cls.__name__ == "SamplingParams":  # the fields of the server's route, described there
+    if cls.__name__ == "SamplingParams":  # its fields are described at the server's route
         return _body(cls, "CompletionRequest")
     rows = [
         (_code(each.name), _code(each.type), _shown_default(each), each.comment) for each in fields_of(cls)
@@ -278,7 +278,7 @@ def _record(cls: type) -> str:
 
 
 def cli() -> str:
-    """Every command with its arguments and flags, as the parser has them."""
+    """Every command with its arguments and flags, read from the parser."""
     import typer
 
     from penstock.cli.main import app
@@ -316,7 +316,7 @@ def _command(command: Any, path: str) -> str:
 
 
 def _with_examples(text: str) -> str:
-    """The help of a command, with its indented examples as a block."""
+    """A command's help, with its indented examples as a code block."""
     before, mark, examples = text.partition("Examples:\n")
     if not mark:
         return text
@@ -345,7 +345,7 @@ def _value(each: Any) -> str:
         return ""
     if each.metavar:
         return _code(each.metavar)
-    if (kind := getattr(each, "type", None)) is not None:  # click's own, in older releases of typer
+    if (kind := getattr(each, "type", None)) is not None:  # a click type, in older releases of typer
         choices = getattr(kind, "choices", None)
         names = (
             [str(getattr(choice, "value", choice)) for choice in choices] if choices else [kind.name.upper()]
@@ -369,7 +369,7 @@ def _type_value(hint: Any) -> str:
 def _flag_default(each: Any) -> str:
     value = each.default
     if isinstance(each.show_default, str):
-        return each.show_default  # decided later, in words
+        return each.show_default  # a default in words, because the value is decided later
     if value == [] or value is None or value is False or callable(value) or "UNSET" in repr(value).upper():
         return ""
     if value is True:
@@ -401,7 +401,7 @@ def pooler_config() -> str:
 
 
 def _config(cls: type, flags: Iterable[Any], without_flag: dict[str, str]) -> str:
-    """The fields with the help of their flags; a field without one has its comment in the source."""
+    """The fields with the help of their flags. A field without a flag shows its comment in the source."""
     by_field = {flag.field: flag for flag in flags}
     rows = []
     for each in fields_of(cls):
@@ -416,7 +416,7 @@ def _config(cls: type, flags: Iterable[Any], without_flag: dict[str, str]) -> st
 
 
 def foreign_flags() -> str:
-    """The flags of other servers that have no field of their own, and what they do here."""
+    """The flags of other servers without their own field, and their effect."""
     from penstock.cli.foreign import FOREIGN_FLAGS, effect
 
     rows = [(", ".join(map(_code, flag.names)), flag.server, effect(flag) + ".") for flag in FOREIGN_FLAGS]
@@ -439,7 +439,7 @@ def metrics() -> str:
 
 
 def metric_aliases(server: str) -> str:
-    """The metrics of another server that --metric-aliases shows, and those that it does not."""
+    """Another server's metrics that --metric-aliases exports, and those that it does not."""
     from penstock.api.metric_aliases import ALIASES, MISSING
 
     rows = [(_code(each.name), each.type, _code(each.source), each.meaning) for each in ALIASES[server]]

@@ -3,10 +3,10 @@
     pip install -e '.[dev]' && apt-get install chromium
     PENSTOCK_TEST_MODELS=FOLDER python -m docs.tools.screenshots
 
-FOLDER has the models `reranker-mini`, `question-tiny`, `smollm2` and `potion-8m`; small seeded ones stand in
-for those that are missing. `--only NAME …` takes some of the pictures. With `--site build/site` it also opens
-every page of the built documentation. Fails if a page asks another host for anything,
-or writes an error to its console.
+FOLDER has the models `reranker-mini`, `question-tiny`, `smollm2` and `potion-8m`; small seeded models replace
+missing ones. `--only NAME …` takes some of the pictures. With `--site build/site` the script also opens every
+page of the built documentation. It fails if a page requests anything from another host, or writes an error to
+its console.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ASSETS = Path(__file__).resolve().parents[1] / "assets"
 MAX_BYTES = 150_000
 SIZE = {"width": 1280, "height": 720}
 PHONE = {"width": 360, "height": 780}
-MAX_HEIGHT = 1000  # of a picture, in CSS pixels
-SCALE = 1.5  # pixels of a picture for each CSS pixel
+MAX_HEIGHT = 1000  # CSS pixels per picture
+SCALE = 1.5  # image pixels per CSS pixel
 NUM_COLOURS = 200
 DEFAULT_NAME = "sentence-transformers/all-MiniLM-L6-v2"
 
@@ -45,14 +45,14 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 def serve_site(folder: str) -> str:
-    """Serve the built site on a free port of loopback, until this process ends."""
+    """Serve the built site on a free loopback port until this process ends; returns its address."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return f"http://127.0.0.1:{server.server_port}"
 
 
 class Camera:
-    """A page that notes every request to another host and every error, and takes pictures."""
+    """A browser page that records requests to other hosts and errors, and takes pictures."""
 
     def __init__(self, page: Any, folder: Path = ASSETS) -> None:
         self.page = page
@@ -74,7 +74,7 @@ class Camera:
             self.problems.append(f"{self.page.url}: {message.text}")
 
     def take(self, name: str, *, in_sight: bool = False) -> None:
-        """Take a picture of the page from its top, or of what is in sight."""
+        """Take a picture of the page from its top, or of the visible part."""
         options: dict[str, Any] = {"animations": "disabled"}
         if not in_sight:
             height = self.page.evaluate("document.documentElement.scrollHeight")
@@ -89,7 +89,7 @@ class Camera:
 
 
 def shrunk(picture: bytes) -> bytes:
-    """The picture with a palette, which keeps colours of small areas too."""
+    """Reduce the picture to a palette that keeps the colours of small areas too."""
     from PIL import Image
 
     whole, method = Image.open(io.BytesIO(picture)).convert("RGB"), Image.Quantize.MAXCOVERAGE
@@ -155,7 +155,7 @@ def show_live(page: Playground) -> None:
 
 
 def show_models(page: Playground) -> None:
-    """The live view of an operator: one of the models sleeps."""
+    """Show an operator's live view while one of the models sleeps."""
     url, models = page.page.url, page.page.locator("#live-models")
     page.page.click("#key-toggle")
     page.page.fill("#key", ADMIN_KEY)
@@ -167,7 +167,7 @@ def show_models(page: Playground) -> None:
         page.page.locator("#live[data-samples='20']").wait_for()
 
 
-Load = Callable[[int], tuple[str, dict[str, Any]]]  # the path and the body of a request of a thread
+Load = Callable[[int], tuple[str, dict[str, Any]]]  # thread number → path and body of a request
 
 
 def _embed_texts(number: int) -> tuple[str, dict[str, Any]]:
@@ -186,7 +186,7 @@ def _complete(number: int) -> tuple[str, dict[str, Any]]:
 
 @contextmanager
 def _load(url: str, *requests: Load) -> Iterator[None]:
-    """Some requests each second, more and less in turns, until the block ends; a thread for each kind."""
+    """Send a varying number of requests per second until the block ends, with a thread for each kind."""
     import math
     import time
 
@@ -216,16 +216,16 @@ Show = Callable[[Playground], None]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to take pictures of. `published` is its name in the folder of models, `made` writes it from the
-    default model, and `stand_in` is the kind of the seeded model that takes its place."""
+    """A model to take pictures of. `published` is its name in the folder of models. `made` names the function
+    that writes it from the default model, and `stand_in` is the kind of the seeded model that replaces it."""
 
     name: str
     stand_in: str | None = None
     published: str | None = None
     made: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # of the published model
-    beside: str | None = None  # another model of the same server
-    with_others: bool = False  # a server of its own holds it and all of `OTHERS`
+    options: dict[str, Any] = field(default_factory=dict)  # engine options of the published model
+    beside: str | None = None  # another model in the same server
+    with_others: bool = False  # its own server, with all of `OTHERS`
 
 
 SUBJECTS = {
@@ -240,7 +240,7 @@ SUBJECTS = {
     "pair": Subject(DEFAULT_NAME, beside="potion-8m"),
     "models": Subject("embed", with_others=True),
 }
-OTHERS = {  # of `with_others`, by name
+OTHERS = {  # the models beside a `with_others` subject, by name
     "chat": Subject("chat", "llama", "smollm2"),
     "rerank": Subject("rerank", "cross-encoder", made="write_late_model"),
     "spare": Subject("spare", "classifier", "question-tiny"),
@@ -275,10 +275,10 @@ PICTURES = {
 
 @dataclass(frozen=True)
 class ApiPicture:
-    """A picture of /docs: the route that the model is made for."""
+    """A picture of /docs, at the main route of the model."""
 
     subject: str
-    operation: str  # the end of its address within the page
+    operation: str  # the last part of the route's anchor in the page
 
 
 API_PICTURES = {
@@ -292,7 +292,7 @@ API_PICTURES = {
 
 
 def take_picture(browser: Any, url: str, name: str, folder: Path, model: str | None = None) -> list[str]:
-    """Take one picture; return what went wrong. `model` is chosen first, where the server has several."""
+    """Take one picture; return what went wrong. `model` is selected first if the server has several."""
     picture = PICTURES[name]
     page = browser.new_page(
         viewport=PHONE if picture.phone else SIZE,
@@ -343,7 +343,8 @@ def serving_subject(subject: Subject, models: Path | None, scratch: Path) -> Ite
         with serving(*named, "--device", "cpu", "--kv-cache-gb", "0.2", environment=environment) as server:
             yield server.url
         return
-    if subject.stand_in is None and subject.beside is None:  # a real server, with the metrics of its engine
+    # A real server, because the pictures need the metrics of its engine.
+    if subject.stand_in is None and subject.beside is None:
         with serving("--device", "cpu") as server:
             yield server.url
         return
@@ -379,7 +380,7 @@ def _stand_in(kind: str, scratch: Path) -> Path:
 
 
 def take_all(browser: Any, models: Path | None, only: list[str]) -> list[str]:
-    """Take every picture, one server after the other; return what went wrong."""
+    """Take every picture, one server after another; return what went wrong."""
     problems: list[str] = []
     wanted = {name: picture.subject for name, picture in PICTURES.items()}
     wanted |= {name: picture.subject for name, picture in API_PICTURES.items()}
@@ -397,7 +398,7 @@ def take_all(browser: Any, models: Path | None, only: list[str]) -> list[str]:
 
 
 def documentation(camera: Camera, site: str) -> None:
-    """Take a picture of the first page, open every other one, and search."""
+    """Take a picture of the first page, open all other pages, and use the search."""
     camera.page.goto(site + "/index.html", wait_until="networkidle")
     camera.take("site")
     links = camera.page.eval_on_selector_all(
@@ -413,7 +414,7 @@ def documentation(camera: Camera, site: str) -> None:
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """Debian's Chromium, without a window."""
+    """Run Debian's Chromium headless."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

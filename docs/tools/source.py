@@ -25,7 +25,7 @@ _REQUIRED = "required"
 class Field:
     name: str
     type: str
-    default: str  # as Python writes it, or "required"
+    default: str  # as Python source, or "required"
     comment: str  # the comment beside or above it in the source
 
 
@@ -66,7 +66,7 @@ def _literal(value: Any) -> str:
 
 
 def type_name(hint: Any) -> str:
-    """A type as a reader writes it: aliases are expanded, enumerations show their values."""
+    """A readable type name: aliases are expanded, enumerations show their values."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is type(None):
         return "None"
@@ -136,9 +136,9 @@ def _own_comments(source: str) -> dict[str, str]:
 
 
 def signature(function: Any, name: str, aliases: dict[Any, str]) -> str:
-    """`def name(...)` with one parameter a line where it is long.
+    """`def name(...)`, with one parameter per line if it is long.
 
-    Annotations are expanded, except those in `aliases`, which are shown by their names.
+    Annotations are expanded, except those in `aliases`, which appear under their names.
     """
     hints = _hints(function)
 
@@ -168,7 +168,8 @@ def signature(function: Any, name: str, aliases: dict[Any, str]) -> str:
 
 
 def _hints(function: Any) -> dict[str, Any]:
-    """Annotations by parameter; those of an explicit `__signature__` are read where they were written."""
+    """Annotations by parameter. Those of an explicit `__signature__` are resolved in the module that has
+    them."""
     hints = typing.get_type_hints(function)
     for each in inspect.signature(function).parameters.values():
         hint = each.annotation

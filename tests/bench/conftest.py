@@ -14,7 +14,7 @@ from tests.checkpoints import wordpiece_tokenizer
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer; nothing here needs the weights."""
+    """A folder with a tokenizer and no weights."""
     folder = tmp_path_factory.mktemp("model")
     wordpiece_tokenizer().save(str(folder / "tokenizer.json"))
     return folder

@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 server with the responses of every API, and the failures that tests need."""
+"""A small HTTP/1.1 server that gives the responses of every API, and the failures that tests need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = 8
 
 
 def vector(text: object) -> list[float]:
-    """A vector that depends on the text alone."""
+    """A vector that depends only on the text."""
     digest = hashlib.sha256(repr(text).encode()).digest()
     return [byte / 255 for byte in digest[:WIDTH]]
 
@@ -37,8 +37,8 @@ class Stub(ThreadingHTTPServer):
         self.headers: list[dict[str, str]] = []
         self.connections = 0
         self.active = self.max_active = 0
-        self.last_writes_s: list[float] = []  # when the last part of each body was written
-        self.changed = threading.Condition(self.lock)  # `max_active` has grown, or the server is stopping
+        self.last_writes_s: list[float] = []  # time at which the last part of each body was written
+        self.changed = threading.Condition(self.lock)  # notified when `max_active` grows or the server stops
         self.is_stopping = False
 
     @property
@@ -50,7 +50,7 @@ class Stub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        return None  # clients that leave are part of the tests
+        return None  # tests let clients disconnect
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -93,7 +93,7 @@ class Handler(BaseHTTPRequestHandler):
                 server.active -= 1
 
     def _wait_for_active(self, count: int) -> None:
-        """Answer nothing before this number of requests has been in progress at once."""
+        """Hold the answer until this number of requests has been in progress at once."""
         with self.server.changed:
             self.server.changed.wait_for(
                 lambda: self.server.max_active >= count or self.server.is_stopping, 100
@@ -146,7 +146,7 @@ class Handler(BaseHTTPRequestHandler):
         self._json(200, {"object": "list", "data": data, "usage": usage})
 
     def _tokenize(self, body: dict[str, Any]) -> None:
-        """Several texts in one request, but no more than `max_rows`."""
+        """Tokenise several texts in one request, up to `max_rows`."""
         rows = body["input"]
         if len(rows) > self.server.behaviour.get("max_rows", 2048):
             self._json(400, {"error": {"message": "too many rows"}})
@@ -173,7 +173,7 @@ class Handler(BaseHTTPRequestHandler):
         self._json(200, {"data": data, "usage": {"prompt_tokens": 7 * len(rows)}})
 
     def _rerank(self, body: dict[str, Any]) -> None:
-        """Scores: MaxSim of word vectors where asked for, else shared words."""
+        """Score by MaxSim of word vectors if `maxsim` is set, otherwise by the share of common words."""
         query, documents = body["query"], body["documents"]
         if self.server.behaviour.get("maxsim"):
             scores = [

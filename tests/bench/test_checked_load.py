@@ -1,4 +1,4 @@
-"""The scripts that show what a loaded server promises: they find each kind of broken promise."""
+"""The scripts that check a server's promises under load detect each kind of broken promise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RIGHT = [0.6, 0.8]
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[Callable[[str], Any]]:
-    """Imports a script, which finds the scripts beside it."""
+    """A function that imports a script, which may import the scripts beside it."""
     sys.path.insert(0, str(BENCHMARKS))
     before = set(sys.modules)
     yield importlib.import_module
@@ -32,7 +32,7 @@ def script() -> Iterator[Callable[[str], Any]]:
 def answered(
     load: Any, status: int = 200, value: Any = RIGHT, name: str | None = None, extra: bytes = b""
 ) -> Any:
-    """What becomes of one request to a server that answers so."""
+    """The sample of one request to a server that gives this answer."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")

@@ -1,4 +1,4 @@
-"""The bench commands as users call them: flags, tables, errors and exit codes."""
+"""The bench commands from the command line: flags, tables, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_first_scenario_runs_at_small_size(server: Stub, prompts: Path) -> N
     assert re.search(r"Failed requests: +0\b", result.stdout)
     assert "CPU share of the machine (%)" in result.stdout
     assert "Own ceiling, estimated (req/s)" in result.stdout
-    assert len(server.bodies) == 1 + 10 + 30  # a trial, warm-ups, the run
+    assert len(server.bodies) == 1 + 10 + 30  # trial request, warm-up, run
 
 
 def test_the_second_scenario_runs_at_small_size(server: Stub, tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_ctrl_c_keeps_the_measurements(prompts: Path, tmp_path: Path) -> None:
         deadline = time.monotonic() + 120
         while len(server.bodies) < 40 and time.monotonic() < deadline:
             time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+        os.killpg(process.pid, signal.SIGINT)  # signal the whole group, like a terminal
         out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert "the run was interrupted" in err

@@ -30,8 +30,8 @@ def compare(prompts: Path, *args: object) -> Any:
 
 @contextmanager
 def reserved_ports(count: int) -> Iterator[list[int]]:
-    """Ports for servers that a test starts. No other process gets one: a socket that does not listen
-    holds each, and shares it with the server because both set SO_REUSEADDR."""
+    """Reserve ports for servers that a test starts. A socket that does not listen holds each port, so that no
+    other process gets it. The server can share it, because both set SO_REUSEADDR."""
     with ExitStack() as stack:
         held = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in held:

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu_session.py` runs each part on the checkout that it names, and leaves no process behind."""
+"""`benchmarks/gpu_session.py` runs each part on the right checkout, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def module() -> ModuleType:
 
 
 def run(module: ModuleType, folder: Path, *commands: str) -> tuple[str, list[str]]:
-    """How a part ended, and its log."""
+    """Run a part with these commands. Returns how it ended, and the lines of its log."""
     options = argparse.Namespace(models="none", out=str(folder), before=str(folder / "other"), minutes=5.0)
     outcome = module.Session(options).run(module.Part("part", 1.0, commands))
     return outcome, (folder / "part.log").read_text().splitlines()
@@ -60,7 +60,7 @@ def test_no_process_of_a_part_stays_on_the_device(
     )
 
     class Impatient(subprocess.Popen[bytes]):
-        """The limit has come as soon as the child process runs."""
+        """Reaches the time limit as soon as the child process runs."""
 
         def wait(self, timeout: float | None = None) -> int:
             if timeout is None or not is_stopped:
@@ -77,7 +77,7 @@ def test_no_process_of_a_part_stays_on_the_device(
 
 
 def is_running(pid: int) -> bool:
-    """A process that has ended counts as such before its parent has asked for its status."""
+    """Whether a process runs. A zombie, which has ended but was not waited for, does not."""
     try:
         os.kill(pid, 0)
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

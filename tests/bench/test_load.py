@@ -1,4 +1,4 @@
-"""The load client against a server that can misbehave."""
+"""The load client, with a server that can misbehave."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_max_concurrency_holds_over_all_processes() -> None:
 def test_at_an_infinite_rate_all_requests_are_sent_at_once() -> None:
     with stub(answer_from_active=30) as server:
         outcome = send(server, count=60, max_concurrency=None)
-        assert server.max_active >= 30  # what one of the two processes sends
+        assert server.max_active >= 30  # the share of one of the two load processes
     assert outcome.samples.ok.all()
 
 
@@ -136,14 +136,14 @@ def test_a_run_ends_when_its_server_is_gone() -> None:
 
 def test_a_refused_connection_is_a_failure() -> None:
     with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))  # and does not listen
+        silent.bind(("127.0.0.1", 0))  # but does not listen
         address = Address("127.0.0.1", silent.getsockname()[1])
         outcome = run_load([message()] * 5, address, "body", Traffic(max_concurrency=2), 1)
     assert list(outcome.samples.errors()) == ["cannot connect: Connection refused"]
 
 
 def test_a_response_after_the_timeout_is_a_failure() -> None:
-    with stub(answer_from_active=2) as server:  # one request alone is never answered
+    with stub(answer_from_active=2) as server:  # a single request is never answered
         errors = send(server, count=1, timeout_s=0.2).samples.errors()
     assert list(errors) == ["no complete answer within 0.2 s"]
 
@@ -194,7 +194,7 @@ def test_a_load_process_that_dies_is_reported(server: Stub, monkeypatch: pytest.
 async def sent_here(
     address: Address, count: int, meanwhile: Callable[[], None] = lambda: None
 ) -> tuple[Sender, Block]:
-    """A load process's part, in this one; `meanwhile` is called before the loop comes round."""
+    """Run a load process's sender in this process. `meanwhile` is called before the loop's next iteration."""
     store, tickets = write_store([message()] * count, None), write_tickets(count)
     plan = WorkerPlan(
         number=0,
@@ -222,7 +222,7 @@ async def sent_here(
 
 
 def test_a_burst_is_sent_before_the_first_response_is_awaited() -> None:
-    """None of many requests waits until the connections of all the others are up."""
+    """No request waits until the connections of all others are established."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
         listener.settimeout(PATIENCE_S)
 
@@ -243,7 +243,8 @@ def test_a_burst_is_sent_before_the_first_response_is_awaited() -> None:
 def test_a_request_that_cannot_be_written_at_once_is_written_later(
     taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As across a network, where a connection takes longer, or with a request larger than its buffer."""
+    """This happens on a network, where connecting takes longer, and with requests larger than the socket
+    buffer."""
 
     class Slow(socket.socket):
         begun = False

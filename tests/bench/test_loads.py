@@ -24,7 +24,7 @@ def loads() -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = sys.modules["gpu_loads"] = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPT.parent))  # it imports other scripts
+        patch.syspath_prepend(str(SCRIPT.parent))  # the script imports other scripts
         spec.loader.exec_module(module)
     return module
 
@@ -101,11 +101,11 @@ def test_a_trace_separates_work_from_gaps(loads: ModuleType) -> None:
     trace = sys.modules["gpu_trace"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(trace)
     events = [
-        {"cat": "kernel", "name": "_flash", "ts": 100, "dur": 10},  # of a step before
+        {"cat": "kernel", "name": "_flash", "ts": 100, "dur": 10},  # from an earlier step
         {"cat": "user_annotation", "name": "step: 2 rows, 9 tokens", "ts": 900, "dur": 200},
         {"cat": "user_annotation", "name": "step: 2 rows, 9 tokens", "ts": 1900, "dur": 200},
         {"cat": "kernel", "name": "nvjet_tst_128x256", "ts": 1000, "dur": 400},
-        {"cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 1100, "dur": 100},  # beside the product
+        {"cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 1100, "dur": 100},  # overlaps the product
         {"cat": "kernel", "name": "_flash", "ts": 1400, "dur": 100},
         {"cat": "cpu_op", "name": "aten::addmm", "ts": 0, "dur": 9000},
         {"cat": "kernel", "name": "_add_norm", "ts": 2000, "dur": 500},

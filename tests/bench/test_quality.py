@@ -21,7 +21,7 @@ from tests.command_line import CliRunner
 
 
 class WordEmbedder:
-    """Counts words: texts that share words are alike."""
+    """Embeds by word counts, so that texts with common words are similar."""
 
     WORDS = ("apple", "pear", "car", "road", "sea", "ship", "tree", "bird")
 

@@ -20,7 +20,7 @@ from penstock.errors import BadValue
 
 
 def outcome(generates: bool = False, failures: int = 0) -> Outcome:
-    """Ten requests, one every 0.1 s from 100 s on, taking 10, 20, … 100 ms."""
+    """Ten requests, one every 0.1 s from 100 s on, with latencies of 10, 20, … 100 ms."""
     recorder = Recorder()
     for i in range(10):
         start, took = 100 + i / 10, (i + 1) / 100
@@ -60,7 +60,7 @@ def test_throughput_is_measured_until_the_last_response() -> None:
     found = summary()
     assert found.duration_s == pytest.approx(1.0)
     assert found.request_throughput == pytest.approx(10)
-    assert found.input_sequence_throughput == pytest.approx(20)  # one row and three rows, in turn
+    assert found.input_sequence_throughput == pytest.approx(20)  # one and three rows, alternating
     assert found.total_token_throughput == pytest.approx(70)
 
 

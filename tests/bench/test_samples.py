@@ -10,7 +10,7 @@ def add(recorder: Recorder, start: float, error: int = OK, gaps: tuple[float, ..
 
 
 def blocks() -> list[Block]:
-    """Two processes: each knows the same message under another number."""
+    """Blocks of two processes that number the same messages differently."""
     one, two = Recorder(), Recorder()
     add(one, 3.0, gaps=(0.3,))
     add(one, 1.0, one.message("down"))

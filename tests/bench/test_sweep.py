@@ -12,7 +12,7 @@ from penstock.errors import BadValue
 
 
 class FakeRun:
-    """A server with ten slots: latency is flat below ten requests and grows with the queue above."""
+    """A server with ten slots: latency is constant up to ten requests, and grows with the queue above."""
 
     def __init__(self, load: float, unit: str, interrupted: bool = False) -> None:
         from penstock.bench.report.metrics import ClientCost, Spread, Summary
@@ -68,7 +68,7 @@ def test_rates_are_shares_of_the_highest_throughput() -> None:
 
 
 def test_the_highest_load_within_the_goal_is_refined() -> None:
-    found = swept("concurrency", [1, 10, 100], e2el=36.0)  # 1.2 × load ms above ten: up to 30
+    found = swept("concurrency", [1, 10, 100], e2el=36.0)  # above ten, 1.2 × load ms: up to 30
     assert found.best is not None
     assert 26 <= found.best.load <= 30
     assert [point.load for point in found.points] == sorted(point.load for point in found.points)

@@ -1,4 +1,4 @@
-"""A stand-in for the model hub on the loopback, with the routes that a snapshot download uses."""
+"""A fake model hub on loopback, with the routes that a snapshot download uses."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def commit_of(revision: str) -> str:
 
 @dataclass
 class Hub:
-    """`repos`: id → revision → files. `asked` lists the paths of all requests."""
+    """`repos`: id → revision → files. `asked` records the paths of all requests."""
 
     repos: dict[str, dict[str, Files]]
     address: str = ""
     asked: list[str] = field(default_factory=list)
     ranges: list[str] = field(default_factory=list)  # the Range headers of all requests
-    break_downloads: str | None = None  # "refuse": status 500, "cut": close a byte early, each time
+    break_downloads: str | None = None  # "refuse": status 500; "cut": close one byte early; every time
     cut_once: set[str] = field(default_factory=set)  # names of files whose first download ends halfway
-    gated: bool = False  # files need `token`, and the account of `token` has no access
+    gated: bool = False  # files need `token`, and its account has no access
     token: str = "hf_valid"
 
     def files(self, repo: str, revision: str) -> Files | None:
@@ -41,7 +41,7 @@ class Hub:
         return commit_of(revision) if revision in self.repos[repo] else revision
 
     def downloads(self) -> set[str]:
-        """Files that were fetched, not only asked about."""
+        """The files that were downloaded, not only queried."""
         fetched = [path for path in self.asked if path.startswith("GET") and "/resolve/" in path]
         return {path.split("/resolve/")[1].split("/", 1)[1] for path in fetched}
 

@@ -1,5 +1,5 @@
-"""An adapter that a request chooses gets the model's tokens, pooling and layers. One that was trained with
-others is refused."""
+"""An adapter that a request selects runs with the model's tokens, pooling and layers. An adapter that was
+trained with others is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Dense", "2_Dense"), ("
 def write_files(
     folder: Path, kinds: list[tuple[str, str]] = KINDS, method: str = "mean", seed: int = 0
 ) -> Path:
-    """The modules of a sentence-transformers folder, without the model."""
+    """Write the modules of a sentence-transformers folder, without the model."""
     folder.mkdir(exist_ok=True)
     write_modules(folder, kinds)
     write_json(folder / "1_Pooling/config.json", {"pooling_mode": method, "embedding_dimension": 32})
@@ -90,7 +90,7 @@ def test_other_modules_are_refused_by_name(
 
 
 def test_the_pooling_that_the_caller_chose_for_the_model_counts(tmp_path: Path) -> None:
-    """A model without modules.json pools by its family's default."""
+    """A model without modules.json uses its family's default pooling."""
     base = write_bert(tmp_path / "base", modules=False)
     adapter = write_files(tmp_path / "adapter", KINDS[:2], "mean")
     with pytest.raises(ModelLoadError, match=r"trained with mean pooling, .* has cls pooling"):

@@ -1,4 +1,4 @@
-"""What is refused of the files of an adapter before its weights are read, and where its files may be."""
+"""Which adapter files are refused before any weights are read, and where the files may be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders without tokenizer.json: converted once, by another process, and kept."""
+"""Folders without tokenizer.json: a separate process converts them once, and the result is cached."""
 
 from __future__ import annotations
 

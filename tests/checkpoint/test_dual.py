@@ -1,4 +1,4 @@
-"""What the files of CLIP and SigLIP say, and which of them are refused."""
+"""How CLIP and SigLIP folders are read, and which are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(folder: Path, target: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """A copy with another config.json."""
+    """Copy a folder and change its config.json."""
     shutil.copytree(folder, target, dirs_exist_ok=True)
     config = json.loads((target / "config.json").read_text())
     change(config)
@@ -82,7 +82,7 @@ def test_a_model_without_an_image_processor_is_refused(clip_folder: Path, tmp_pa
 
 
 def test_the_layout_of_sentence_transformers_keeps_vectors_as_they_are(tmp_path: Path) -> None:
-    """clip-ViT-B-32 has its files below 0_CLIPModel and no module that normalises."""
+    """clip-ViT-B-32 has its files below 0_CLIPModel, and no Normalize module."""
     reference = CLIP.write(tmp_path / "0_CLIPModel")
     module = {"idx": 0, "name": "0", "path": "0_CLIPModel", "type": "sentence_transformers.models.CLIPModel"}
     (tmp_path / "modules.json").write_text(json.dumps([module]))
@@ -110,7 +110,7 @@ def test_inputs_that_the_model_cannot_read_are_refused_in_words(clip_folder: Pat
             with pytest.raises(BadValue, match=message):
                 call()
         cut = engine.embed([[1, 2, NUM_WORDS + 2, 5, 6], [1, 2, NUM_WORDS + 2]])
-        assert np.array_equal(cut[0], cut[1])  # nothing behind the first end token counts
+        assert np.array_equal(cut[0], cut[1])  # tokens after the first end token have no effect
 
 
 def test_a_model_of_texts_refuses_images(tmp_path: Path) -> None:

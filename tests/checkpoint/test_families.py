@@ -51,7 +51,7 @@ def test_a_record_names_only_what_exists(name: str) -> None:
 def test_a_decoder_is_pooled_by_how_it_attends(name: str) -> None:
     architecture = find_architecture(name, {})
     causal = default_pooling(architecture, {"is_causal": True})
-    method = "mean" if name == "JinaEmbeddingsV4" else "last"  # its published code averages
+    method = "mean" if name == "JinaEmbeddingsV4" else "last"  # the published code uses the mean
     assert causal == PoolingSpec(methods=(method,), normalize=True)
     both_ways = default_pooling(architecture, {"is_causal": False})
     assert both_ways.methods == (architecture.family.pooling,) and both_ways.normalize
@@ -63,7 +63,7 @@ def test_a_decoder_is_pooled_by_how_it_attends(name: str) -> None:
 def test_an_encoder_is_never_causal_and_is_mean_pooled_unless_it_has_two_towers(name: str) -> None:
     architecture = find_architecture(name, {})
     assert not architecture.family.is_causal({"is_causal": True})
-    dual = architecture.family.is_dual  # its text tower reads the last token, and its vectors are compared
+    dual = architecture.family.is_dual  # pools the last token, and compares vectors
     wanted = PoolingSpec(methods=("last" if dual else "mean",), normalize=dual)
     assert default_pooling(architecture, {}) == wanted
 
@@ -180,7 +180,7 @@ def test_transformers_runs_architectures_without_a_record(
     write_json(tmp_path / "config.json", BERT_CONFIG | {"architectures": [name]})
     spec = describe(EngineConfig(model=str(tmp_path), model_impl="transformers"))
     assert spec.architecture == name and spec.pooling == pooling
-    scores = () if name.endswith("ForCausalLM") else (Task.SCORE,)  # nothing marks it as an embedder
+    scores = () if name.endswith("ForCausalLM") else (Task.SCORE,)  # nothing identifies it as an embedder
     assert spec.tasks == (Task.EMBED, Task.TOKEN_EMBED, *scores) and not spec.is_causal
 
 

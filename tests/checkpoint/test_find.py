@@ -76,7 +76,7 @@ def test_a_folder_is_served_under_its_own_name(tmp_path: Path) -> None:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the default model's installed files, found in place of the real ones."""
+    """A copy of the default model's installed files that is found instead of the original."""
     installed = finding.package_folder()
     if installed is None:
         pytest.skip("the default model's package is not installed")

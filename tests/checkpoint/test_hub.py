@@ -1,6 +1,6 @@
-"""Hub ids: the standard cache, offline, and downloads from a stand-in hub.
+"""Hub ids: the standard cache, offline mode, and downloads from a fake hub.
 
-Each test runs `find` in a process of its own, because huggingface_hub reads its settings on import.
+Each test runs `find` in a separate process, because huggingface_hub reads its settings on import.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ for model, *options in json.loads(sys.argv[1]):
     except ModelLoadError as error:
         print("ModelLoadError:", " ".join(str(error).split()))
 """
-NO_WAIT = "import time\ntime.sleep = lambda seconds: None\n"  # between attempts
+NO_WAIT = "import time\ntime.sleep = lambda seconds: None\n"  # no pause between attempts
 NO_NETWORK = """
 import socket
 def refuse(*args, **kwargs):
@@ -76,7 +76,8 @@ socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = socket.c
 def run_find(
     home: Path, asked: Sequence[tuple[str | None, ...]], *, before: str = "", **environment: str
 ) -> list[str]:
-    """What `find` gave for each (model, revision, download folder), with the hub's cache under `home`."""
+    """The results of `find` for each (model, revision, download folder), with the hub's cache under
+    `home`."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     kept |= {"HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "*"} | environment
     ran = subprocess.run(
@@ -93,7 +94,7 @@ def run_find(
 
 
 def cache_by_hand(home: Path, repo: str, revision: str, files: dict[str, bytes]) -> Path:
-    """The cache's layout: refs/<revision> names a commit, snapshots/<commit> holds the files."""
+    """Write the cache's layout: refs/<revision> names a commit, snapshots/<commit> has the files."""
     folder = home / "hub" / f"models--{repo.replace('/', '--')}"
     snapshot = folder / "snapshots" / commit_of(revision)
     for name, data in files.items():

@@ -1,4 +1,4 @@
-"""Image processors as published files describe them, and keys that are refused by name."""
+"""Image processors described by published files, and keys that are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the files of late-interaction models say."""
+"""How the files of late-interaction models are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters whose base model is on the hub too: fetched, found offline, and identified by content."""
+"""Adapters with a base model on the hub: fetched, found offline, and identified by content."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_offline_a_base_that_is_not_cached_is_named_with_what_to_do(tmp_path: Pa
 
 
 def test_other_weights_of_the_adapter_are_another_model(tmp_path: Path) -> None:
-    """The result cache distinguishes two revisions."""
+    """The result cache must distinguish the two revisions."""
     made = adapted_embedder(tmp_path, "one", "two")
     model = str(made.adapters["one"])
     first = describe(EngineConfig(model=model))

@@ -26,7 +26,7 @@ WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128,
 
 
 def compressed(weights: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    """compressed-tensors with one group for all linear layers."""
+    """A compressed-tensors configuration with one group for all linear layers."""
     scheme = {"targets": ["Linear"], "weights": weights or WEIGHTS}
     keys = {name: more.pop(name) for name in ("input_activations", "output_activations") if name in more}
     return {

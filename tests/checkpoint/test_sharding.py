@@ -1,4 +1,4 @@
-"""Which models are divided among how many devices."""
+"""Which models can be sharded over how many devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of config.json that cannot be meant: each is refused by name before memory is allocated for it."""
+"""Implausible numbers in config.json: each is refused by name before memory is allocated for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.runner import device_memory, load
 from tests.checkpoints import BERT_CONFIG, wordpiece_tokenizer, write_bert, write_json
 from tests.runner.small_models import CONV, EXPERTS, NAMED, SIZES
 
-MEMORY = 256 << 20  # of the machine that the tests pretend to have
+MEMORY = 256 << 20  # bytes of memory in the simulated machine
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -48,7 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3MoeModel": EXPERTS | {"decoder_sparse_step": 1},
     "Gemma2Model": {"sliding_window": 20, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 50.0},
 }
-ADDED = ("num_labels", "hidden_act", "layer_types", "rope_scaling", "id2label")  # that no configuration has
+ADDED = ("num_labels", "hidden_act", "layer_types", "rope_scaling", "id2label")  # in no base configuration
 HOSTILE: tuple[Any, ...] = (
     0,
     -1,
@@ -83,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(folder: Path, overrides: dict[str, Any]) -> ModelSpec:
-    """Load a model as an engine does, up to its first steps."""
+    """Load a model as an engine does, including its first steps."""
     config = EngineConfig(
         model=str(folder),
         device="cpu",
@@ -218,7 +218,7 @@ def test_a_file_that_is_no_plain_json_object_is_named(tmp_path: Path, text: str,
 def test_a_huge_json_file_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     with file.open("wb") as opened:
-        opened.truncate(1 << 40)  # sparse
+        opened.truncate(1 << 40)  # a sparse file
     with pytest.raises(ModelLoadError, match="1,099,511,627,776 bytes; at most"):
         read_json(file)
 

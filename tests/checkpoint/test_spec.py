@@ -147,7 +147,7 @@ def test_a_dense_module_may_have_a_residual_and_no_bias(folder: Path) -> None:
 
 
 def test_a_dense_module_that_names_no_activation_has_the_reference_default(folder: Path) -> None:
-    """sentence-transformers applies tanh when the file does not say otherwise."""
+    """sentence-transformers applies tanh unless the file names another activation."""
     (dense,) = pooling_of(with_dense(folder)).modules
     assert isinstance(dense, DenseSpec) and dense.activation == "tanh"
 

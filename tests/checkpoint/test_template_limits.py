@@ -1,4 +1,4 @@
-"""A chat template can neither run for ever nor fill the memory, whoever wrote it."""
+"""A chat template can neither run forever nor exhaust the memory, whoever wrote it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ BOMBS = {
 
 
 def rendering(bombs: dict[str, str]) -> str:
-    """Render each template in this process; for a process of its own, whose memory is limited."""
+    """Code for a process with limited memory that renders each template."""
     return f"""
 import json, resource
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))

@@ -1,4 +1,5 @@
-"""Which engine gets a request: the one with the least to do, or the one that has a prefix or query warm."""
+"""Which engine gets a request: the one with the least queued work, or the one that has cached its prefix or
+query."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def exposed_sums(registry: CollectorRegistry) -> list[float]:
 
 @pytest.fixture(params=["internals", "public interface"])
 def access(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type:
-    """The class that writes to histograms, with the internals of prometheus_client present or missing."""
+    """The class that writes to histograms if the internals of prometheus_client are present or missing."""
     if request.param == "internals":
         return BucketWriter
     monkeypatch.setattr("penstock.buffered_metrics._INTERNALS", ("_upper_bounds", "_no_such_attribute"))
@@ -43,7 +43,7 @@ def test_flushed_metrics_equal_those_observed_directly(access: type) -> None:
     assert isinstance(buffer.histogram(buffered, "a"), access)
     for number in range(500):
         kind = draw.choice(["a", "b"])
-        value = draw.choice([*BUCKETS, draw.randrange(4096) / 2048])  # the bounds themselves too
+        value = draw.choice([*BUCKETS, draw.randrange(4096) / 2048])  # includes exact bucket bounds
         value = round(value * 1024) / 1024 if number % 2 else value
         counter.labels(kind).inc(3)
         histogram.labels(kind).observe(value)
@@ -52,7 +52,7 @@ def test_flushed_metrics_equal_those_observed_directly(access: type) -> None:
         if number % 77 == 0:
             buffer.flush()
     buffer.flush()
-    buffer.flush()  # counts nothing twice
+    buffer.flush()  # must not count anything twice
     assert [line for line in exposed(flushed) if "_sum" not in line] == [
         line for line in exposed(direct) if "_sum" not in line
     ]
@@ -79,14 +79,14 @@ def test_the_installed_prometheus_client_has_the_internals_that_the_fast_path_us
 
 
 class RenamedInternals:
-    """A histogram of a release without `_upper_bounds`."""
+    """A histogram of a prometheus_client release without `_upper_bounds`."""
 
     _sum = None
     _buckets = ()
 
 
 class ChangedInternals:
-    """A histogram of a release whose buckets are plain numbers."""
+    """A histogram of a prometheus_client release with plain numbers as buckets."""
 
     _sum = 0.0
     _buckets = (0.0,)

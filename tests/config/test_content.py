@@ -1,4 +1,4 @@
-"""Content identity: no two rows that a model would answer differently have the same key."""
+"""Content identity: rows with different answers never have the same key."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.helpers import ints, make_images, make_request
 LENGTHS = [4, 1, 7]
 BLOCK = 4
 
-# Fields of a request that are no content of its rows: they say what to compute of them, when, and for whom.
+# Request fields that are not row content: they define what to compute from the rows, when, and for whom.
 NOT_CONTENT = {
     *("id", "params", "extra_params", "pairs", "priority", "arrival_s", "deadline_s"),
     *("reuse_prefix", "lengths", "starts", "num_rows", "num_tokens", "num_truncated"),
     *("client", "weight", "is_background"),
-    "rope_positions",  # they follow from the tokens and the images
+    "rope_positions",  # determined by the tokens and the images
 }
 # Fields that `row_keys`, `scope` or `PrefixKeys` read by name.
 READ_BY_NAME = {"token_ids", "cache_salt", "sampling", "images"}
@@ -42,7 +42,7 @@ def prefix_keys(request: Request, row: int = 0) -> list[bytes]:
 
 
 def test_every_field_of_a_request_is_known_to_be_content_or_not() -> None:
-    """A new field that changes what a model computes must join the keys, or caches give wrong answers."""
+    """A new field that changes results must become part of the keys. Otherwise caches give wrong answers."""
     names = {field.name for field in fields(Request)}
     assert names == {*TOKEN_FIELDS, *ROW_FIELDS} | NOT_CONTENT | READ_BY_NAME
 
@@ -57,7 +57,7 @@ def test_every_field_of_a_request_is_known_to_be_content_or_not() -> None:
     ],
 )
 def test_a_row_has_the_same_key_alone_as_among_others(more: dict[str, Any]) -> None:
-    """Or a request of one row would never follow one of many."""
+    """Otherwise a request of one row could not share the result of a request with many."""
     together = make_request("all", LENGTHS, **more)
     ends = np.cumsum(LENGTHS)
     for row, key in enumerate(row_keys(together)):
@@ -147,7 +147,7 @@ def test_selected_rows_keep_their_images_in_the_new_order() -> None:
 
 
 def test_a_number_of_an_image_is_never_mistaken_for_a_token() -> None:
-    """A row whose tokens equal another row's tokens and image has another key."""
+    """A row whose token ids equal the key bytes of another row's tokens and image has another key."""
     images = make_images([(1, 1)], [0])
     pictured = with_changes(make_request("a", [2, 2]), images=images)
     (key, _), written = row_keys(pictured), make_request("b", [1])
@@ -203,7 +203,7 @@ def test_keys_of_a_row_that_grows_are_those_of_the_whole_row() -> None:
 
 
 def test_a_salt_is_never_mistaken_for_other_content() -> None:
-    """A salt may have any form, even that of what stands before it."""
+    """A salt may be any string, even one that looks like the preceding part of the key."""
     salts = ["", " ", "0", "-1 0 0 ", "\0", "1"]
     keys = {
         prefix_keys(with_changes(make_request("a", [12]), cache_salt=salt, adapters=adapters))[0]

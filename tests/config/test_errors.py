@@ -18,7 +18,7 @@ def test_every_error_is_a_client_error_or_an_engine_error() -> None:
     for cls in BY_NAME.values():
         if cls is not PenstockError:
             assert issubclass(cls, ClientError) != issubclass(cls, EngineError)
-            is_refused = cls.status < 500 or cls.status == 501  # the route is not served, whoever asks
+            is_refused = cls.status < 500 or cls.status == 501  # 501: the route is not served to anyone
             assert is_refused == issubclass(cls, ClientError)
 
 

@@ -26,7 +26,7 @@ def record(message: str, *args: Any, **extra: Any) -> logging.LogRecord:
 
 
 def failed() -> tuple[Any, Any, Any]:
-    """An exception whose message quotes an input, after another that does."""
+    """An exception whose message quotes an input, caused by another one that does too."""
     try:
         try:
             raise ValueError(INPUT)
@@ -82,7 +82,7 @@ def test_messages_of_exceptions_are_left_out_where_they_may_quote_inputs(kind: t
     made = record("failed", error=failed())
     hidden = kind(process="api", shows_values=False).format(made)
     assert INPUT not in hidden and "KeyError" in hidden and "ValueError" in hidden
-    assert "test_logs.py" in hidden  # where it was raised
+    assert "test_logs.py" in hidden  # the place where it was raised
     made.exc_text = None
     assert INPUT in kind(process="engine").format(made)
 

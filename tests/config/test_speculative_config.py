@@ -1,4 +1,4 @@
-"""`--speculative-config`: what is accepted, what it means, and how the rest is refused."""
+"""`--speculative-config`: accepted values, their meaning, and refusals of all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files below deploy/, and the server's own reading of the configurations in them."""
+"""The files below deploy/, and checks of their configurations with the server's own code."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def seconds(duration: str) -> int:
 
 
 def unit_settings(file: Path) -> dict[str, list[str]]:
-    """The values that a unit gives each of its settings."""
+    """The values of each setting in a unit."""
     settings: dict[str, list[str]] = {}
     for line in file.read_text(encoding="utf-8").splitlines():
         if found := re.match(r"(\w+)=(.*)", line):

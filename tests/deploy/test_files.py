@@ -1,4 +1,4 @@
-"""What the files below deploy/ say about the server is true: flags, routes, ports, metrics and folders."""
+"""The files below deploy/ match the server: flags, routes, ports, metrics and folders."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.deploy.files import (
 )
 
 PORT = 8000
-EXIT_S = DRAIN_GRACE_S + ENGINE_EXIT_S  # besides the drain
+EXIT_S = DRAIN_GRACE_S + ENGINE_EXIT_S  # in addition to the drain
 CONFIGS = [DEPLOY / "compose/penstock.yaml", DEPLOY / "systemd/config.yaml"]
 TEMPLATES = sorted((CHART / "templates").iterdir())
 PROBING = [CHART / "templates" / name for name in ("deployment.yaml", "servicemonitor.yaml")]
-WRITTEN = {  # variables that say where something is written
+WRITTEN = {  # variables that name a folder for written files
     "XDG_CACHE_HOME",
     "HF_HOME",
     "TRITON_CACHE_DIR",

@@ -1,4 +1,4 @@
-"""Each image's lock file covers what the project depends on, and every package in it has a hash."""
+"""Each image's lock file covers the project's dependencies, and every package in it has a hash."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = ("cpu", "cuda")
-EXTRAS = ("otel", "redis", "structured")  # that the images have
+EXTRAS = ("otel", "redis", "structured")  # installed in the images
 PACKAGE = re.compile(
     r"^([A-Za-z0-9._-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", re.MULTILINE
 )

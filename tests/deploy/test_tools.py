@@ -1,4 +1,4 @@
-"""The tools of those who deploy accept the files below deploy/. `make deploy-lint` installs most of them."""
+"""Deployment tools accept the files below deploy/. `make deploy-lint` installs most of the tools."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.docs.blocks import Block, read_blocks
 VALUES = [CHART / "values.yaml", *sorted((Path(__file__).parent / "values").glob("*.yaml"))]
 EXAMPLES = [block for block in read_blocks(ROOT / "docs/guides/deploy.md") if block.language == "yaml"]
 CRDS = os.environ.get("PENSTOCK_CRDS")
-MAX_EXPOSURE = "20"  # of 100; systemd-analyze calls 17 to 25 points "OK"
+MAX_EXPOSURE = "20"  # out of 100; systemd-analyze rates 17 to 25 as "OK"
 
 each_values_file = pytest.mark.parametrize("values", VALUES, ids=lambda file: file.stem)
 
@@ -43,7 +43,7 @@ def render(values: Path, *options: str) -> list[dict[str, Any]]:
 
 
 def refusal(*options: str) -> str:
-    """What helm says about values that it refuses."""
+    """helm's error message about values that it refuses."""
     command = ["helm", "template", "release", str(CHART), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0, done.stdout
@@ -142,7 +142,7 @@ def test_custom_resources_meet_their_definitions() -> None:
 
 
 def strict(schema: Any) -> Any:
-    """The schema, with unknown fields refused wherever it lists the known ones."""
+    """The schema, changed to refuse unknown fields wherever it lists the known ones."""
     if isinstance(schema, list):
         return [strict(each) for each in schema]
     if not isinstance(schema, dict):
@@ -167,8 +167,8 @@ def test_keda_scales_the_deployment_on_waiting_tokens() -> None:
     by_kind = {each["kind"]: each for each in render(CHART / "values.yaml", *KEDA)}
     scaled, deployment = by_kind["ScaledObject"]["spec"], by_kind["Deployment"]
     assert scaled["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
-    assert "replicas" not in deployment["spec"]  # a release would undo what KEDA has decided
-    assert scaled["minReplicaCount"] >= 1  # without a server nothing tells that requests wait
+    assert "replicas" not in deployment["spec"]  # otherwise a release would reset KEDA's number
+    assert scaled["minReplicaCount"] >= 1  # without a server there is no metric of waiting requests
     (trigger,) = scaled["triggers"]
     assert trigger["metadata"]["query"] == 'sum(penstock_queue_tokens{namespace="search", service="release"})'
 

@@ -1,9 +1,9 @@
-"""Read the code blocks of README.md and docs/, with the comments that say how a test runs them.
+"""Read the code blocks of README.md and docs/, and the comments that control how tests run them.
 
-A `python` or `bash` block runs as it stands. A comment on the lines above it changes that:
+A `python` or `bash` block runs unchanged. A comment on the lines above it changes that:
 
     <!-- not run: REASON -->       it cannot run in a test
-    <!-- stand-in: KIND -->        it runs with a small seeded model instead of the one that it names
+    <!-- stand-in: KIND -->        it runs with a small seeded model instead of the model in its code
     <!-- expect: failure -->       its last command must fail
 """
 

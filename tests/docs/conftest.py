@@ -19,7 +19,7 @@ Url = Callable[[str | None], str]
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """The folder of a stand-in, written once."""
+    """Gives the folder of a stand-in model. Each is written once."""
     made: dict[str, Path] = {}
 
     def folder(kind: str) -> Path:
@@ -32,8 +32,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 @pytest.fixture(scope="session")
 def url_of(folder_of: Folder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Url]:
-    """The address of a server, each started once: of the default model in processes of its own, of a stand-in
-    in this process, where it starts without importing torch again."""
+    """Gives the address of a server. Each is started once. The default model runs in its own processes, a
+    stand-in in this process, where it starts without importing torch again."""
     urls: dict[str | None, str] = {}
     with ExitStack() as stack:
 
@@ -53,7 +53,7 @@ def url_of(folder_of: Folder, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="session")
 def shell_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment in which `penstock` is this checkout's."""
+    """An environment in which `penstock` runs this checkout."""
     programs = tmp_path_factory.mktemp("bin")
     command = programs / "penstock"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m penstock "$@"\n')

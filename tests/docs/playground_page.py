@@ -1,14 +1,14 @@
-"""Drives the playground in a browser, as tests and screenshots do."""
+"""Drive the playground in a browser, for tests and screenshots."""
 
 from __future__ import annotations
 
 from typing import Any
 
-TIMEOUT_MS = 60_000  # a busy machine is slow; nothing waits this long otherwise
+TIMEOUT_MS = 60_000  # needed only on a busy machine
 
 
 class Playground:
-    """A page of the playground. Every wait is for a condition of the page."""
+    """A page of the playground. It waits for conditions of the page, never for fixed times."""
 
     def __init__(self, page: Any) -> None:
         self.page = page
@@ -22,7 +22,7 @@ class Playground:
         return self if tab is None else self.choose(tab)
 
     def open_without_tabs(self, url: str) -> Playground:
-        """Open the page of a server that does not tell its models without a key."""
+        """Open the page of a server that lists its models only with a key."""
         self.page.goto(f"{url}/")
         self.page.locator("#key-form").wait_for()
         return self
@@ -41,7 +41,7 @@ class Playground:
         return self.page.locator("[role=tabpanel]:visible")
 
     def field(self, name: str) -> Any:
-        """A field of the open tab, by the end of its id."""
+        """A field of the open tab, by the last part of its id."""
         return self.panel.locator(f"[id$='-{name}']").first
 
     def fill(self, **values: str) -> Playground:

@@ -1,4 +1,4 @@
-"""Small seeded models that take the place of published ones when an example runs."""
+"""Small seeded models that replace published ones when an example runs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def nli(folder: Path) -> Path:
 
 
 def llama(folder: Path) -> Path:
-    """A decoder with a chat template, written without transformers, whose import alone takes seconds."""
+    """A decoder with a chat template, written without transformers, because its import takes seconds."""
     write_text_model(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     size, inner, vocabulary = 64, 112, tokenizer.get_vocab_size()

@@ -1,6 +1,7 @@
 """Every page opens in a real browser, without an error and without a request to another host.
 
-The playground is tried with every kind of model: small seeded ones, which one server in this process holds.
+The playground is tested with every kind of model. One server in this process has a small seeded model of
+each.
 """
 
 from __future__ import annotations
@@ -50,19 +51,19 @@ TABS = {
     "gliclass": ["Zero-shot", "Tokens", "Live"],
     "reward": ["Reward", "Tokens", "Live"],
 }
-# Tabs that every model has, and those that try them: of each kind of tokenizer, with and without generation.
+# Tabs of every model, and the models that test them: each kind of tokenizer, with and without generation.
 COMMON = {"Tokens": {"prompts", "clip", "qwen-vl", "llama"}, "Live": {"prompts", "llama"}}
 NASTY = 'It\'s "quoted", $HOME `id` \\n \\ ünï 水 🙂 %s {} <b>&amp;</b>'
 MARKUP = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>"
 KEY = "secret-key"
 ADMIN_KEY = "operator"
-SHORT = {  # the seeded models read 64 tokens
+SHORT = {  # the seeded models are limited to 64 tokens
     "Rerank": {"documents": "the water is there\nhow do they find oil\none word"},
     "Entities": {"input": "she said it to him"},
     "Complete": {"prompt": "the water"},
     "Chat": {"message": "how are they"},
 }
-BLOCKED = "Failed to load resource"  # how the console tells of an error status, which some tests ask for
+BLOCKED = "Failed to load resource"  # the console's message about error statuses, which some tests expect
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def camera(browser: Any) -> Iterator[Camera]:
 
 @pytest.fixture
 def playground(camera: Camera) -> Iterator[Playground]:
-    """A page on which no error may appear, except of requests that a test wants refused."""
+    """A page without errors, except those of requests that a test expects to be refused."""
     yield Playground(camera.page)
     assert [problem for problem in camera.problems if BLOCKED not in problem] == []
 
@@ -93,7 +94,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> SleepingModels:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory, states: SleepingModels) -> Iterator[str]:
-    """The address of a server that holds a model of every kind, under the name of its kind."""
+    """The address of a server with one model of every kind, named after its kind."""
     folder = tmp_path_factory.mktemp("models")
     models = {kind: write(folder / kind) for kind, write in STAND_INS.items()}
     for kind in ("gliner", "gliclass", "reward"):
@@ -110,7 +111,7 @@ def url(tmp_path_factory: pytest.TempPathFactory, states: SleepingModels) -> Ite
 
 
 def prepare(page: Playground, tab: str) -> Playground:
-    """Open a tab, with texts that the seeded models can read."""
+    """Open a tab, and fill in texts that are short enough for the seeded models."""
     page.choose(tab).fill(**SHORT.get(tab, {}))
     if tab in ("Chat", "Complete"):
         page.open_options().fill(max_tokens="12")
@@ -124,7 +125,7 @@ def requests_of(page: Playground) -> list[Any]:
 
 
 def works(command: str) -> bool:
-    """Whether a curl command is answered, with JSON, a stream or metrics."""
+    """Whether a curl command gets a valid answer: JSON, a stream or metrics."""
     text = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout
     if text.startswith("{"):
         return "error" not in json.loads(text)
@@ -132,7 +133,7 @@ def works(command: str) -> bool:
 
 
 def from_module(page: Playground, name: str, function: str, given: Any) -> Any:
-    """The result of a function of JavaScript, which gets a module of the page and what is given."""
+    """Call a JavaScript function with a module of the page and `given`; returns its result."""
     module = page.page.get_attribute("script[type=module]", "src").replace("main.js", name)
     return page.page.evaluate(
         f"([name, given]) => import(new URL(name, location.href)).then((it) => ({function})(it, given))",
@@ -175,7 +176,7 @@ def test_every_tab_of_a_model_works(camera: Camera, playground: Playground, url:
 def test_the_pictures_of_the_documentation_can_be_taken(
     browser: Any, url: str, tmp_path: Path, name: str
 ) -> None:
-    """`python -m docs.tools.screenshots` takes all of them, of better models."""
+    """`python -m docs.tools.screenshots` takes all of them, with better models."""
     model = SUBJECTS[PICTURES[name].subject].stand_in or "prompts"
     problems = take_picture(browser, url, name, tmp_path, model)
     assert [problem for problem in problems if BLOCKED not in problem and "bytes" not in problem] == []
@@ -226,7 +227,7 @@ def test_tokens_are_readable(playground: Playground, url: str) -> None:
     chips = playground.results.locator(".chip .token").all_inner_texts()
     assert "".join(chips).replace("␣", " ").replace("↵", "\n") == text
     split = playground.results.locator(".chip.split").first
-    assert split.locator("small").count() > 1  # one character of several tokens, with their bytes
+    assert split.locator("small").count() > 1  # a character split into several tokens, shown with their bytes
     playground.page.select_option("#model", "classifier")
     playground.choose("Tokens").fill(prompt="finding waters").run()
     chips = playground.results.locator(".chip .token").all_inner_texts()
@@ -282,7 +283,7 @@ def picture(tmp_path: Path) -> Path:
 
 def test_images_are_embedded_beside_texts(playground: Playground, url: str, picture: Path) -> None:
     playground.open(url, model="clip").choose("Embed").fill(input="w1\nw2")
-    assert playground.panel.locator(".previews img").count() == 3  # to begin with
+    assert playground.panel.locator(".previews img").count() == 3  # the initial pictures
     playground.panel.get_by_role("button", name="Remove red-circle.png").click()
     playground.field("images").set_input_files(picture)
     sync_api.expect(playground.panel.locator(".previews img")).to_have_count(3)
@@ -325,7 +326,7 @@ def test_a_chat_message_has_images(playground: Playground, url: str, picture: Pa
     playground.field("images").set_input_files(picture)
     sync_api.expect(playground.panel.locator(".previews img")).to_have_count(1)
     playground.fill(message="yes no", max_tokens="4").run()
-    assert playground.panel.locator(".previews img").count() == 0  # the next message has its own
+    assert playground.panel.locator(".previews img").count() == 0  # the next message starts without pictures
     assert playground.results.locator(".bubble.user img").get_attribute("alt") == picture.name
     playground.fill(message="yes").run()
     bodies = [request.post_data_json for request in sent if request.method == "POST"]
@@ -420,7 +421,7 @@ def test_what_only_other_models_can_do_is_a_click_away(playground: Playground, u
     assert playground.tabs == TABS["llama"]
     playground.page.select_option("#model", "prompts")
     playground.choose("Embed").fill(input="my own text")
-    for other in ("classifier", "m3"):  # one that has the tab, after one that has not
+    for other in ("classifier", "m3"):  # a model without the tab, then one with it
         page.select_option("#model", other)
     assert playground.field("input").input_value() == "my own text"
     page.goto(f"{url}/#classify")
@@ -432,7 +433,7 @@ def test_the_page_says_that_a_model_wakes(playground: Playground, url: str, stat
     page = playground.open(url, model="prompts", tab="Embed").page
     assert "llama · asleep" in page.locator("#model option").all_inner_texts()
     states.set("llama", EngineSleep.AWAKE)
-    states.set("prompts", EngineSleep.WAKING)  # since the page has asked
+    states.set("prompts", EngineSleep.WAKING)  # after the page has fetched the state
     held: list[Any] = []
     page.route("**/v1/embeddings", lambda route: held.append(route))
     said, badge = playground.panel.locator(".said"), page.locator("#model-state")
@@ -519,7 +520,7 @@ def test_a_late_answer_does_not_replace_a_newer_one(playground: Playground, url:
     playground.page.route("**/v1/embeddings", hold_first)
     with playground.page.expect_request("**/v1/embeddings"):
         playground.panel.locator("button.main").click()
-    with playground.page.expect_event("requestfailed"):  # the page gives the first up
+    with playground.page.expect_event("requestfailed"):  # the page cancels the first request
         playground.fill(input="one").run()
     assert playground.said == "1 vector"
     assert playground.results.locator(".vector").count() == 1
@@ -558,7 +559,7 @@ def test_a_server_with_a_key_asks_for_it(
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
         assert "data" in json.loads(done.stdout)
         assert page.evaluate("localStorage.length") == 0
-        playground.open(address)  # the key is kept for this tab
+        playground.open(address)  # the key is stored for this browser tab
         assert playground.errors == []
         page.evaluate("sessionStorage.clear()")
         playground.open_without_tabs(address)

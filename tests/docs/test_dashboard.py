@@ -1,4 +1,4 @@
-"""The dashboard and the alerts name metrics that exist, in expressions that Prometheus can parse."""
+"""The dashboard and the alerts use existing metrics, in expressions that Prometheus can parse."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def promtool(*words: str, cwd: Path) -> None:
 
 
 def documented() -> set[str]:
-    """Every metric that the reference lists."""
+    """Every metric in the reference."""
     return set(re.findall(r"`(penstock_\w+)`", RENDERERS["metrics"]()))
 
 

@@ -1,4 +1,4 @@
-"""The API reference at /docs shows every route in a browser, sends requests, and reaches no other host."""
+"""The API reference at /docs shows every route in a browser, sends requests, and contacts no other host."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_page_names_files_that_are_served_and_kept_by_browsers(tmp_path: Pat
     assert len(scripts) == 2
     with local_app(write_bert(tmp_path)) as (http, _):
         for script in scripts:
-            for path in (f"/{script}", f"/docs/{script}"):  # of /docs, and of /docs/
+            for path in (f"/{script}", f"/docs/{script}"):  # as requested by /docs and by /docs/
                 answer = http.get(path)
                 assert answer.status_code == 200, path
                 assert answer.headers["content-type"].startswith("text/javascript")
@@ -76,7 +76,7 @@ def browser() -> Iterator[Any]:
 
 
 def opened(browser: Any, address: str, scheme: str = "light") -> Camera:
-    size = {"width": 1280, "height": 24_000}  # the page draws what is in sight
+    size = {"width": 1280, "height": 24_000}  # the page renders only its visible part
     camera = Camera(browser.new_context(viewport=size, color_scheme=scheme).new_page())
     camera.page.on("pageerror", lambda error: camera.problems.append(str(error)))
     camera.page.goto(address)

@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/ that can run does, and every command names flags that exist."""
+"""Every code block of README.md and docs/ that can run is run, and every command uses existing flags."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def runnable(language: str) -> list[Any]:
 
 @pytest.fixture
 def with_address(url_of: Callable[[str | None], str]) -> Callable[[Block], str]:
-    """The code of a block, with the address of a server that runs."""
+    """Gives the code of a block, with the address of a running server."""
 
     def code(block: Block) -> str:
         return block.code.replace(SERVER, url_of(block.stand_in)) if SERVER in block.code else block.code
@@ -48,7 +48,7 @@ def test_a_python_example_runs(
     code = with_address(block)
     if block.stand_in is not None:
         code = re.sub(r'Engine\("[^"]+"', f'Engine("{folder_of(block.stand_in)}"', code)
-        code = re.sub(r'"model": "[^"]+"', f'"model": "{folder_of(block.stand_in)}"', code)  # a draft
+        code = re.sub(r'"model": "[^"]+"', f'"model": "{folder_of(block.stand_in)}"', code)  # a draft model
     names = namespaces.setdefault(block.page, {"__name__": "__main__"})
     try:
         exec(compile(code, block.name, "exec"), names)
@@ -59,7 +59,7 @@ def test_a_python_example_runs(
 
 @pytest.fixture(scope="module")
 def namespaces() -> dict[str, dict[str, Any]]:
-    """Names that the blocks of a page share."""
+    """The variables that the blocks of a page share, by page."""
     return {}
 
 

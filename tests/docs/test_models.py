@@ -1,4 +1,4 @@
-"""The page of model families covers every family and is as its sources say."""
+"""The page of model families covers every family and agrees with its sources."""
 
 from __future__ import annotations
 

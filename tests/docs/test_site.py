@@ -1,4 +1,4 @@
-"""The site builds without a broken link, loads nothing from other hosts, and covers what the code has."""
+"""The site builds without broken links, loads nothing from other hosts, and covers all parts of the code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Loads(HTMLParser):
-    """Addresses that a browser loads without a click."""
+    """Collects the addresses that a browser loads without a click."""
 
     def __init__(self) -> None:
         super().__init__()

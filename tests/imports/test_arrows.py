@@ -1,4 +1,4 @@
-"""Which package of Penstock may import which; any other import fails."""
+"""Which packages each package of Penstock may import. Any other import fails the test."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.waiting import PATIENCE_S
 
 ROOT = Path(penstock.__file__).parent
 
-# Package or top-level module → what it may import besides itself. A line never names a lower line.
+# Package or top-level module → what it may import besides itself. A line never names a later line.
 BASE = {"types", "config", "errors", "content", "free_ranges", "handle", "isolation", "backlog"}
 BASE |= {"balance", "logs", "speculative_config"}
 CPU_PACKAGES = BASE | {"checkpoint", "kvcache", "scheduler", "inputs", "outputs"}
-# What an API process may load.
+# Packages that an API process may load.
 CLIENT_PACKAGES = BASE | {"checkpoint", "inputs", "outputs", "buffered_metrics"}
 TENSOR_PACKAGES = {"weights", "kernels", "layers", "scoring", "pooling", "sampling", "models"}
 MAY_IMPORT: dict[str, set[str]] = {
@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "buffered_metrics": set(),
     "checkpoint": BASE,
     "kernels": {"types", "errors"},
-    "kvcache": {"types", "errors", "content", "kernels"},  # kernels: of tensors alone
+    "kvcache": {"types", "errors", "content", "kernels"},  # only tensor code imports kernels
     "scheduler": {"types", "errors", "content", "backlog", "free_ranges", "kvcache"},
     "inputs": BASE | {"checkpoint"},
     "outputs": {"types", "errors"},
@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": BASE | {"checkpoint", "weights", "kernels", "layers", "pooling"},
     "runner": BASE | {"checkpoint", "scheduler", "kvcache"} | TENSOR_PACKAGES,
     "engine": CPU_PACKAGES | {"runner", "buffered_metrics"},
-    "wire": BASE | {"engine"},  # `wire.server` alone imports the engine's loop
+    "wire": BASE | {"engine"},  # only `wire.server` imports the engine's loop
     "tasks": CLIENT_PACKAGES | {"wire"},
     "serving": CLIENT_PACKAGES | {"runner", "engine", "wire"},
     "offline": CLIENT_PACKAGES | {"runner", "engine", "wire", "tasks"},
@@ -69,12 +69,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"jobs", "stores", "planning"},
     "__main__": {"cli"},
 }
-# A Serve config file names `build_app` and has the same flags as the command, which it reads late.
+# A Serve config file names `build_app` and has the same flags as the command, which are imported lazily.
 AGAINST_THE_ORDER = {("penstock.scale.serve", "penstock.cli.settings")}
 # An API process loads only these. None of them may import torch, not even inside a function.
 TORCH_FREE = CPU_PACKAGES | {"buffered_metrics", "tasks", "api"}
 HEAVY = {"torch", "triton", "transformers", "sentence_transformers"}
-TENSOR_MODULES = {"penstock.kvcache.store"}  # tensors of a package that otherwise handles integers
+TENSOR_MODULES = {"penstock.kvcache.store"}  # tensor modules of packages that otherwise need no torch
 ENGINE_PACKAGES = (
     "penstock.engine",
     "penstock.runner",

@@ -1,4 +1,4 @@
-"""Rules for the tests themselves: nobody imports a test module, and every test module checks something."""
+"""Rules for the tests: nothing imports a test module, and every test module checks something."""
 
 from __future__ import annotations
 

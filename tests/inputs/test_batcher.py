@@ -14,7 +14,7 @@ from penstock.types import Ints
 
 
 class Letters:
-    """A tokenizer that notes where it was called and with how many texts."""
+    """A tokenizer that records on which thread it was called, and with how many texts."""
 
     words = None
 
@@ -69,7 +69,7 @@ def test_a_bad_text_fails_only_its_own_call(text: str) -> None:
 
 
 class SteppedLetters(Letters):
-    """Encodes a slice only when it is told to, and notes the sizes of its slices."""
+    """Encodes each slice only when the test allows it, and records the text lengths of each slice."""
 
     def __init__(self) -> None:
         super().__init__()

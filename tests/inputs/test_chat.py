@@ -1,4 +1,4 @@
-"""Chat templates render as transformers renders them, in a sandbox, and fail with a reason."""
+"""Chat templates render in a sandbox with the same result as in transformers, and fail with a reason."""
 
 from __future__ import annotations
 

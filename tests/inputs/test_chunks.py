@@ -19,7 +19,7 @@ from penstock.types import Chunks, PoolingParams, Request, Task
 from tests.checkpoints import WORDS, wordpiece_tokenizer, wordpiece_vocabulary
 from tests.helpers import ints, make_spec
 
-LONG = " ".join(WORDS[:50])  # 50 tokens, and the model takes 16
+LONG = " ".join(WORDS[:50])  # 50 tokens; the model's limit is 16
 RUST = wordpiece_tokenizer()
 CLS, SEP = RUST.token_to_id("[CLS]"), RUST.token_to_id("[SEP]")
 
@@ -172,7 +172,7 @@ def test_an_empty_text_is_one_late_chunk(folder: Path) -> None:
 
 
 def test_letters_that_grow_in_lower_case_do_not_shift_the_offsets(folder: Path) -> None:
-    text = "İİ to go"  # two letters that become four
+    text = "İİ to go"  # lower-casing turns the first two letters into four
     _, chunks = prepare(make_model(folder, lower_case=True), text, "late", 1)
     assert chunks is not None and chunks.chars is not None
     assert text[slice(*chunks.chars[-1].tolist())] == "go"

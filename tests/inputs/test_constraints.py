@@ -56,7 +56,7 @@ def allowed(constraint: Constraint) -> list[int]:
 
 
 def walk(model: Model, grammar: Grammar, seed: int, most: int = 300) -> str:
-    """A random walk through the grammar. Where the end is allowed, it is taken half of the time."""
+    """A random walk through the grammar. If the text may end, it ends with probability one half."""
     draw = random.Random(seed)
     constraint, ids = model.constraints(grammar), []
     for _ in range(most):
@@ -85,7 +85,7 @@ def test_text_generated_under_a_schema_follows_it(model: Model, seed: int) -> No
 
 def test_json_does_not_end_in_endless_white_space(model: Model) -> None:
     constraint, num_spaces = model.constraints(constraints.json_schema(SCHEMA, "x")), 0
-    for _ in range(200):  # white space wherever it may come, and what must come elsewhere
+    for _ in range(200):  # choose white space whenever it is allowed
         blank = [i for i in allowed(constraint) if model.tokenizer.token_text(i).isspace()]
         if num_spaces and not blank:
             return

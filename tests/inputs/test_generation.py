@@ -152,7 +152,7 @@ def test_a_long_cache_salt_and_long_stop_strings_are_refused(text: GenerationInp
 
 
 def test_equivalent_values_give_equal_parameters(text: GenerationInputs) -> None:
-    assert sampling(text, top_k=2**62).top_k == 0  # more than the vocabulary: all tokens
+    assert sampling(text, top_k=2**62).top_k == 0  # larger than the vocabulary: all tokens
     assert sampling(text, top_p=1e-300).top_p == 1e-6
     assert sampling(text, top_k=-1).top_k == 0
     assert sampling(text, temperature=0.001).temperature == 0.01
@@ -217,7 +217,7 @@ def test_prompts_are_texts_or_ids(text: GenerationInputs, tmp_path: Path) -> Non
 
 
 def test_a_prompt_has_no_end_token(tmp_path: Path) -> None:
-    """Tokenizers of embedders append one to every text."""
+    """Tokenizers of embedders append an end token to every text."""
     from tokenizers import Tokenizer as Rust
     from tokenizers import processors
 

@@ -1,4 +1,4 @@
-"""Grammars that would make the compiler recurse too deeply are refused before anything compiles them."""
+"""Grammars that would make the compiler recurse too deeply are refused before compilation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.types import Grammar
 
 
 def rules(names: list[str], gbnf: bool = False) -> str:
-    """Rules that lead to each other in this order."""
+    """A chain of rules: each refers to the next."""
     sign = "::=" if gbnf else ":"
     return "\n".join(f"{a} {sign} {b}" for a, b in zip(names, [*names[1:], '"x"'], strict=True))
 

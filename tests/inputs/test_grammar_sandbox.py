@@ -1,4 +1,4 @@
-"""A grammar that crashes, stalls or fills the process that compiles it is refused, and harms nothing else."""
+"""A grammar whose compilation crashes, stalls or exhausts its memory is refused. Nothing else is affected."""
 
 from __future__ import annotations
 

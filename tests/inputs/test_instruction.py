@@ -1,4 +1,4 @@
-"""GritLM's instruction is left out of the mean and found on the CPU for the whole batch."""
+"""GritLM's instruction is left out of the mean. Its end is found on the CPU for the whole batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MARK = "<|embed|>\n"
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Characters as tokens, words joined by ▁ and a leading one, BOS before: as in Mistral's."""
+    """A character tokenizer with Mistral's conventions: ▁ for spaces and at the start, preceded by BOS."""
     letters = [chr(i) for i in range(32, 127)] + ["\n", "▁", "▁<"]
     vocabulary = {token: i + 3 for i, token in enumerate(letters)} | {"<unk>": 0, "<s>": 1, "</s>": 2}
     rust = RustTokenizer(models.BPE(vocabulary, [("▁", "<")], unk_token="<unk>"))
@@ -31,7 +31,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def reference(tokenizer: Tokenizer, instruction: str) -> int:
-    """How many tokens the instruction takes by itself, special ones included."""
+    """The number of tokens of the instruction alone, special tokens included."""
     return len(tokenizer.encode([instruction])[0])
 
 

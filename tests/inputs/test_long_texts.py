@@ -1,4 +1,4 @@
-"""Texts that are much longer than a row give the rows of the whole text, or are refused."""
+"""Texts much longer than a row give the same rows as tokenising the whole text, or are refused."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def loaded(kind: str, folder: Path) -> Tokenizer:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small pieces, so that short texts have many."""
+    """Use small pieces, so that short texts have many."""
     for name in ("_PIECE_CHARS", "_MAX_UNDIVIDED_CHARS", "_SEARCH_CHARS", "_MIN_FIRST_CHARS"):
         monkeypatch.setattr(long_texts, name, getattr(long_texts, name) // 32)
     monkeypatch.setattr(long_texts, "_CONTEXT_CHARS", 257)
@@ -165,7 +165,7 @@ def test_a_prompt_that_many_texts_multiply_is_refused(field: str, tmp_path: Path
 
 
 def peak_mb(folder: Path, work: str) -> tuple[list[str], int]:
-    """What a process says that runs `work`, and by how much its memory grew."""
+    """Run `work` in a process; returns its output and the growth of its memory in MB."""
     script = f"""
 import json, resource, sys
 from pathlib import Path

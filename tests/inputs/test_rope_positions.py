@@ -1,4 +1,4 @@
-"""Positions in time, down and across are those that transformers' Qwen-VL models compute."""
+"""Positions in time, down and across equal those of transformers' Qwen-VL models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.inputs.images.positions import rope_delta, rope_positions
 from penstock.types import Ints, cumulative
 
 IMAGE, TEXT = 7, 3
-# For each row its length, and for each image its first token and its tokens down and across.
+# For each row: its length, and for each image the first token and the number of tokens down and across.
 ROWS: list[tuple[int, list[tuple[int, int, int]]]] = [
     (9, []),
     (14, [(3, 2, 4)]),

@@ -1,4 +1,4 @@
-"""Which special tokens frame a text, by family: what its authors fed the model, whatever tokenizer.json
+"""Which special tokens frame a text, by family: those used in the model's training, whatever tokenizer.json
 adds."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENDS = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}}
 class Files(NamedTuple):
     settings: dict[str, Any]  # tokenizer_config.json
     given: str  # the frame of tokenizer.json
-    fed: str  # what the model reads
+    fed: str  # the frame that the model gets
 
 
 def files(given: str, fed: str, kind: str = "LlamaTokenizer", **settings: Any) -> Files:

@@ -62,7 +62,7 @@ def test_lower_casing_comes_first_and_leaves_special_tokens_alone(tmp_path: Path
 
 
 def test_lower_casing_works_letter_by_letter_as_in_tokenizers(tmp_path: Path) -> None:
-    """Python's lower() would end a Greek word with a letter that the model was not trained on."""
+    """Python's lower() would end a Greek word with a final sigma, which the model was not trained on."""
     vocabulary = {"[UNK]": 0, "σασ": 1, "σας": 2}
     rust = RustTokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer = saved(tmp_path, rust)

@@ -1,4 +1,4 @@
-"""Options of tokenizer_config.json that change what is fed, against transformers on the same files."""
+"""Options of tokenizer_config.json that change the token ids, against transformers on the same files."""
 
 from __future__ import annotations
 

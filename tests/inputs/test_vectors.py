@@ -1,4 +1,4 @@
-"""Vectors given by the caller: every form gives the same arrays, and errors name the bad value."""
+"""Vectors from the caller: every format gives the same arrays, and errors name the bad value."""
 
 from __future__ import annotations
 

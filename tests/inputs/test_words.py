@@ -1,4 +1,4 @@
-"""Tokens by words are the tokenizer's own."""
+"""Tokenising word by word gives the tokenizer's own tokens."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_tokens_by_words_are_those_of_the_text(options: dict[str, bool]) -> None
 
 
 def test_texts_that_settings_lower_case_are_tokenised_word_by_word() -> None:
-    """Many embedders set it in sentence_bert_config.json, although their tokenizer lower-cases already."""
+    """Many embedders set this in sentence_bert_config.json, although their tokenizer lower-cases already."""
     for after in ({}, {"lowercase": False}, {"strip_accents": False}):
         rust = wordpiece_tokenizer()
         bert = normalizers.BertNormalizer(**after)
@@ -117,7 +117,7 @@ def test_added_tokens_with_accents_are_found() -> None:
 
 
 def note_parts(words: WordTokenizer) -> list[list[str]]:
-    """The parts of words that are not looked up in the vocabulary, one list for each call."""
+    """Record the parts of words that the tokenizer has to encode, one list per call."""
     asked: list[list[str]] = []
     encode_new = words._encode_new
 
@@ -162,14 +162,14 @@ def test_texts_with_many_unknown_parts_are_tokenised_whole() -> None:
     assert words is not None
     asked = note_parts(words)
     many = [f"water{number}" for number in range(module._MANY_NEW_PARTS + 1)]
-    check(words, rust, [" ".join(many)])  # whole
+    check(words, rust, [" ".join(many)])  # too many new parts, so the text is tokenised whole
     check(words, rust, [" ".join(many)])
     assert asked == [many[:-1], many[-1:]]
 
 
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_parts_of_any_length_are_those_of_the_tokenizer(lowercase: bool) -> None:
-    """Also tokens longer than the longest word that the model splits, which it never uses."""
+    """Includes tokens longer than the longest word that the model splits. It never uses those."""
     rust = wordpiece_tokenizer(lowercase)
     assert isinstance(rust.model, models.WordPiece)
     vocabulary = rust.get_vocab(with_added_tokens=False)

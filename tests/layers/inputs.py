@@ -17,7 +17,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def ordered_batch(lengths: list[int], keys: list[int] | None = None) -> Batch:
-    """Rows by length; `keys` belongs to the lengths in that order, rising among equal ones."""
+    """A batch of rows sorted by length. `keys` follows that order, ascending among equal lengths."""
     request = make_request("a", sorted(lengths), key_limits=keys)
     plan = build_plan([ScheduledRows(request, ints(range(len(lengths))))])
     assert plan.slices[0].step_rows.tolist() == list(range(len(lengths)))

@@ -1,4 +1,4 @@
-"""What adapted layers keep for kernels, and which lines the fused product is for."""
+"""The tensors that adapted layers store for kernels, and when the fused product is used."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.helpers import ints
         ([0, 1] * 4, [64] * 8, 2),
         (list(range(16)), [32] * 16, 4),
         (list(range(64)), [10] * 64, MANY_SLOTS),
-        ([5] * 64, [10] * 64, 1),  # neighbours with one slot
-        ([-1, 2] * 8, [32] * 16, 2),  # half of the lines have none
+        ([5] * 64, [10] * 64, 1),  # adjacent rows with the same slot
+        ([-1, 2] * 8, [32] * 16, 2),  # half of the lines have no adapter
         ([-1] * 8, [32] * 8, 1),
         ([], [], MANY_SLOTS),
     ],
@@ -33,7 +33,7 @@ def test_slots_per_tile_are_counted(slots: list[int], lengths: list[int], expect
 
 
 def test_a_slot_has_zeros_beyond_its_rank() -> None:
-    """The fused product multiplies by the whole rank bucket."""
+    """The fused product multiplies by all columns of the rank bucket."""
     layer = AdaptedLinear(
         Linear(torch.randn(24, 8), None),
         "identity",

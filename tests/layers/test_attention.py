@@ -1,4 +1,4 @@
-"""Attention over a ragged run against a softmax written out row by row."""
+"""Attention over ragged rows against an explicit softmax, row by row."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def by_rows(
         if window is not None:
             hidden |= (place[None, :] - place[:, None]).abs() > window
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        weights = weights.nan_to_num(0.0)  # a token that sees nothing gets nothing
+        weights = weights.nan_to_num(0.0)  # a token without keys gets zeros
         rows.append((weights @ value).transpose(0, 1).reshape(len(row), -1))
     return torch.cat(rows)
 
@@ -55,7 +55,7 @@ def test_each_token_attends_to_its_own_row_only(lengths: list[int], heads: int, 
 
 @pytest.mark.parametrize("reach", [0, 5])
 def test_a_bias_by_distance_reaches_rows_of_any_length(reach: int) -> None:
-    """The longest is computed in parts."""
+    """The longest row is computed in parts."""
     lengths, keys = [3, 9, 40, 600], [3, 4, 40, 550]
     values = torch.linspace(-1, 1, 2 * (2 * reach + 1)).view(2, -1) if reach else torch.tensor([0.5, 0.1])
     bias = DistanceBias(values, reach)
@@ -122,7 +122,7 @@ def test_a_key_limit_of_a_causal_model_hides_later_tokens_too() -> None:
 def test_one_call_for_all_rows_and_one_for_the_limited(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The path for CUDA, on a stand-in for the library that measures windows from the end of a row."""
+    """The CUDA path, with a fake library function that measures windows from the end of a row."""
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     monkeypatch.setattr(varlen, "varlen_attn", _varlen_stand_in)
     qkv, kind = _limited_qkv(), AttentionKind(window=window)
@@ -166,7 +166,7 @@ def test_layers_of_a_step_find_once_which_rows_go_where(monkeypatch: pytest.Monk
     assert route.short.tolist() == batch.cu_lengths[:22].tolist() and route.max_short_length == 64
     assert route.flash.tolist() == batch.cu_lengths[21:].tolist() and route.max_flash_length == 300
     assert attention._route(batch, window_covers_short=True) is route
-    narrow = attention._route(batch, window_covers_short=False)  # a window cuts short rows too
+    narrow = attention._route(batch, window_covers_short=False)  # the window is narrower than short rows
     assert narrow.short is None and narrow.flash is not None and len(narrow.flash) == 24
     assert attention._route(replace(batch), window_covers_short=True) is not route
     monkeypatch.setattr(attention, "_MAX_OWN_LENGTH", 100)

@@ -1,4 +1,4 @@
-"""Products on a CPU see few numbers of tokens, so the matrix library's cache by shape stays small."""
+"""Products on a CPU use few different numbers of tokens, so the library's cache by shape stays small."""
 
 from __future__ import annotations
 

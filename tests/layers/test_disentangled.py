@@ -1,4 +1,4 @@
-"""Disentangled attention against scores written out pair by pair."""
+"""Disentangled attention against scores computed pair by pair."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def by_pairs(
     scale: float,
     keys: int | None = None,
 ) -> Tensor:
-    """One row: q, k, v [length, heads, dim]; `keys` leading tokens are attended to."""
+    """Attention of one row: q, k, v are [length, heads, dim]; only the first `keys` tokens are keys."""
     length = len(q)
     out = torch.empty_like(q)
     for head in range(HEADS):

@@ -1,4 +1,4 @@
-"""fp8 layers by their reference product: near the plain form, in the layers that they are meant for."""
+"""fp8 layers with their reference product: close to plain layers, and used only for supported layers."""
 
 from __future__ import annotations
 

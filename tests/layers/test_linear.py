@@ -1,4 +1,4 @@
-"""Every form of linear layer against the plain one, on random shapes."""
+"""Every kind of linear layer against the plain one, with random shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every family that is divided computes the same on several ranks as on one."""
+"""Every family that can be sharded computes the same on several ranks as on one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_ranks_together_compute_what_one_device_does(case: str, size: int) -> No
     with torch.inference_mode():
         whole = states(build(architecture, more))
     shares = run_ranks(size, lambda group: states(build(architecture, more, group)))
-    for share in shares:  # every rank ends with the same hidden states
+    for share in shares:  # all ranks have the same hidden states at the end
         torch.testing.assert_close(share, whole, rtol=1e-4, atol=1e-5)
 
 

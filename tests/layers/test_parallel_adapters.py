@@ -1,4 +1,4 @@
-"""Adapters of a model that several ranks compute give what they give on one device, whatever the family."""
+"""Adapters of a model on several ranks give the same results as on one device, for every family."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.parallel.divided_models import CASES, FOUR_RANKS
 from tests.parallel.threads import NamedSource, ThreadGroup, run_ranks
 from tests.runner.small_models import SIZES, plan_of
 
-ROW_SLOTS = ints([1, -1, 0])  # of three rows
+ROW_SLOTS = ints([1, -1, 0])  # adapter slots of three rows; -1: none
 MAX_RANK = 4
 
 
@@ -84,7 +84,7 @@ def test_adapters_of_all_ranks_together_are_those_of_one_device(case: str, size:
         plain = states(*build(architecture, more, None))
     for share in run_ranks(size, run):
         torch.testing.assert_close(share, whole, rtol=1e-4, atol=1e-4)
-    ends = np.cumsum(plan_of(skip=False, lengths=(5, 30, 2)).lengths)  # in the order of the plan
+    ends = np.cumsum(plan_of(skip=False, lengths=(5, 30, 2)).lengths)  # in plan order
     changes = [float(each.abs().max()) for each in (whole - plain).tensor_split(ends[:-1].tolist())]
     assert [change > 0.01 for change in changes] == [slot >= 0 for slot in ROW_SLOTS]
 
@@ -200,7 +200,7 @@ def test_rows_of_a_share_are_those_of_the_module_that_a_rank_has() -> None:
     share = ModuleShare(12, 4, ((2, 4), (6, 8)), (0, 4))
     rows = share.rows(3, 7)
     assert isinstance(rows.of_asked, Tensor) and isinstance(rows.of_part, Tensor)
-    assert rows.of_asked.tolist() == [0, 3]  # 3 and 6
+    assert rows.of_asked.tolist() == [0, 3]  # rows 3 and 6
     assert rows.of_part.tolist() == [1, 2]
     assert not share.is_summed and ModuleShare(4, 12, ((0, 4),), (6, 12)).is_summed
     whole = ModuleShare.whole(12, 4).rows(3, 7)

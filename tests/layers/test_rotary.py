@@ -1,4 +1,4 @@
-"""Rotary positions against those of transformers, for every way to stretch them."""
+"""Rotary positions against transformers, for every scaling method."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_forms_of_config_that_transformers_reads_otherwise_are_refused(
 
 @pytest.mark.parametrize("mixed", [None, 0.6])
 def test_ntk_divides_the_lowest_frequency_by_the_factor_and_the_rest_by_less(mixed: float | None) -> None:
-    """Written out as its authors do: a wider base and a constant, or a stretch that grows with the pair."""
+    """The authors' formulas: a larger base and a constant, or a scale that grows with the dimension pair."""
     factor, base = 8.0, 20_000.0
     plain = 1.0 / base ** (torch.arange(0, DIM, 2) / DIM)
     if mixed is None:

@@ -1,4 +1,4 @@
-"""Small vision towers of Qwen-VL, ours and those of transformers, on the same pixels."""
+"""Small Qwen-VL vision towers of Penstock and of transformers, on the same pixels."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_tensors_that_take_no_part_are_reported_once_with_their_number(
 ) -> None:
     unused = {f"cls.{number}.weight": torch.zeros(1) for number in range(9)} | {
         "pooler.dense.weight": torch.zeros(1),
-        "embeddings.position_ids": torch.zeros(1),  # a buffer: nothing that was learned
+        "embeddings.position_ids": torch.zeros(1),  # a buffer, not a weight
     }
     with caplog.at_level("WARNING", "penstock.load"):
         load(tmp_path, bert_tensors(BERT_CONFIG) | unused)
@@ -81,7 +81,7 @@ def test_a_head_that_is_tied_to_the_word_table_is_not_reported(
 
 
 def by_hand(tensors: dict[str, Tensor], ids: list[int], segments: list[int]) -> Tensor:
-    """BERT on one row, written out as in the paper."""
+    """BERT on one row, step by step as in the paper."""
     heads, hidden = 4, 32
 
     def norm(x: Tensor, name: str) -> Tensor:

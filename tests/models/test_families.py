@@ -1,4 +1,4 @@
-"""Each family's record agrees with the model that its builder makes."""
+"""Each family's record agrees with the model from its builder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CONFIG["latent_attention_config"] = {"num_latents_value": 4, "num_cross_heads": 
 CONFIG["task_names"] = ["retrieval"]  # jina-embeddings-v5
 ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
 CONFIG |= {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 48}  # T5
-# What a family needs besides, and others would refuse or read otherwise.
+# Keys that a family needs, and that others would refuse or interpret differently.
 OWN: dict[str, dict[str, Any]] = {
     "albert": {"embedding_size": 24},
     "electra": {"embedding_size": 24},
@@ -121,7 +121,7 @@ OWN |= {
     for name in SIGLIP_PROCESSORS
 }
 PROCESSORS = DUAL_PROCESSORS | SIGLIP_PROCESSORS
-# Families whose configuration is their own; labelled ones read it from that of their encoder.
+# Families with their own configuration. Families with labels read their encoder's configuration.
 OWN_CONFIG = [name for name, family in FAMILIES.items() if not family.heads & {Task.ENTITIES, Task.ZERO_SHOT}]
 # Values of is_causal that a family refuses.
 NOT_SUPPORTED = {
@@ -163,7 +163,7 @@ def folder_with_processor(name: str) -> Path:
     return folder
 
 
-_kept = TemporaryDirectory()  # until the process ends
+_kept = TemporaryDirectory()  # kept until the process ends
 
 
 @pytest.mark.parametrize("name", OWN_CONFIG)

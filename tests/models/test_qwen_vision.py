@@ -1,4 +1,4 @@
-"""Qwen's vision towers give the features that transformers gives, for images of different sizes at once."""
+"""Qwen's vision towers give transformers' features, for images of different sizes in one call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Incremental detokenisation gives the whole text in pieces that end between characters."""
+"""Incremental detokenisation gives the whole text, in pieces that never split a character."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_unknown_ids_have_no_text(tokenizer: Tokenizer) -> None:
 
 
 def test_the_cost_of_a_token_does_not_grow_with_the_text(tokenizer: Tokenizer) -> None:
-    """Counted, not timed: how many ids are decoded for each token."""
+    """Counts the ids that are decoded per token, instead of measuring time."""
     ids = (tokenizer.encode([" ".join(TEXTS)], add_special_tokens=False)[0].tolist() * 20)[:3000]
     seen: list[int] = []
 

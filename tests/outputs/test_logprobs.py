@@ -1,4 +1,4 @@
-"""Log probabilities in the two formats of OpenAI and that of vLLM."""
+"""Log probabilities in OpenAI's two formats and in vLLM's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_completion_gets_four_lists() -> None:
     assert lists["tokens"] == ["bc", "a", "�"] and lists["text_offset"] == [0, 2, 3]
     assert lists["token_logprobs"] == [None, -0.1, LOWEST]  # the digits of a float32
     assert lists["top_logprobs"] == [None, {"a": -0.1, "bc": -2.5}, {"�": -1.0, "d": -0.3}]
-    assert scores.scored(IDS[:1], VALUES[:1])["text_offset"] == [4]  # offsets continue
+    assert scores.scored(IDS[:1], VALUES[:1])["text_offset"] == [4]  # offsets continue over calls
 
 
 def test_no_tokens_give_empty_lists() -> None:

@@ -1,4 +1,4 @@
-"""Stop strings are found however the text is split, and no part of them is shown."""
+"""Stop strings are found however the text is split, and no part of them is output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.outputs.stops import StopStrings
 
 
 def through(stops: list[str], pieces: list[str], include: bool = False) -> tuple[str, str | None, list[str]]:
-    """The text that is shown, the stop that ended it, and what each piece showed."""
+    """The output text, the stop string that ended it, and the output of each piece."""
     checker = StopStrings(stops, include)
     shown = []
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""Seeded checkpoints in blocks of fp8, and the same with the weights that the blocks stand for."""
+"""Seeded checkpoints in block-wise fp8, and the same checkpoints with dequantised weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STORED: dict[str, Any] = {
     "activation_scheme": "dynamic",
     "modules_to_not_convert": ["lm_head", "model.layers.2.self_attn.o_proj"],
 }
-# Widths that are no multiples of a block, and queries, keys and values whose blocks lie askew when joined.
+# Widths that are not multiples of a block. The blocks of queries, keys and values are not aligned when fused.
 WIDE = {"hidden_size": 160, "intermediate_size": 200, "num_attention_heads": 6, "head_dim": 32}
 MODELS: dict[str, Family] = {
     "qwen3-moe": Family("Qwen3MoeForCausalLM", MOE | WIDE | {"moe_intermediate_size": 136}),
@@ -30,7 +30,7 @@ _PROJECTION = re.compile(r"layers\.\d+\..*_proj\.weight$")
 
 
 def write_blocks(name: str, root: Path) -> tuple[Path, Path]:
-    """The folder in fp8, and the plain one that says the same."""
+    """Write both checkpoints. Returns the fp8 folder, and the folder with dequantised weights."""
     stored, plain = root / "stored", root / "plain"
     for folder in (stored, plain):
         MODELS[name].write(folder)

@@ -1,5 +1,5 @@
-"""Seeded late-interaction checkpoints in their real layouts, each with a reference that follows the steps
-of PyLate's `ColBERT.encode` on transformers' own modules: pad, insert the marker, mask, project, drop."""
+"""Seeded late-interaction checkpoints in their real layouts. Each has a reference that follows the steps of
+PyLate's `ColBERT.encode` with transformers' modules: pad, insert the marker, mask, project, drop tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class Reference:
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[str], *, query: bool) -> list[Vectors]:
-        """Queries together, since all are filled to one length; others one by one, so that none is padded."""
+        """Queries run as one batch, because all are expanded to one length. Documents run one by one, so that
+        none is padded."""
         parts = [texts] if query and self.how.expand else [[text] for text in texts]
         return [vectors for part in parts for vectors in self._encode(part, query=query)]
 
@@ -85,7 +86,7 @@ class Reference:
 
 
 class Dense(nn.Module):
-    """PyLate's, which may add what it read, through a layer where the widths differ."""
+    """PyLate's Dense module. It may add its input to its output, through a layer if the widths differ."""
 
     def __init__(self, inputs: int, outputs: int, *, residual: bool) -> None:
         super().__init__()
@@ -105,7 +106,7 @@ def _seeded(layer: Layer, seed: int) -> Layer:
 
 
 def bert_tokenizer() -> Tokenizer:
-    """With unused words in the vocabulary proper, as BERT has them."""
+    """A BERT tokenizer with `[unused…]` words in its base vocabulary."""
     values = json.loads(wordpiece_tokenizer().to_str())
     words = values["model"]["vocab"]
     words |= {name: len(words) + i for i, name in enumerate(("[unused0]", "[unused1]"))}
@@ -113,7 +114,7 @@ def bert_tokenizer() -> Tokenizer:
 
 
 def with_markers(make: Callable[[], Tokenizer], *markers: str) -> Callable[[], Tokenizer]:
-    """A tokenizer with added tokens, the way that PyLate adds its prefixes."""
+    """A tokenizer with added tokens, as PyLate adds its prefixes."""
 
     def made() -> Tokenizer:
         tokenizer = make()
@@ -125,18 +126,19 @@ def with_markers(make: Callable[[], Tokenizer], *markers: str) -> Callable[[], T
 
 @dataclass(frozen=True)
 class Late:
-    """A checkpoint: backbone, tokenizer, layout, and what its files say beside."""
+    """A checkpoint: backbone, tokenizer, layout, and settings in other files."""
 
     case: Case
     tokenizer: Callable[[], Tokenizer]
     markers: tuple[str, str]
     special: dict[str, str]
     stanford: bool
-    prefix: str = ""  # of the backbone's tensors
-    words: Settings = field(default_factory=dict)  # of artifact.metadata or config_sentence_transformers.json
+    prefix: str = ""  # name prefix of the backbone's tensors
+    # Keys of artifact.metadata or config_sentence_transformers.json.
+    words: Settings = field(default_factory=dict)
 
     def write(self, folder: Path, scale: float = 0.2, **words: Any) -> Reference:
-        """The checkpoint, with weights of about `scale`; returns the reference to compare with."""
+        """Write the checkpoint, with weights of about `scale`; returns the reference to compare with."""
         tokenizer = self.tokenizer()
         size = tokenizer.get_vocab_size()
         case = replace(self.case, options=self.case.options | {"vocab_size": size})
@@ -290,6 +292,6 @@ LATE: dict[str, Late] = {
 
 
 def worst(ours: Sequence[NDArray[Any]], theirs: Sequence[NDArray[Any]]) -> float:
-    """The largest difference; shapes have to agree."""
+    """The largest difference. Fails if shapes differ."""
     assert [row.shape for row in ours] == [row.shape for row in theirs]
     return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))

@@ -1,4 +1,4 @@
-"""Small seeded checkpoints of decoder families in their real layouts, and what transformers makes of them."""
+"""Small seeded checkpoints of decoder families in their real layouts, with transformers as the reference."""
 
 from __future__ import annotations
 
@@ -129,16 +129,16 @@ CAPPED = GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0,
 
 @dataclass(frozen=True)
 class Family:
-    """A transformers class, what its configuration has of its own, and what config.json says besides."""
+    """A transformers class, its special settings, and further keys of config.json."""
 
     model: str
     settings: dict[str, Any] = field(default_factory=dict)
     says: dict[str, Any] = field(default_factory=dict)
-    full: bool = False  # the reference runs with every token in sight of every other
-    old: bool = False  # config.json in the form that files on the hub have
-    nested: bool = False  # its sizes are those of a text tower
-    outer: dict[str, Any] = field(default_factory=dict)  # what its configuration has beside the text tower's
-    adjust: Callable[[Any], None] = lambda model: None  # the reference, where transformers lacks the variant
+    full: bool = False  # the reference uses bidirectional attention
+    old: bool = False  # config.json in the older form of files on the hub
+    nested: bool = False  # the sizes belong to a nested text config
+    outer: dict[str, Any] = field(default_factory=dict)  # keys of the configuration outside the text tower's
+    adjust: Callable[[Any], None] = lambda model: None  # adds a variant that transformers lacks
 
     def write(self, folder: Path, seed: int = 0, **settings: Any) -> Path:
         kind = getattr(transformers, self.model)
@@ -222,7 +222,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2-looking-ahead": Family("Qwen2ForCausalLM", {"is_causal": False}, old=True),
     "mistral-looking-ahead": Family("MistralModel", {"is_causal": False, "sliding_window": 8}, old=True),
 }
-# Layouts that the parity table covers, and no test.
+# Layouts that only the parity table covers.
 MORE_FAMILIES: dict[str, Family] = {
     "lfm2": Family("Lfm2Model", LFM2),
     "exaone4-windows": Family("Exaone4Model", EXAONE4),
@@ -255,7 +255,8 @@ LOOK_AHEAD = (
 
 
 def randomise(model: nn.Module, seed: int) -> None:
-    """Every parameter far from its usual start, at a size that keeps the signal as strong as it was."""
+    """Set every parameter far from its usual initial value, at a scale that preserves the signal's
+    strength."""
     generator = torch.Generator().manual_seed(seed)
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
@@ -263,7 +264,7 @@ def randomise(model: nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim == 1:
-            plain = "norm" in name and type(model).__name__[:5] != "Gemma"  # Gemma's start from nought
+            plain = "norm" in name and type(model).__name__[:5] != "Gemma"  # Gemma adds one to these
             parameter.data = 0.3 * noise + (1 if plain else 0)
         else:
             parameter.data = noise * (1 if "embed" in name else 0.8 * parameter.shape[1] ** -0.5)
@@ -275,7 +276,7 @@ def change_config(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any
 
 
 def old_form(config: dict[str, Any]) -> dict[str, Any]:
-    """The same configuration as it was written before `rope_parameters`."""
+    """The configuration in the form that preceded `rope_parameters`."""
     rope, old = config.pop("rope_parameters"), dict(config)
     old["torch_dtype"] = old.pop("dtype", "float32")
     old.pop("layer_types", None)
@@ -288,7 +289,7 @@ def old_form(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_tokenizer(folder: Path, frame: str = "$A </s>") -> None:
-    """Qwen's way, unless `frame` says another: nothing before a text, the end of text after it."""
+    """Write a tokenizer that frames texts by `frame`; by default as Qwen's, with only an end token."""
     tokenizer = byte_level_bpe()
     special = [("<s>", 0), ("</s>", 2)]
     tokenizer.post_processor = processors.TemplateProcessing(single=frame, special_tokens=special)
@@ -327,7 +328,7 @@ def open_backbone(family: Family, folder: Path) -> nn.Module:
 
 @torch.inference_mode()
 def states_of(model: nn.Module, full: bool) -> list[Vectors]:
-    """Each row alone, so that no padding takes part; `full` lets every token see every other."""
+    """Run each row alone, so that there is no padding. `full` makes attention bidirectional."""
     found = []
     for row in ROWS:
         mask = None
@@ -368,7 +369,7 @@ HEADS = {
     "gpt-oss-tokens": Family("GptOssForTokenClassification", GPT_OSS),
     "privacy-filter-tokens": Family("OpenAIPrivacyFilterForTokenClassification", GPT_OSS),
 }
-LANGUAGE_HEADS = {  # from which SPLADE takes its weights
+LANGUAGE_HEADS = {  # language-model heads for SPLADE
     "eurobert": Family("EuroBertForMaskedLM", {"mlp_bias": True}),
     "eurobert-tied": Family("EuroBertForMaskedLM", {"tie_word_embeddings": True}, old=True),
     "qwen3": FAMILIES["qwen3-causal-lm"],
@@ -382,7 +383,7 @@ MORE_HEADS = {
     "smollm3": Family("SmolLM3ForSequenceClassification"),
     "olmo3": Family("Olmo3ForSequenceClassification", OLMO3),
 }
-NEMOTRON_RERANKER = Family(  # pools before it projects, and divides by a temperature
+NEMOTRON_RERANKER = Family(  # pools before the projection, and divides by a temperature
     "LlamaForSequenceClassification",
     {"num_labels": 1},
     {

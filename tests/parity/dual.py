@@ -48,7 +48,7 @@ class DualCase:
     outer: dict[str, Any] = field(default_factory=dict)
     processor: dict[str, Any] = field(default_factory=dict)
     tokenizer: dict[str, Any] = field(default_factory=dict)
-    pads: str | None = None  # the side on which texts are padded
+    pads: str | None = None  # side on which texts are padded
 
     def write(self, folder: Path) -> DualReference:
         config = getattr(transformers, f"{self.model}Config")(
@@ -69,7 +69,7 @@ class DualCase:
 
 
 def word_tokenizer(*, frames: bool) -> Tokenizer:
-    """Words w0, w1, …; with `frames` between a start and an end token, else only before an end token."""
+    """A tokenizer of the words w0, w1, …. Adds an end token, and with `frames` also a start token."""
     words = {f"w{number}": number for number in range(NUM_WORDS)}
     vocabulary = words | {PAD: NUM_WORDS, START: NUM_WORDS + 1, END: NUM_WORDS + 2}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
@@ -104,8 +104,8 @@ class DualReference:
         return unit(self.model.get_text_features(input_ids=torch.tensor(padded)).pooler_output)
 
     def _canonical(self, text: str) -> str:
-        """The text as the tokenizer's class in transformers changes it before it is tokenised.
-        SiglipTokenizer, which needs sentencepiece, removes punctuation and joins words by single spaces."""
+        """The text after the normalisation of the tokenizer's class in transformers. SiglipTokenizer, which
+        needs sentencepiece, removes punctuation and joins words by single spaces."""
         if self.case.tokenizer.get("tokenizer_class") == "SiglipTokenizer":
             words = "".join(letter for letter in text.lower() if letter not in string.punctuation)
             return " ".join(words.split())
@@ -145,7 +145,7 @@ CLIP = DualCase(
 )
 CASES = [
     CLIP,
-    DualCase(  # of the first files: the end is the highest id, and projection_dim differs within text_config
+    DualCase(  # the first files: the end token has the highest id; text_config has another projection_dim
         "clip-legacy",
         "CLIP",
         text={"eos_token_id": 2, "max_position_embeddings": 77, "projection_dim": 512, "hidden_act": "gelu"},

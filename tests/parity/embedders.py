@@ -1,5 +1,5 @@
-"""Embedders whose code is published with their weights: small seeded checkpoints in their layouts, and the
-steps of that code, written with the modules of transformers."""
+"""Embedders that are published with their own code: small seeded checkpoints in their layouts, and the steps
+of that code, written with transformers' modules."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from tests.parity.decoders import SIZES, change_config, old_form, randomise, write_tokenizer
 from tests.parity.reference import Vectors
 
-WIDTH = 80  # of voyage's projected states
+WIDTH = 80  # width of voyage's projected states
 HEADS = {"head_dim": 16}
 
 
 class Reference(nn.Module):
-    """A model of transformers in which every token sees every other, and what follows it."""
+    """A model of transformers, bidirectional by default, and the layers after it."""
 
     def __init__(self, body: nn.Module, is_causal: bool = False) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Voyage(Reference):
 
 
 def write_published_voyage(folder: Path) -> Reference:
-    """config.json has Qwen3's class, and the published one in auto_map."""
+    """Write the published layout: config.json names Qwen3's class, and auto_map the published class."""
     reference = write_voyage(folder)
     code = {"AutoModel": "modeling_qwen3_bidirectional.Qwen3BidirectionalModel"}
     names = {"architectures": ["Qwen3ForCausalLM"], "use_bidirectional_attention": True, "auto_map": code}
@@ -81,7 +81,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 class JinaV5(Reference):
-    """jina-embeddings-v5-text: the adapter of a task is added to the weights that it targets."""
+    """jina-embeddings-v5-text: the adapter of a task is merged into the weights that it targets."""
 
     def __init__(self, body: nn.Module, is_causal: bool, task: str) -> None:
         super().__init__(body, is_causal)
@@ -97,7 +97,7 @@ class JinaV5(Reference):
 
 
 def write_jina_v5(folder: Path, base: str, task: str = "text-matching") -> Reference:
-    """The reference has the adapter of `task`."""
+    """Write the checkpoint; returns a reference with the adapter of `task`."""
     kind, settings = (
         (transformers.Qwen3Model, HEADS) if base == "Qwen3" else (transformers.EuroBertModel, HEADS)
     )
@@ -119,7 +119,7 @@ def write_jina_v5(folder: Path, base: str, task: str = "text-matching") -> Refer
 
 
 def write_adapter(folder: Path, task: str, body: nn.Module) -> dict[str, Tensor]:
-    """As PEFT saves it; returns the tensors."""
+    """Write an adapter in PEFT's format; returns its tensors."""
     rank, rescaled = TASKS[task]
     generator = torch.Generator().manual_seed(len(task))
     tensors = {}
@@ -139,7 +139,7 @@ def write_adapter(folder: Path, task: str, body: nn.Module) -> dict[str, Tensor]
 
 
 class NVEmbed(Reference):
-    """NV-Embed: states attend to latent vectors, then pass a feed-forward block with a gate."""
+    """NV-Embed: hidden states attend to latent vectors, then pass a gated feed-forward block."""
 
     LATENTS, HEADS, HEAD_DIM = 10, 4, 24
 
@@ -165,7 +165,7 @@ class NVEmbed(Reference):
         return out
 
     def tensors(self) -> dict[str, Tensor]:
-        """Under their published names."""
+        """The tensors under their published names."""
         first, second = (f"latent_attention_model.cross_attend_blocks.{i}." for i in range(2))
         parts = {
             "embedding_model.": self.body,
@@ -194,7 +194,7 @@ def write_nv_embed(folder: Path) -> Reference:
     latent |= {"hidden_dim": SIZES["hidden_size"], "latent_dim": SIZES["hidden_size"]}
     outer = {"architectures": ["NVEmbedModel"], "model_type": "nvembed", "add_eos": True, "mask_type": "b"}
     outer |= {"is_mask_instruction": True, "padding_side": "right", "latent_attention_config": latent}
-    text = {"sliding_window": 16, "model_type": "bidir_mistral"}  # the published code attends without it
+    text = {"sliding_window": 16, "model_type": "bidir_mistral"}  # the published code ignores it in attention
     change_config(folder, lambda config: outer | {"text_config": old_form(config) | text})
     write_tokenizer(folder, "<s> $A")
     return reference
@@ -208,7 +208,7 @@ def save(folder: Path, tensors: dict[str, Tensor], linear: nn.Linear | None = No
 
 
 def write_modules(folder: Path, *modules: tuple[str, str, dict[str, Any] | None]) -> None:
-    """modules.json: each module's type, folder and config.json."""
+    """Write modules.json. Each module has a type, a folder and a config.json."""
     rows = []
     for number, (kind, path, config) in enumerate(modules):
         rows.append({"idx": number, "name": str(number), "path": path, "type": kind})
@@ -220,9 +220,9 @@ def write_modules(folder: Path, *modules: tuple[str, str, dict[str, Any] | None]
 
 @dataclass(frozen=True)
 class Embedder:
-    write: Callable[[Path], Reference]  # the checkpoint; returns the reference
+    write: Callable[[Path], Reference]  # writes the checkpoint; returns the reference
     reads_last: bool = False  # the vector is the last state, not the mean
-    overrides: dict[str, Any] = field(default_factory=dict)  # of config.json
+    overrides: dict[str, Any] = field(default_factory=dict)  # overrides of config.json
 
     def pooled(self, states: list[Vectors]) -> Vectors:
         return np.stack([row[-1] if self.reads_last else row.mean(0) for row in states])

@@ -1,4 +1,4 @@
-"""Small seeded EmbeddingGemma 2 checkpoints with their vision tower, and what transformers makes of them."""
+"""Small seeded EmbeddingGemma 2 checkpoints with their vision tower, with transformers as the reference."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class GemmaCase:
 
 
 def _set_buffers(model: Any) -> None:
-    """Bounds that clamp, and a bias and scale, which are no parameters."""
+    """Set the buffers: bounds that clamp values, and a bias and scale."""
     draw = torch.Generator().manual_seed(3)
     for name, buffer in model.named_buffers():
         if name.endswith(("input_min", "output_min")):
@@ -98,7 +98,7 @@ class GemmaReference:
 
     @torch.inference_mode()
     def vector(self, parts: Sequence[Part]) -> Vectors:
-        """The mean of the states of one input, normalised."""
+        """The normalised mean of the hidden states of one input."""
         images = [part for part in parts if not isinstance(part, str)]
         inputs: dict[str, Any] = {}
         counts: list[int] = []

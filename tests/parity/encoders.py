@@ -51,23 +51,23 @@ def make_rows(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[list[int]
 
 @dataclass(frozen=True)
 class Case:
-    """A family in one of its layouts: what transformers saves, and what is changed in the files after."""
+    """A layout of a family: what transformers saves, and later changes to the files."""
 
     name: str
     options: Settings = field(default_factory=dict)
-    rewrite: Callable[[Settings], Settings] = dict  # config.json
-    rename: Callable[[Tensors], Tensors] = dict  # model.safetensors
-    extend: Callable[[nn.Module], None] = lambda model: None  # the reference, before it is saved
-    adjust: Callable[[nn.Module], None] = lambda model: None  # the reference, where it lacks an option
+    rewrite: Callable[[Settings], Settings] = dict  # changes config.json
+    rename: Callable[[Tensors], Tensors] = dict  # changes model.safetensors
+    extend: Callable[[nn.Module], None] = lambda model: None  # changes the reference before it is saved
+    adjust: Callable[[nn.Module], None] = lambda model: None  # adds an option that the reference lacks
     overrides: Settings = field(default_factory=dict)
-    config_name: str = ""  # where its class is not called as the model's
+    config_name: str = ""  # set if the config class has another prefix than the model class
 
     @property
     def config_class(self) -> str:
         return f"{self.config_name or self.name}Config"
 
     def write(self, folder: Path, kind: str = "Model", scale: float = 0.2) -> nn.Module:
-        """The checkpoint, with weights of about `scale`; returns the reference to compare with."""
+        """Write the checkpoint, with weights of about `scale`; returns the reference to compare with."""
         config = getattr(transformers, self.config_class)(**(SIZES | self.options))
         model: Any = getattr(transformers, f"{self.name}{kind}")(config).eval()
         self.extend(model)
@@ -87,7 +87,7 @@ class Case:
 
 
 def _old_modernbert(config: Settings) -> Settings:
-    """As in the first checkpoints: two bases and a stride instead of parameters by layer."""
+    """The configuration of the first checkpoints: two bases and a stride instead of parameters per layer."""
     new = ("rope_parameters", "layer_types")
     old = {"global_rope_theta": 90_000.0, "local_rope_theta": 7_000.0, "global_attn_every_n_layers": 2}
     return {name: value for name, value in config.items() if name not in new} | old
@@ -141,7 +141,8 @@ def _original_gte(config: Settings) -> Settings:
 
 
 def _stretch(model: nn.Module) -> None:
-    """Alibaba's fixed NTK scaling: a base eight times as large, all frequencies divided by 8^(2/dim)."""
+    """Apply Alibaba's fixed NTK scaling: a base eight times as large, all frequencies divided by
+    8^(2/dim)."""
     dim = 16
     for module in model.modules():
         if hasattr(module, "inv_freq"):
@@ -150,7 +151,7 @@ def _stretch(model: nn.Module) -> None:
 
 
 def _under_new(tensors: Tensors) -> Tensors:
-    """Everything below "new.", with the classifier for sparse weights that nothing asks for."""
+    """Move the tensors below "new.", and add an unused classifier for sparse weights."""
     own = {name.replace("gte.", "new."): tensor for name, tensor in tensors.items()}
     own = {
         name if name.startswith(("new.", "classifier.", "lm_head.")) else f"new.{name}": own[name]
@@ -182,7 +183,7 @@ def _is_adapted(name: str) -> bool:
 
 
 def _parametrised(tensors: Tensors) -> Tensors:
-    """Five adapters beside every linear layer and table, as torch's parametrisation keeps them."""
+    """Five adapters for every linear layer and table, in the format of torch's parametrisation."""
     out = {}
     for name, tensor in tensors.items():
         if not _is_adapted(name):
@@ -203,7 +204,7 @@ def _adapter(name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _merge_separation(model: nn.Module) -> None:
-    """What the third adapter does, on the reference's own tensors."""
+    """Merge the third adapter into the reference's tensors."""
     state = model.state_dict()
     for i in range(4):  # one fused tensor in the checkpoint, three in the reference
         layer = f"layers.{i}."
@@ -241,15 +242,15 @@ def _split_qkv(tensors: Tensors) -> Tensors:
 
 
 def _plain_nomic(config: Settings) -> Settings:
-    """Biases and an ungated block, on a reference of another family that is wired alike."""
+    """Biases and an ungated feed-forward block. The reference is another family with the same wiring."""
     biases = {"qkv_proj_bias": True, "mlp_fc1_bias": True, "mlp_fc2_bias": True}
     own = {"architectures": ["NomicBertModel"], "activation_function": "gelu", "type_vocab_size": 1}
     return _original_nomic(config) | own | biases | {"layer_norm_epsilon": 1e-5, "rotary_emb_base": 20_000}
 
 
 class NomicExperts(nn.Module):
-    """The feed-forward block of nomic-embed-text-v2-moe: softmax over all experts, the best two of them
-    without another normalisation, one bias after the sum."""
+    """The feed-forward block of nomic-embed-text-v2-moe: softmax over all experts, the best two without
+    renormalisation, one bias after the sum."""
 
     def __init__(self, hidden: int = 64, inner: int = 96, experts: int = 8) -> None:
         super().__init__()
@@ -272,7 +273,7 @@ class NomicExperts(nn.Module):
 
 
 def _add_experts(model: nn.Module) -> None:
-    """In every second layer, from the second on."""
+    """Put the experts into every second layer, starting with the second."""
     for layer in list(model.layers)[1::2]:  # type: ignore[arg-type]
         layer.mlp = NomicExperts()
 
@@ -284,7 +285,7 @@ def _moe_nomic(config: Settings) -> Settings:
 
 
 def _jina_bert(config: Settings, kind: str = "geglu") -> Settings:
-    """model_type stays that of BERT."""
+    """The configuration of JinaBERT. model_type stays "bert"."""
     name = "Jina" + config["architectures"][0]
     alibi = {"position_embedding_type": "alibi", "feed_forward_type": kind, "emb_pooler": "mean"}
     return config | alibi | {"architectures": [name], "attn_implementation": "torch"}
@@ -302,10 +303,10 @@ def _jina_case(heads: int, kind: str = "geglu", **options: bool) -> Case:
 
 
 def _t5(config: Settings) -> Settings:
-    """Without the sizes of other families, which T5's configuration would keep."""
+    """Remove the sizes of other families, which T5's configuration would keep."""
     others = ("intermediate_size", "max_position_embeddings", "hidden_size", "num_hidden_layers")
     kept = {name: value for name, value in config.items() if name not in (*others, "num_attention_heads")}
-    return kept | {"n_positions": 512}  # in older files; nothing reads it
+    return kept | {"n_positions": 512}  # older files have this key; nothing reads it
 
 
 def _t5_case(name: str, **options: Any) -> Case:
@@ -318,7 +319,7 @@ def _absolute(config: Settings) -> Settings:
 
 
 def _flash_names(tensors: Tensors) -> Tensors:
-    """XLM-R as the flash implementation keeps it: one tensor for query, key and value."""
+    """XLM-R in the layout of the flash implementation: one tensor for query, key and value."""
     renames = {
         "embeddings.LayerNorm": "emb_ln",
         "encoder.layer.": "encoder.layers.",
@@ -342,7 +343,7 @@ def _flash_names(tensors: Tensors) -> Tensors:
 
 
 def _port_names(**renames: str) -> Callable[[Tensors], Tensors]:
-    """The names that a port has in memory, which a checkpoint may be saved with too."""
+    """Rename tensors to a port's internal names, which checkpoints may have too."""
 
     def rename(tensors: Tensors) -> Tensors:
         out = {}
@@ -448,13 +449,13 @@ CASES: dict[str, Case] = {
         "DebertaV2", _DEBERTA_V3 | {"pos_att_type": ["p2c"], "share_att_key": False, "norm_rel_ebd": "none"}
     ),
 }
-# Heads of masked-language models in layouts that no case above has.
+# Heads of masked-language models in layouts that the cases above do not have.
 MASKED_LM: dict[str, Case] = {
     "deberta-lm-predictions": Case("DebertaV2", _DEBERTA_V3 | {"legacy": False}),
     "modernbert-no-decoder-bias": Case("ModernBert", _MODERNBERT | {"decoder_bias": False}),
     "gte-untied": Case("Gte", {"tie_word_embeddings": False}),
 }
-# Layouts that share their heads with one of the above, or whose reference has other heads.
+# Layouts with the same heads as a case above, or with other heads in the reference.
 BACKBONES: dict[str, Case] = {
     "gte-unpacked": Case("Gte", rewrite=_unpacked, rename=lambda tensors: _split_qkv(_under_new(tensors))),
     "nomic-plain": Case(
@@ -486,7 +487,7 @@ ADAPTED = Case(
 
 
 class Opened:
-    """A checkpoint in the engine, asked with token ids."""
+    """A checkpoint in an engine that gets token ids."""
 
     def __init__(self, engine: LocalEngine) -> None:
         self.engine = engine
@@ -524,13 +525,13 @@ def opened(folder: Path, overrides: Settings | None = None, **options: Any) -> I
 
 @torch.inference_mode()
 def reference_hidden(model: nn.Module, rows: Sequence[Sequence[int]]) -> list[Vectors]:
-    """Of each row alone, so that the reference pads nothing."""
+    """The hidden states of each row alone, so that the reference pads nothing."""
     return [model(input_ids=torch.tensor([row])).last_hidden_state[0].numpy() for row in rows]
 
 
 @torch.inference_mode()
 def reference_terms(model: nn.Module, rows: Sequence[Sequence[int]]) -> Vectors:
-    """SPLADE's weights of the vocabulary, [rows, vocabulary], by its formula."""
+    """SPLADE's term weights by its formula, [rows, vocabulary]."""
     logits = [model(input_ids=torch.tensor([row])).logits[0].float() for row in rows]
     return np.stack([torch.log1p(torch.relu(row)).amax(dim=0).numpy() for row in logits])
 

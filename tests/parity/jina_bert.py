@@ -1,4 +1,4 @@
-"""JinaBERT as published, for comparison: the encoder of jina-embeddings-v2 in transformers' BERT."""
+"""A reference JinaBERT: the published encoder of jina-embeddings-v2, inside transformers' BERT."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Tensors = dict[str, Tensor]
 
 
 def slopes_of(heads: int) -> list[float]:
-    """As in the ALiBi paper for a power of two; others take every second slope of the next power."""
+    """ALiBi slopes. Powers of two follow the paper; other counts also use every second slope of the next
+    power."""
     if math.log2(heads).is_integer():
         start = 2 ** (-(2 ** -(math.log2(heads) - 3)))
         return [start * start**n for n in range(heads)]

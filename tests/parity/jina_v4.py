@@ -1,4 +1,5 @@
-"""A small seeded jina-embeddings-v4 in its published layout, and its published forward in plain PyTorch."""
+"""A small seeded jina-embeddings-v4 in its published layout, and its published forward pass in plain
+PyTorch."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ TARGETS = (
 
 
 class JinaV4:
-    """The files, and what the model's own code makes of them: adapters beside the weights, the mean of a text
-    or of an image with its marks, and a projection of all tokens that has an adapter too."""
+    """The files, and the steps of the model's code: LoRA adapters, the mean over a text or over an image with
+    its marker tokens, and a projection of all tokens, which has adapters too."""
 
     def __init__(self, folder: Path) -> None:
         self.base = make_model("qwen2_5_vl")
@@ -76,7 +77,7 @@ class JinaV4:
         return tensors
 
     def model(self, task: str) -> tuple[Any, torch.nn.Linear]:
-        """The backbone and the projection with a task's matrices added to their weights."""
+        """The backbone and the projection with a task's adapter merged into their weights."""
         base, projector = copy.deepcopy(self.base), copy.deepcopy(self.projector)
         for name, up in self.pairs.items():
             module, _, end = name.removeprefix("base_model.model.").rpartition(".lora_B.")
@@ -89,7 +90,7 @@ class JinaV4:
 
 
 def single_vector(states: Vectors, ids: list[int]) -> Vectors:
-    """The mean of a text, or from the mark before an image to the one behind it; normalised."""
+    """The normalised mean over a text, or over an image and its two marker tokens."""
     if VISION_START in ids:
         states = states[ids.index(VISION_START) : ids.index(VISION_END) + 1]
     mean: Vectors = states.mean(axis=0)

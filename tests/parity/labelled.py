@@ -1,4 +1,4 @@
-"""GLiNER and GLiClass written from their published description, on modules of torch and transformers."""
+"""GLiNER and GLiClass by their published descriptions, built on modules of torch and transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def projection(inputs: int, outputs: int, inner: int) -> nn.Sequential:
 
 
 class Holder(nn.Module):
-    """Gives modules the names that checkpoints have."""
+    """Gives modules the names of published checkpoints."""
 
     def __init__(self, **modules: nn.Module) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Gliner(nn.Module):
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, labels_at: list[int], words_at: list[int]) -> Tensor:
-        """Probabilities of one text: [words, width, labels] or [words, labels, 3]."""
+        """The probabilities for one text: [words, width, labels] or [words, labels, 3]."""
         layer = self.token_rep_layer
         states = layer.projection(layer.bert_layer.model(ids[None]).last_hidden_state)[0]
         words, labels = self.rnn.lstm(states[words_at][None])[0][0], states[labels_at]
@@ -107,7 +107,7 @@ class Gliclass(nn.Module):
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, label_id: int, separator_id: int) -> Tensor:
-        """Logits of one row's labels."""
+        """The logits of one row's labels."""
         options, model = self.options, self.model
         states = model.encoder_model(ids[None]).last_hidden_state[0]
         at = torch.nonzero(ids == label_id)[:, 0]
@@ -141,7 +141,7 @@ class Gliclass(nn.Module):
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint beside its reference."""
+    """A checkpoint and its reference."""
 
     folder: Path
     model: Any
@@ -160,8 +160,8 @@ def _tokenizer(folder: Path, added: tuple[str, ...]) -> Any:
 
 
 def _encoder(vocab_size: int, kind: str) -> Any:
-    """ModernBERT, or DeBERTa v3 with fewer positions than the rows of the tests have: it knows relative ones
-    only."""
+    """A ModernBERT or DeBERTa v3. DeBERTa has fewer positions than the test rows have tokens, because it uses
+    only relative positions."""
     if kind == "modernbert":
         return transformers.ModernBertConfig(
             vocab_size=vocab_size,
@@ -210,7 +210,7 @@ def write_gliner(
     encoder = _encoder(len(tokenizer), kind)
     model = Gliner(transformers.AutoModel.from_config(encoder), encoder.hidden_size, mode).eval()
     _write(folder, model, scale)
-    if mode == "token_level":  # so that some words begin and end entities
+    if mode == "token_level":  # so that some words start and end entities
         model.scorer.out_mlp[3].bias.data += 1.5
         save_file({k: v.clone() for k, v in model.state_dict().items()}, folder / "model.safetensors")
     config = {
@@ -250,7 +250,7 @@ def write_gliclass(folder: Path, kind: str = "deberta-v2", scale: float = 0.13, 
 def make_rows(
     written: Written, markers: tuple[str, str], num_labels: int, word_mark: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Rows of random tokens in GLiNER's layout, and the marks of their labels and words."""
+    """Rows of random tokens in GLiNER's layout, and the positions of their labels and words."""
     random = np.random.default_rng(6)
     label, separator = (written.token(marker) for marker in markers)
     rows, marks = [], []
@@ -266,7 +266,7 @@ def make_rows(
 
 @torch.inference_mode()
 def entity_scores(model: Any, rows: list[list[int]], marks: list[list[int]]) -> Any:
-    """[words of all rows, values]."""
+    """The scores of all rows, [words, values]."""
     found = []
     for row, mark in zip(rows, marks, strict=True):
         at = [[index for index, each in enumerate(mark) if each == kind] for kind in (LABEL_MARK, TEXT_MARK)]
@@ -276,5 +276,5 @@ def entity_scores(model: Any, rows: list[list[int]], marks: list[list[int]]) -> 
 
 @torch.inference_mode()
 def label_scores(model: Any, rows: list[list[int]], ids: tuple[int, int]) -> Any:
-    """[rows, labels]."""
+    """The logits of all rows, [rows, labels]."""
     return np.stack([model(torch.tensor(row), *ids).float().numpy() for row in rows])

@@ -1,4 +1,4 @@
-"""LFM2 as its bidirectional checkpoints run it, on transformers' own modules."""
+"""A bidirectional LFM2 built from transformers' modules, as its embedding checkpoints run it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 
 class CentredConv(nn.Module):
-    """A layer's convolution with as many tokens after as before. Padding and expansion tokens take part."""
+    """A layer's convolution, centred: as many tokens after as before. Padding and expansion tokens take
+    part."""
 
     def __init__(self, causal: Any) -> None:
         super().__init__()
@@ -27,7 +28,7 @@ class CentredConv(nn.Module):
 
 
 def look_both_ways(model: Any) -> None:
-    """Let every token see every other that is not masked, and centre the convolutions."""
+    """Make attention bidirectional, except for masked tokens, and centre the convolutions."""
     for layer in model.layers:
         if hasattr(layer, "conv"):
             layer.conv = CentredConv(layer.conv)

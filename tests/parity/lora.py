@@ -1,4 +1,4 @@
-"""PEFT adapters on small seeded checkpoints, and what PEFT makes of them."""
+"""PEFT adapters on small seeded checkpoints, with PEFT as the reference."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.helpers import ints
 from tests.parity.encoders import Opened, opened
 from tests.parity.reference import Vectors
 
-FIRST_ID = 10  # of the adapters that tests load
+FIRST_ID = 10  # id of the first adapter that a test loads
 
 
 def write_adapter(base: nn.Module, folder: Path, seed: int = 0, **options: Any) -> nn.Module:
-    """Write an adapter with random weights; returns the base model with it."""
+    """Write an adapter with random weights; returns the base model with the adapter."""
     settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | options
     model: Any = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**settings)).eval()
     draw = torch.Generator().manual_seed(100 + seed)
@@ -38,7 +38,7 @@ def write_adapter(base: nn.Module, folder: Path, seed: int = 0, **options: Any) 
 
 @contextmanager
 def opened_with(folder: Path, adapters: Sequence[Path], **options: Any) -> Iterator[Opened]:
-    """A checkpoint in the engine with these adapters, whose ids begin at `FIRST_ID`."""
+    """Open a checkpoint in an engine with these adapters. Their ids start at `FIRST_ID`."""
     overrides = options.pop("overrides", None)
     with opened(
         folder, overrides, enable_lora=True, **({"max_loras": 4, "max_lora_rank": 16} | options)
@@ -51,7 +51,7 @@ def opened_with(folder: Path, adapters: Sequence[Path], **options: Any) -> Itera
 def ask(
     engine: Opened, rows: Sequence[Sequence[int]], adapters: Sequence[int], task: Task, **more: Any
 ) -> Vectors:
-    """One request; `adapters` are the numbers of the rows' adapters, -1 for none."""
+    """Send one request. `adapters` has the index of each row's adapter, -1 for none."""
     request = Request(
         f"{task}-{id(rows)}-{id(adapters)}",
         ints([token for row in rows for token in row]),
@@ -70,7 +70,7 @@ def reference(
     adapters: Sequence[int],
     read: Callable[[nn.Module, Sequence[Sequence[int]]], Any],
 ) -> Vectors:
-    """Each row alone through its model."""
+    """Run each row alone through its model."""
     found = [
         read(base if each < 0 else adapted[each], [row]) for row, each in zip(rows, adapters, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Small seeded retrievers of pages in the layouts of colpali-engine and of transformers."""
+"""Small seeded page retrievers in the layouts of colpali-engine and transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DIM = 20
 
 
 class Retriever:
-    """A Qwen-VL model of transformers with a projection, normalised."""
+    """A Qwen-VL model of transformers, followed by a projection and normalisation."""
 
     def __init__(self, model: Any, projection: torch.nn.Linear) -> None:
         self.model = model
@@ -41,8 +41,8 @@ class Retriever:
 
 
 def colpali_layout(kind: str, name: str, old: bool) -> Callable[[Path], Retriever]:
-    """Files of colpali-engine, whose models are transformers' without a head: with names of today, or with
-    those of Qwen2-VL before its parts were divided."""
+    """Files of colpali-engine, whose models are those of transformers without a head. `old`: tensor names
+    from before Qwen2-VL's language model became a separate module."""
 
     def write(folder: Path) -> Retriever:
         model = make_model(kind, "Model")

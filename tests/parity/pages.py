@@ -1,5 +1,5 @@
-"""Small seeded retrievers of pages on SigLIP towers, in their published layouts, with what transformers' own
-processors and models make of queries and pictures."""
+"""Small seeded page retrievers with SigLIP towers, in their published layouts, with transformers' processors
+and models as the reference."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ VISION: Json = {
 
 
 def pictures() -> list[Image.Image]:
-    """Pictures of different sizes: photographs where scikit-image has them, else patterns."""
+    """Pictures of different sizes: photographs if scikit-image has them, otherwise patterns."""
     found = [noise(90, 60), noise(40, 130, seed=1), noise(64, 64, seed=2)]
     if (folder := photo_folder()) is not None:
         found += [Image.open(folder / name).convert("RGB") for name in ("astronaut.png", "rocket.jpg")]
@@ -53,7 +53,7 @@ def pictures() -> list[Image.Image]:
 
 @dataclass(frozen=True)
 class PageReference:
-    """Token vectors of queries and pages as the reference gives them, without padding."""
+    """The reference's token vectors of queries and pages, without padding."""
 
     model: Any
     queries: Callable[[Sequence[str]], list[Vectors]]
@@ -85,11 +85,11 @@ def _paligemma_config(kind: str, image_token: int) -> Any:
 
 
 def _paligemma_files(folder: Path, frame: tuple[str, str]) -> tuple[PreTrainedTokenizerFast, Any]:
-    """The tokenizer and the image processor, written to `folder` and as the reference has them."""
+    """Write the tokenizer and the image processor to `folder`; returns the reference's versions."""
     named = {"bos_token": "<bos>", "pad_token": "<pad>", "eos_token": "<eos>"}
     write_tokenizer(folder, ["<pad>", "<eos>", "<bos>", "<image>"], frame, **named)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **named)
-    tokenizer._tokenizer.post_processor = None  # processors turn the tokenizer's own tokens off
+    tokenizer._tokenizer.post_processor = None  # processors disable the tokenizer's own special tokens
     image_processor = transformers.SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE})
     image_processor.image_seq_length = (SIDE // PATCH) ** 2
     image_processor.save_pretrained(folder)
@@ -97,7 +97,7 @@ def _paligemma_files(folder: Path, frame: tuple[str, str]) -> tuple[PreTrainedTo
 
 
 def native_colpali(kind: str, prefix: str | None = None) -> Callable[[Path], PageReference]:
-    """transformers' own class. Its tokenizer, as the processor saves it, frames nothing."""
+    """The layout of transformers' class. The saved tokenizer adds no special tokens."""
 
     def write(folder: Path) -> PageReference:
         tokenizer, image_processor = _paligemma_files(folder, ("", ""))
@@ -125,7 +125,7 @@ def native_colpali(kind: str, prefix: str | None = None) -> Callable[[Path], Pag
 
 
 def engine_colpali(renamed: dict[str, str]) -> Callable[[Path], PageReference]:
-    """colpali-engine's class: PaliGemma with its language-model head, and a projection beside it."""
+    """The layout of colpali-engine's class: PaliGemma with its language-model head, and a projection."""
 
     def write(folder: Path) -> PageReference:
         tokenizer, image_processor = _paligemma_files(folder, ("<bos>", "<eos>"))
@@ -148,7 +148,7 @@ def engine_colpali(renamed: dict[str, str]) -> Callable[[Path], PageReference]:
 
         def vectors(inputs: Any) -> list[Vectors]:
             inputs = {name: value for name, value in inputs.items() if name != "labels"}
-            inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])  # all of it is prefix
+            inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])  # the whole input is prefix
             with torch.inference_mode():
                 states = model.model(**inputs).last_hidden_state
                 return _vectors(torch.nn.functional.normalize(projection(states), dim=-1), inputs)
@@ -226,7 +226,7 @@ def native_colmodernvbert(folder: Path) -> PageReference:
     )
 
 
-# The names of tensors in files of transformers 4, as vidore/colpali-v1.3-merged has them.
+# Tensor names in files of transformers 4, such as vidore/colpali-v1.3-merged.
 OLD_NAMES = {
     "model.model.language_model.": "model.language_model.model.",
     "model.model.vision_tower.": "model.vision_tower.vision_model.",
@@ -248,6 +248,6 @@ def maxsim(query: Vectors, page: Vectors) -> float:
 
 
 def worst_cosine(got: Sequence[Any], wanted: Sequence[Vectors]) -> float:
-    """The smallest cosine of any token vector; rows have to have the same numbers of tokens."""
+    """The smallest cosine of any token vector. Fails if rows have different numbers of tokens."""
     assert [np.shape(row) for row in got] == [row.shape for row in wanted]
     return min(float((np.asarray(a) * b).sum(axis=1).min()) for a, b in zip(got, wanted, strict=True))

@@ -1,4 +1,4 @@
-"""What transformers' image processor and Qwen-VL models make of a text with pictures in it."""
+"""Reference hidden states of a text with pictures, from transformers' image processor and Qwen-VL models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.parity.reference import Vectors
 
 
 class Reference:
-    """A Qwen-VL model of transformers with the image processor of its files."""
+    """A Qwen-VL model of transformers and the image processor from its folder."""
 
     def __init__(self, model: Any) -> None:
         self.model = model.model if hasattr(model, "lm_head") else model
@@ -29,7 +29,7 @@ class Reference:
 
     @torch.inference_mode()
     def states(self, text: str, pictures: list[Any], *, plain_positions: bool = False) -> Vectors:
-        """The states of a text in which each picture has a placeholder."""
+        """The hidden states of a text with a placeholder for each picture."""
         inputs: dict[str, Any] = {}
         if pictures:
             inputs = dict(self.processor(pictures, return_tensors="pt"))

@@ -1,4 +1,4 @@
-"""Seeded checkpoints in published quantised layouts, and the weights that they stand for.
+"""Seeded checkpoints in published quantised layouts, and their dequantised weights.
 
 Each writer packs bit by bit in the order of the format's own tools, independently of the readers.
 """
@@ -37,19 +37,19 @@ EXPERTS = Family(
     "Qwen3MoeForCausalLM",
     MOE | {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "mlp_only_layers": []},
 )
-PLAIN = ("lm_head", "model.layers.1.self_attn.v_proj")  # stored without quantisation
+PLAIN = ("lm_head", "model.layers.1.self_attn.v_proj")  # modules stored without quantisation
 _PROJECTION = re.compile(r"layers\.\d+\..*_proj\.weight$")
 NF4 = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0)
 NF4 += (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)
 
-Stored = tuple[dict[str, Tensor], Tensor]  # tensors by the end of their names, and the weight they stand for
+Stored = tuple[dict[str, Tensor], Tensor]  # tensors by name suffix, and the dequantised weight
 
 
 @dataclass(frozen=True)
 class Format:
     config: dict[str, Any]
     store: Callable[[Tensor], Stored]
-    file: str = "config.json"  # where the configuration is written
+    file: str = "config.json"  # file with the quantisation config
     key: str | None = "quantization_config"
     family: Family = field(default=FAMILY)
 
@@ -124,7 +124,7 @@ def int8(*, symmetric: bool = True) -> Callable[[Tensor], Stored]:
 def packed(
     bits: int, group: int | None, *, symmetric: bool, shuffled: bool = False
 ) -> Callable[[Tensor], Stored]:
-    """compressed-tensors: weights packed along the inputs, zero points along the outputs."""
+    """compressed-tensors' packed format: weights packed along the inputs, zero points along the outputs."""
 
     def store(weight: Tensor) -> Stored:
         order, group_of = _groups(weight, group) if shuffled else (None, None)
@@ -178,7 +178,7 @@ def awq(weight: Tensor) -> Stored:
 
 
 def nf4(weight: Tensor) -> Stored:
-    """Blocks of 64 values, whose largest magnitudes are quantised again in blocks of 256."""
+    """bitsandbytes' NF4 in blocks of 64 values. Their scales are quantised again in blocks of 256."""
     table, flat = torch.tensor(NF4), weight.flatten()
     blocks = torch.nn.functional.pad(flat, (0, -len(flat) % 64)).view(-1, 64)
     largest = blocks.abs().amax(dim=1)
@@ -221,7 +221,7 @@ def bnb_int8(weight: Tensor) -> Stored:
 
 
 def _groups(weight: Tensor, group: int | None) -> tuple[Tensor, Tensor]:
-    """(inputs in the order that they were quantised in, the group of each input)."""
+    """(inputs in the order of quantisation, group of each input)."""
     assert group is not None
     inputs = weight.shape[1]
     order = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
@@ -343,7 +343,8 @@ FORMATS: dict[str, Format] = {
 
 
 def write_quantized(name: str, root: Path) -> tuple[Path, Path]:
-    """The folder in a quantised format, and one with the plain weights that it stands for."""
+    """Write both checkpoints. Returns the folder in a quantised format, and the folder with dequantised
+    weights."""
     wanted, stored_in, plain = FORMATS[name], root / "stored", root / "plain"
     wanted.family.write(stored_in)
     shutil.copytree(stored_in, plain)
@@ -354,7 +355,7 @@ def write_quantized(name: str, root: Path) -> tuple[Path, Path]:
         if module not in PLAIN:
             stored, stands[tensor] = wanted.store(tensors.pop(tensor))
             tensors |= {f"{module}.{end}": value for end, value in stored.items()}
-    if wanted.file != "config.json":  # ModelOpt's checkpoints have scales of the KV cache as well
+    if wanted.file != "config.json":  # ModelOpt's checkpoints also have KV cache scales
         tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(0.1)
     for folder, held in ((stored_in, tensors), (plain, stands)):
         held = {key: value.contiguous() for key, value in held.items()}

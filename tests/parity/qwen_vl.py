@@ -1,4 +1,4 @@
-"""Small seeded Qwen-VL checkpoints in the layouts that are published, and what transformers makes of them."""
+"""Small seeded Qwen-VL checkpoints in their published layouts, with transformers as the reference."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def make_model(kind: str, suffix: str = "ForConditionalGeneration", seed: int = 
 
 
 def write_model(folder: Path, model: Any) -> Path:
-    """A checkpoint as transformers saves it, with its tokenizer and image processor."""
+    """Write a checkpoint in transformers' layout, with its tokenizer and image processor."""
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     write_files(folder)
@@ -149,7 +149,7 @@ def qwen_tokenizer() -> Tokenizer:
 
 
 def as_published(folder: Path, renamed: dict[str, str], config: Json) -> None:
-    """Give a checkpoint the names of tensors and the keys that files on the hub have."""
+    """Give a checkpoint the tensor names and config keys of files on the hub."""
     tensors = load_file(folder / "model.safetensors")
     out = {}
     for name, tensor in tensors.items():
@@ -163,7 +163,7 @@ def as_published(folder: Path, renamed: dict[str, str], config: Json) -> None:
 
 
 def flat_config(kind: str, folder: Path) -> Json:
-    """config.json with the text model's keys at its top level, as Qwen2-VL's first files have them."""
+    """config.json with the text model's keys at its top level, as in Qwen2-VL's first files."""
     saved = json.loads((folder / "config.json").read_text())
     text = {
         key: value for key, value in saved.pop("text_config").items() if key not in ("model_type", "dtype")
@@ -175,7 +175,7 @@ def flat_config(kind: str, folder: Path) -> Json:
 
 @dataclass(frozen=True)
 class Row:
-    """Token ids with the placeholders of images in their places, and the patches of these."""
+    """Token ids with image placeholders, and the patches of the images."""
 
     ids: list[int]
     grids: list[tuple[int, int]] = field(default_factory=list)  # patches down and across
@@ -195,7 +195,7 @@ class Row:
 
 
 def make_row(*parts: int | tuple[int, int], seed: int = 0) -> Row:
-    """A row of so many text tokens, and of images with so many patches down and across."""
+    """A row of the given parts: a number of text tokens, or an image's patches (down, across)."""
     draw, ids, grids = np.random.default_rng(seed + 100), list[int](), []
     for part in parts:
         if isinstance(part, int):
@@ -207,7 +207,7 @@ def make_row(*parts: int | tuple[int, int], seed: int = 0) -> Row:
 
 
 def request_of(request_id: str, rows: Sequence[Row], params: PoolingParams, **more: Any) -> Request:
-    """What an API process makes of such rows."""
+    """The request that an API process makes of these rows."""
     lengths = np.array([len(row.ids) for row in rows], dtype=np.int32)
     where = [(number, start) for number, row in enumerate(rows) for start in row.starts]
     images = rope = None
@@ -262,6 +262,6 @@ def reference_states(model: Any, row: Row) -> Vectors:
 
 @torch.inference_mode()
 def reference_tokens(model: Any, row: Row, count: int) -> list[int]:
-    """Greedy tokens that follow a row."""
+    """The greedy continuation of a row."""
     out = model.generate(**reference_inputs(row), max_new_tokens=count, do_sample=False)
     return [int(token) for token in out[0, len(row.ids) :]]

@@ -1,4 +1,4 @@
-"""Seeded random checkpoints in the real layouts, written by the reference libraries themselves."""
+"""Seeded random checkpoints in real layouts, written by the reference libraries."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tokenizers import models as tokenizer_models
 from tests.checkpoints import WORDS, wordpiece_tokenizer, wordpiece_vocabulary
 
 Vectors = NDArray[np.float32]
-LIMIT = 64  # tokens of a row
+LIMIT = 64  # tokens per row
 
 
 def make_texts(count: int, seed: int = 0) -> list[str]:
-    """Texts of 0 to about 100 words, some longer than the limit, some of unknown signs."""
+    """Texts of 0 to about 100 words. Some exceed the limit, some contain unknown characters."""
     draw = random.Random(seed)
     texts = ["", "a", "?", "☃", "the the the the"]
     while len(texts) < count:
@@ -47,7 +47,7 @@ def _trained(tokenizer: Tokenizer, trainer: Any, special_tokens: list[str]) -> T
 
 
 def byte_level_bpe() -> Tokenizer:
-    """RoBERTa's pipeline: bytes, merges, no unknown token."""
+    """A tokenizer with RoBERTa's pipeline: bytes, merges, no unknown token."""
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     tokenizer = Tokenizer(tokenizer_models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -62,7 +62,7 @@ def byte_level_bpe() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """XLM-R's pipeline: sentence pieces with a mark for spaces."""
+    """A tokenizer with XLM-R's pipeline: sentence pieces with a mark for spaces."""
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     tokenizer = Tokenizer(tokenizer_models.Unigram())
     tokenizer.normalizer = normalizers.NFKC()
@@ -74,7 +74,7 @@ def unigram() -> Tokenizer:
 
 
 def mpnet_wordpiece() -> Tokenizer:
-    """MPNet's pipeline: BERT's word pieces between RoBERTa's special tokens."""
+    """A tokenizer with MPNet's pipeline: BERT's word pieces between RoBERTa's special tokens."""
     special = ["<s>", "<pad>", "</s>", "[UNK]", "<mask>"]
     pieces = [*special, *wordpiece_vocabulary()[5:]]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
@@ -143,13 +143,13 @@ FAMILIES: dict[str, Family] = {
 
 
 def with_head(name: str, kind: str) -> Family:
-    """The family's class that ends in `kind`, such as ForMaskedLM, instead of the bare model."""
+    """The family with its class that ends in `kind`, such as ForMaskedLM, instead of the bare model."""
     family = FAMILIES[name]
     return replace(family, model=getattr(transformers, family.model.__name__.replace("Model", kind)))
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Every parameter far from its usual start, so that none could be dropped or swapped unnoticed."""
+    """Set every parameter far from its usual initial value, so that a dropped or swapped one is noticed."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -158,7 +158,7 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
 
 
 def write_transformer(folder: Path, family: Family, seed: int = 0, **config: Any) -> Path:
-    """A plain transformers checkpoint: config.json, model.safetensors, tokenizer.json."""
+    """Write a plain transformers checkpoint: config.json, model.safetensors, tokenizer.json."""
     tokenizer = family.tokenizer()
     names = (
         {0: "cls_token", 1: "pad_token", 2: "sep_token"}
@@ -195,7 +195,7 @@ def write_sentence_transformer(
     max_seq_length: int | None = None,
     **config: Any,
 ) -> SentenceTransformer:
-    """A sentence-transformers folder, saved by that library; returns the reference to compare with."""
+    """Write a folder with sentence-transformers; returns the reference to compare with."""
     plain = write_transformer(folder / "plain", family, **config)
     methods = (pooling,) if isinstance(pooling, str) else pooling
     parts: list[Any] = [

@@ -1,4 +1,4 @@
-"""Small seeded rerankers made of decoders, in their published layouts."""
+"""Small seeded decoder rerankers in their published layouts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write(folder: Path, name: str, *, seed: int = 0, bos: bool = False, **settin
         kind.config_class(**SIZES | {"vocab_size": tokenizer.get_vocab_size() + 3} | settings)
     ).eval()
     randomise(model, seed)
-    model.get_input_embeddings().weight.data *= 0.3  # so that tied answers stay far from 0 and 1
+    model.get_input_embeddings().weight.data *= 0.3  # keeps the scores of tied models far from 0 and 1
     model.save_pretrained(folder)
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

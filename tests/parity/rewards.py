@@ -1,4 +1,4 @@
-"""Writes small reward models in their published layout."""
+"""Small reward models in their published layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.parity.decoders import FAMILIES, change_config
 
 
 def write_reward_model(folder: Path, kind: str, labels: int, family: str = "qwen2") -> dict[str, Tensor]:
-    """A backbone with the two layers of a reward head; returns the head."""
+    """Write a backbone with the two layers of a reward head; returns the head's tensors."""
     FAMILIES[family].write(folder, vocab_size=408)
     file = folder / "model.safetensors"
     tensors = {f"model.{name}": tensor for name, tensor in load_file(file).items()}

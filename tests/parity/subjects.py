@@ -1,4 +1,4 @@
-"""What the parity table compares: checkpoints by family, layout and task, and the reference's answers."""
+"""The subjects of the parity table: checkpoints by family, layout and task, and the reference's answers."""
 
 from __future__ import annotations
 
@@ -37,32 +37,32 @@ KINDS = {
 }
 SPLADE = {"pooler_config": PoolerConfig(pooling_type="splade")}
 LABELS = 5
-SCALE = 0.1  # of the encoders' weights: at 0.2 a layer amplifies rounding, and bf16 says little
+SCALE = 0.1  # of the encoders' weights; at 0.2, layers amplify rounding and a bf16 figure says little
 
 
 @dataclass(frozen=True)
 class Question:
-    """A checkpoint on disk and what the reference, in whatever precision it is now, answers to the rows."""
+    """A checkpoint on disk, rows, and a function that computes the reference's answers in any precision."""
 
     folder: Path
     model: nn.Module
     rows: list[list[int]]
     answer: Callable[[nn.Module], Vectors]  # [rows or tokens, width]
-    options: dict[str, Any] = field(default_factory=dict)  # of the engine
+    options: dict[str, Any] = field(default_factory=dict)  # engine options
     overrides: Settings = field(default_factory=dict)
     segments: list[int] | None = None
-    marks: list[int] | None = None  # of rows with labels: which tokens stand for labels and words
+    marks: list[int] | None = None  # for models with labels: which tokens stand for labels and words
     num_labels: int = 0
 
 
 @dataclass(frozen=True)
 class Subject:
-    family: str  # as in the registry, or the name of real weights
+    family: str  # name in the registry, or name of real weights
     layout: str
     task: Task
     reference: str
     ask: Callable[[Path], Question]
-    missing: str = ""  # why there is nothing to ask
+    missing: str = ""  # reason why the subject cannot be compared
 
 
 def subjects() -> Iterator[Subject]:
@@ -106,7 +106,7 @@ def unit(vectors: Vectors) -> Vectors:
 
 
 def _states(model: nn.Module, rows: list[list[int]]) -> list[Vectors]:
-    """Each row alone, so that the reference pads nothing."""
+    """Run each row alone, so that the reference pads nothing."""
     answers = [model(input_ids=torch.tensor([row])).last_hidden_state for row in rows]
     return [answer[0].float().numpy() for answer in answers]
 
@@ -206,7 +206,7 @@ def _ask_encoder(name: str, task: Task, folder: Path) -> Question:
     model = case.write(folder, KINDS.get(task, "Model"), scale=SCALE)
     lengths = (
         encoders.LENGTHS * 4 if task is Task.CLASSIFY else encoders.LENGTHS
-    )  # few logits a row: more rows
+    )  # few logits per row, so more rows
     rows = encoders.make_rows(lengths)
     if task is Task.EMBED:
         return Question(folder, model, rows, partial(pooled, rows=rows), overrides=case.overrides)
@@ -296,7 +296,7 @@ def _decoders() -> Iterator[Subject]:
         for task in (Task.EMBED, Task.TOKEN_EMBED):
             yield _decoder(name, task, partial(_ask_states, name, family, task))
     for name, family in (decoders.HEADS | decoders.MORE_HEADS).items():
-        if family.settings.get("num_labels") != 1:  # a cosine of one number says nothing
+        if family.settings.get("num_labels") != 1:  # a cosine of one number is meaningless
             task = Task.TOKEN_CLASSIFY if name.endswith("-tokens") else Task.CLASSIFY
             yield _decoder(name, task, partial(_ask_head, family))
     yield _decoder("nemotron", Task.CLASSIFY, _ask_nemotron)
@@ -336,7 +336,7 @@ def _ask_terms(family: decoders.Family, folder: Path) -> Question:
 
 
 def _ask_nemotron(folder: Path) -> Question:
-    """Its own code pools the states of a Llama that looks ahead, then projects: so done here."""
+    """Follow the published code: pool the hidden states of a bidirectional Llama, then project."""
     decoders.NEMOTRON_RERANKER.write(folder, num_labels=LABELS)
     model = transformers.LlamaForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -349,7 +349,7 @@ def _ask_nemotron(folder: Path) -> Question:
     return Question(folder, model, decoders.ROWS, answer)
 
 
-# Quantised checkpoints, compared with the weights that they stand for.
+# Quantised checkpoints, compared with their dequantised weights.
 
 
 def _quantized() -> Iterator[Subject]:
@@ -365,7 +365,7 @@ def _ask_quantized(name: str, folder: Path) -> Question:
     return Question(stored, model, decoders.ROWS, partial(tokens_of, rows=decoders.ROWS))
 
 
-# Embedders whose code is published with their weights.
+# Embedders that are published with their own code.
 
 _EMBEDDERS = {
     "voyage": "VoyageQwen3BidirectionalEmbed",

@@ -1,4 +1,4 @@
-"""Checkpoints in blocks of fp8 against transformers on the weights that the blocks stand for."""
+"""Checkpoints in block-wise fp8 against transformers on the dequantised weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @torch.inference_mode()
 def test_states_equal_those_of_the_dequantised_weights(pair: Pair) -> None:
-    """A CPU multiplies by plain weights and quantises no rows."""
+    """On a CPU, weights are dequantised and activations are not quantised."""
     theirs = [pair.reference.model(torch.tensor([row])).last_hidden_state[0].numpy() for row in ROWS]
     with Engine(str(pair.stored), device="cpu", threads=1) as engine:
         ours = np.concatenate(engine.token_embed(ROWS, normalize=False))

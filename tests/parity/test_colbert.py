@@ -1,4 +1,4 @@
-"""Late-interaction checkpoints against the reference's steps, vector by vector, in fp32."""
+"""Late-interaction checkpoints against the reference's steps, compared by vector in fp32."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_queries_without_expansion_equal_the_references(name: str, tmp_path: Pat
     with engine(tmp_path) as ours:
         vectors = ours.token_embed(TEXTS, input_type="query")
         assert worst(vectors, reference.encode(TEXTS, query=True)) <= 1e-5
-    assert max(len(row) for row in vectors) == reference.how.query_length  # some were cut
+    assert max(len(row) for row in vectors) == reference.how.query_length  # some were truncated
 
 
 @pytest.mark.parametrize("name", LATE)
@@ -67,7 +67,7 @@ def test_documents_equal_the_references_without_punctuation(name: str, tmp_path:
         assert worst(ours.token_embed(TEXTS, input_type="document"), vectors) == 0
         lengths = [len(row) for row in ours.tokenize(TEXTS)]
     assert any(len(row) < length + 1 for row, length in zip(vectors, lengths, strict=True))
-    assert max(lengths) + 1 > reference.how.document_length  # some were cut
+    assert max(lengths) + 1 > reference.how.document_length  # some were truncated
 
 
 @pytest.mark.parametrize("name", LATE)
@@ -137,9 +137,9 @@ def test_overrides_win_over_the_files(tmp_path: Path) -> None:
 
 
 def test_queries_and_documents_of_many_calls_share_steps(tmp_path: Path) -> None:
-    """Rows with and without a key limit, of equal length too, in one step."""
+    """Rows with and without a key limit, some of equal length, share a step."""
     reference = LATE["stanford"].write(tmp_path)
-    filler = [" ".join(["water"] * 21), "oil"]  # the first makes a document of as many tokens as a query has
+    filler = [" ".join(["water"] * 21), "oil"]  # as a document, the first text has as many tokens as a query
     with engine(tmp_path) as ours:
         jobs = [(kind, text) for text in (TEXTS[:6] + filler) for kind in ("query", "document")]
         futures = []
@@ -171,7 +171,7 @@ def test_a_marker_that_is_no_token_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_weights_reads_documents_up_to_the_limit_that_is_asked_for(tmp_path: Path) -> None:
-    """Twenty-four layers less, but else the shape and the flags of a long-document reranking load."""
+    """The shape and the flags of a long-document reranking load, with few layers."""
     bert_tokenizer().save(str(tmp_path / "tokenizer.json"))
     config = {"architectures": ["HF_ColBERT"], "model_type": "bert", "dim": 128, "hidden_size": 64}
     layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
@@ -191,7 +191,7 @@ def test_a_folder_without_weights_reads_documents_up_to_the_limit_that_is_asked_
 def test_multi_vector_encoder_folders_equal_the_reference(
     name: str, strategy: str | None, tmp_path: Path
 ) -> None:
-    """Markers as prompts, and what else the library keeps elsewhere than PyLate did."""
+    """sentence-transformers stores markers as prompts, and other settings in other files than PyLate."""
     library = pytest.importorskip("sentence_transformers", minversion="6.0")
     LATE[name].write(tmp_path / "pylate")
     reference = library.MultiVectorEncoder(str(tmp_path / "pylate"), device="cpu")
@@ -208,7 +208,7 @@ def test_multi_vector_encoder_folders_equal_the_reference(
 
 
 def by_hand(queries: list[Any], documents: list[Any]) -> list[float]:
-    """The sum over a query's vectors of the best product with one of the document's."""
+    """MaxSim: for each query vector the largest product with a document vector, summed."""
     return [
         float((query @ document.T).max(axis=1).sum()) if len(document) else 0.0
         for query, document in zip(queries, documents, strict=True)
@@ -220,7 +220,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "steps": {"max_num_batched_tokens": 64},
     "cache": {"document_cache_gb": 0.001},
 }
-# How vectors are kept and compared is the same for all models: three of them try each option.
+# Storing and comparing vectors does not depend on the model, so only three models try every option.
 SCORED = [
     pytest.param(name, options, id=f"{name}-{way}")
     for number, name in enumerate(LATE)
@@ -232,12 +232,12 @@ SCORED = [
 @pytest.mark.parametrize(("name", "options"), SCORED)
 def test_scores_equal_the_references(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     reference = LATE[name].write(tmp_path)
-    documents = [*TEXTS, TEXTS[0], "...", "a"]  # one twice, one of punctuation alone, one of a word
+    documents = [*TEXTS, TEXTS[0], "...", "a"]  # a duplicate, only punctuation, one word
     vectors = reference.encode(documents, query=False)
     (query,) = reference.encode([TEXTS[1]], query=True)
     with engine(tmp_path, **options) as ours:
         expected = by_hand([query] * len(documents), vectors)
-        for _ in range(2):  # the second finds the query's vectors
+        for _ in range(2):  # the second time, the query's vectors are cached
             np.testing.assert_allclose(ours.score(TEXTS[1], documents), expected, atol=2e-4)
         several = by_hand(reference.encode(TEXTS, query=True), reference.encode(TEXTS[::-1], query=False))
         np.testing.assert_allclose(ours.score(TEXTS, TEXTS[::-1]), several, atol=2e-4)

@@ -1,4 +1,4 @@
-"""Keys of config.json that change what a model computes: each is computed as transformers computes it, or
+"""Keys of config.json that change a model's results: each has the same effect as in transformers, or is
 refused by name. None is silently ignored."""
 
 from __future__ import annotations
@@ -188,9 +188,9 @@ COMPUTED = [
     *flips("llama", {"tie_word_embeddings": True}, kind=CAUSAL),
     *flips("gemma2", {"final_logit_softcapping": 2.0}, kind=CAUSAL),
 ]
-# Keys that change nothing, in transformers and here.
+# Keys without effect, in transformers and in Penstock.
 WITHOUT_EFFECT = [
-    *(Flip(family, {}) for family in BASES),  # what a file leaves out has the family's default
+    *(Flip(family, {}) for family in BASES),  # a missing key has the family's default
     *flips("bert", {"chunk_size_feed_forward": 4}, {"torchscript": True}),
     *flips("distilbert", {"sinusoidal_pos_embds": True}, {"hidden_act": "relu"}),
     *flips("distilbert", {"layer_norm_eps": 0.1}, kind=MASKED),
@@ -245,7 +245,7 @@ def write_config(folder: Path, flip: Flip) -> type[Any]:
 
 @torch.inference_mode()
 def reference(folder: Path, flip: Flip) -> Tensor:
-    """What transformers makes of the same config.json; its weights are saved beside it."""
+    """transformers' result with the same config.json. Also saves the weights in the folder."""
     model = write_config(folder, flip)(transformers.AutoConfig.from_pretrained(folder)).eval()
     randomise(model, seed=1)
     model.save_pretrained(folder / "saved")
@@ -276,7 +276,7 @@ def penstock(folder: Path, flip: Flip) -> Tensor:
 
 @pytest.fixture(scope="module")
 def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What transformers answers without a family's flipped key."""
+    """A function that returns transformers' result for a family without the changed key."""
 
     @cache
     def find(family: str, kind: str) -> Tensor:

@@ -36,7 +36,7 @@ PAIRS = [(query, document) for query in TEXTS[:8] for document in TEXTS[::3]]
 
 
 def double_separator(make: Callable[[], Tokenizer]) -> Callable[[], Tokenizer]:
-    """RoBERTa's pairs: two separators in the middle, one segment."""
+    """Frame pairs like RoBERTa: two separators in the middle, one segment."""
 
     def made() -> Tokenizer:
         tokenizer = make()
@@ -126,7 +126,7 @@ def reference_scores(reference: CrossEncoder, pairs: list[tuple[str, str]], **op
 
 
 def test_raw_and_activated_scores_equal_the_references(pair: Pair) -> None:
-    """Pairs that are too long are cut as the reference cuts them: the longer text first."""
+    """Pairs that are too long are truncated as in the reference: the longer text first."""
     queries, documents = map(list, zip(*PAIRS, strict=True))
     raw = reference_scores(pair.reference, PAIRS, activation_fn=torch.nn.Identity())
     assert raw.std() > 0.05
@@ -166,7 +166,7 @@ def test_a_checkpoint_may_say_that_scores_stay_raw(tmp_path: Path, form: str) ->
 
 
 def test_one_text_with_two_labels_scores_as_their_difference(tmp_path: Path) -> None:
-    """As `reranker-mini` was trained: `Query: …` and `Sentence: …` in one segment."""
+    """The input format of `reranker-mini`: `Query: …` and `Sentence: …` in one segment."""
     folder = FAMILIES["bert"].write(tmp_path / "model", num_labels=2)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -52,7 +52,7 @@ class Pair(NamedTuple):
     name: str
     folder: Path
     engine: Engine
-    theirs: list[Vectors]  # of each row [tokens, hidden]
+    theirs: list[Vectors]  # one [tokens, hidden] per row
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -74,12 +74,13 @@ def test_bf16_stays_near_the_reference(pair: Pair) -> None:
     with open_engine(pair.folder, dtype="bfloat16") as engine:
         near = np.sort(cosines(token_states(engine), np.concatenate(pair.theirs)))
         has_experts = pair.name.startswith(("qwen3-moe", "gpt-oss", "privacy-filter"))
-        few = len(near) // 50 if has_experts else 0  # rounding may choose another expert
+        few = len(near) // 50 if has_experts else 0  # rounding may route a token to another expert
         assert near[few] >= 0.999 and near[0] > 0.98
 
 
 def test_vectors_are_pooled_as_such_models_are_trained(pair: Pair) -> None:
-    """Without modules: the last token of those that see only backwards, else the mean; unit length."""
+    """Without modules.json, causal models pool the last token and bidirectional ones the mean. Vectors have
+    unit length."""
     ahead = pair.name.startswith(LOOK_AHEAD)
     theirs = unit(np.stack([states.mean(0) if ahead else states[-1] for states in pair.theirs]))
     ours = pair.engine.embed(ROWS)
@@ -131,7 +132,7 @@ def test_later_tokens_change_earlier_states_only_without_causal_attention(pair: 
 def test_an_override_changes_the_states_so_the_option_is_read(
     name: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Which also shows that agreeing with the reference means something."""
+    """This also shows that agreement with the reference is meaningful."""
     folder = FAMILIES[name].write(tmp_path)
     with open_engine(folder) as engine, open_engine(folder, hf_overrides=overrides) as other:
         assert np.abs(token_states(engine) - token_states(other)).max() > 0.01
@@ -157,7 +158,7 @@ def test_the_name_gritlm_is_enough_to_tell_it_from_mistral(tmp_path: Path) -> No
 
 
 class Layout(NamedTuple):
-    """A sentence-transformers folder: how such models are published."""
+    """A sentence-transformers folder, the layout in which such models are published."""
 
     family: str
     pooling: str

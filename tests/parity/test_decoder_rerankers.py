@@ -1,4 +1,4 @@
-"""Rerankers made of decoders against transformers: what each is asked, and the few logits that count."""
+"""Decoder rerankers against transformers: their prompts, and the few logits that matter."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ INSTRUCTION = "Given a web search query, retrieve relevant passages that answer 
 
 
 class Reference:
-    """The next-token logits of a model on joined pieces of text."""
+    """Computes the next-token logits of a model for joined pieces of text."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -50,7 +50,7 @@ class Reference:
 def qwen3_rows(
     reference: Reference, query: str, documents: Sequence[str], instruction: str
 ) -> list[list[int]]:
-    """As the model's card has it."""
+    """Rows in the format of the model card."""
     prefix = reference.ids(
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
         'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -124,7 +124,7 @@ def test_the_chat_template_of_a_reranker_is_recognised(tmp_path: Path) -> None:
 
 
 def test_converted_checkpoints_score_with_their_one_label(tmp_path: Path) -> None:
-    """The conversion that people publish: one row, yes less no."""
+    """A common conversion of the head to one row: yes minus no."""
     folder = write(tmp_path / "lm", "Qwen3ForCausalLM", tie_word_embeddings=True)
     expected = qwen3_scores(folder)
     reference = Reference(folder)
@@ -215,7 +215,7 @@ def test_nemotron_reads_one_text_with_bidirectional_attention(tmp_path: Path) ->
         expected = engine.classify(texts, use_activation=False)[:, 0]
         raw = engine.score(QUERY, DOCUMENTS, use_activation=False)
         np.testing.assert_allclose(raw, expected, atol=1e-5)
-        assert not engine.settings.prefix_caching  # every token sees every other
+        assert not engine.settings.prefix_caching  # attention is bidirectional
 
 
 def test_instruction_and_query_are_computed_once_for_all_documents(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_instruction_and_query_are_computed_once_for_all_documents(tmp_path: Pat
         assert pool.hit_tokens >= (len(documents) - 1) * shared
         before = pool.hit_tokens
         np.testing.assert_allclose(warm.score(QUERY, documents[:5]), expected[:5], atol=1e-5)
-        assert pool.hit_tokens - before >= 5 * shared  # and again, from an earlier request
+        assert pool.hit_tokens - before >= 5 * shared  # cached by an earlier request
 
 
 def test_a_long_document_is_truncated_and_the_prompt_is_kept(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_unusable_score_options_are_refused_when_the_model_is_read(tmp_path: Pat
 
 
 class ListReference:
-    """jina-reranker-v3's own steps: a prompt for each block, cosines, a mean query over blocks."""
+    """The steps of jina-reranker-v3's code: a prompt for each block, cosines, a mean query over blocks."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

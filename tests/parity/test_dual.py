@@ -69,7 +69,7 @@ def test_scores_of_texts_and_images_are_cosines(subject: Subject) -> None:
 
 
 def test_labels_of_images_have_the_scores_of_the_reference(subject: Subject) -> None:
-    """Those of CLIP compete; those of SigLIP are judged one by one."""
+    """CLIP applies a softmax over the labels; SigLIP scores each label independently."""
     labels = ["w7 w8", "w9", "w10 w11 w12"]
     ranked = subject.engine.zero_shot(subject.images[:2], labels, hypothesis_template="w1 {} w2")
     logits = subject.reference.logits([f"w1 {label} w2" for label in labels], IMAGES[:2])

@@ -1,4 +1,4 @@
-"""Embedders whose code is published with their weights, against the steps of that code."""
+"""Embedders that are published with their own code, against the steps of that code."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_pplx_embed_gives_the_integers_and_bits_of_its_quantizer(tmp_path: Path)
         found = engine.embed(ROWS)
         assert (found == found.round()).all() and np.abs(
             found - whole
-        ).max() <= 1  # a tie may round either way
+        ).max() <= 1  # ties may round either way
         assert (found == whole).mean() > 0.99
         np.testing.assert_array_equal(engine.embed(ROWS, dtype="int8"), found)
         np.testing.assert_array_equal(engine.embed(ROWS, dtype="uint8"), found + 128)
@@ -99,7 +99,7 @@ def test_each_request_chooses_a_task_adapter_of_jina_embeddings_v5(base: str, tm
 
 
 async def _at_once(engine: Engine, tasks: list[str]) -> list[Any]:
-    """Rows with different adapters in one step."""
+    """Run rows with different adapters in one step."""
     calls = (asyncio.to_thread(engine.embed, ROWS, adapter=task) for task in tasks)
     return await asyncio.gather(*calls)
 
@@ -144,7 +144,7 @@ def test_nv_embed_ends_texts_and_leaves_the_instruction_out_of_the_mean(tmp_path
     with open_engine(tmp_path) as engine:
         (prompt,) = engine.tokenize(["Instruct: find it\nQuery: "], add_special_tokens=False)
         (row,) = engine.tokenize(["Instruct: find it\nQuery: a text</s>"])
-        first = 1 + len(prompt)  # of the text
+        first = 1 + len(prompt)  # first token of the text
         assert row[0] == 0 and row[-1] == 2 and row[1 : first - 1] == prompt[:-1]
         found = engine.embed(["a text"], instruction="find it")
         plain = engine.embed(["a text"])

@@ -46,7 +46,7 @@ def test_images_have_the_vectors_of_the_reference(subject: Subject) -> None:
     got = subject.embed(subject.images)
     wanted = np.stack([subject.reference.vector([picture]) for picture in PICTURES])
     assert (got * wanted).sum(axis=1).min() > LEAST and np.abs(got - wanted).max() < 1e-4
-    assert np.abs(wanted[0] - wanted[1]).max() > 1e-2  # so that another picture's vector would not pass
+    assert np.abs(wanted[0] - wanted[1]).max() > 1e-2  # so another picture's vector would fail the comparison
 
 
 def test_texts_with_images_have_the_vectors_of_the_reference(subject: Subject) -> None:

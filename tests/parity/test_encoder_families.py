@@ -38,14 +38,14 @@ from tests.waiting import PATIENCE_S
 
 ROWS = make_rows()
 SPLITS = np.cumsum(LENGTHS)[:-1]
-TABLE_ONLY = ("electra-wide", "jina-bert-plain", "mt5")  # the parity table compares these too
+TABLE_ONLY = ("electra-wide", "jina-bert-plain", "mt5")  # only the parity table compares these
 ALL = {name: case for name, case in (CASES | BACKBONES).items() if name not in TABLE_ONLY}
-HEADED = {name: case for name, case in CASES.items() if name != "ernie"}  # its heads are BERT's
+HEADED = {name: case for name, case in CASES.items() if name != "ernie"}  # ernie has BERT's heads
 
 
 class Pair(NamedTuple):
     reference: nn.Module
-    hidden: list[Vectors]  # of the reference, row by row
+    hidden: list[Vectors]  # the reference's states, one array per row
     ours: Opened
     folder: Path
 
@@ -63,7 +63,7 @@ def mean(hidden: list[Vectors]) -> Vectors:
 
 
 def test_the_reference_sees_order_and_far_tokens(pair: Pair) -> None:
-    """Otherwise agreeing with it would mean little."""
+    """Otherwise agreement with it would mean little."""
     row = ROWS[-1]
     turned, last = row[:1] + row[:0:-1], [*row[:-1], row[-1] % 50 + 1]
     first = [reference_hidden(pair.reference, [each])[0][:1] for each in (row, turned, last)]
@@ -87,11 +87,11 @@ def test_a_row_has_the_same_hidden_states_alone_and_in_a_batch(pair: Pair) -> No
 
 @pytest.mark.parametrize("name", ALL)
 def test_bf16_stays_near_the_reference(name: str, tmp_path: Path) -> None:
-    scale = 0.05 if "t5" in name else 0.1  # T5 does not scale its scores
+    scale = 0.05 if "t5" in name else 0.1  # T5 does not scale its attention scores
     hidden = reference_hidden(ALL[name].write(tmp_path, scale=scale), ROWS)
     with opened(tmp_path, dtype="bfloat16") as ours:
         tokens, vectors = ours.ask(ROWS, Task.TOKEN_EMBED), ours.ask(ROWS, Task.EMBED)
-    # Rounding may choose another expert where two are nearly tied.
+    # Rounding may route a token to another expert if two are nearly tied.
     share = 0.02 if name == "nomic-moe" else 0.0
     assert np.quantile(cosines(tokens, np.concatenate(hidden)), share) >= 0.999
     assert np.quantile(cosines(vectors, mean(hidden)), share) >= (0.998 if share else 0.999)
@@ -143,7 +143,7 @@ def test_an_adapter_is_merged_into_every_weight(tmp_path: Path) -> None:
 
 
 def test_each_row_of_a_step_has_its_own_adapter(tmp_path: Path) -> None:
-    """Each as if it alone were merged; the rows of all of them, and of none, run together."""
+    """Rows of all adapters, and of none, run together. Each result is as if only its adapter were merged."""
     ADAPTED.write(tmp_path)
     names = json.loads((tmp_path / "config.json").read_text())["lora_adaptations"]
     merged = []

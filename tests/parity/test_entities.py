@@ -27,7 +27,7 @@ LABELS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "MISC"]
 
 
 def make_texts(count: int) -> list[str]:
-    """Words of the vocabulary and others, which fall into pieces, with spaces and marks between."""
+    """Words of the vocabulary and words that are split into pieces, with spaces and punctuation between."""
     random = np.random.default_rng(5)
     words = [*WORDS, "Watering", "peopled", "Xylophone", "zebra-crossing", "oils,", "(two)", "…", "数学"]
     return ["  ".join(random.choice(words, size=int(random.integers(1, 20)))) for _ in range(count)]

@@ -55,7 +55,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_vectors_of_the_reference_differ_from_text_to_text(pair: Pair) -> None:
-    """Otherwise agreeing with it would mean little."""
+    """Otherwise agreement with it would mean little."""
     vectors = pair.reference.encode(TEXTS)
     between = vectors @ vectors.T
     np.fill_diagonal(between, 0)
@@ -141,7 +141,7 @@ def test_a_sentence_transformers_layout_gives_the_references_vectors(layout: str
 
 @pytest.mark.parametrize("cased", [True, False])
 def test_lower_casing_follows_the_reference(cased: bool, tmp_path: Path) -> None:
-    """`do_lower_case` on a tokenizer that keeps case, and on one that lower-cases by itself."""
+    """`do_lower_case` with a tokenizer that keeps case, and with one that lower-cases by itself."""
     family = replace(FAMILIES["bert"], tokenizer=lambda: wordpiece_tokenizer(lowercase=not cased))
     write_sentence_transformer(tmp_path, family, include_prompt=False, prompts={"loud": "SEARCH Query: "})
     write_json(
@@ -170,7 +170,7 @@ PROMPTED = [
     for i, name in enumerate(["bert", "roberta"])
     for j, pooling in enumerate(POOLINGS)
     for include_prompt in (True, False)
-    if ALL_CASES or (i + j + include_prompt) % 2  # each method with and without the prompt, in either family
+    if ALL_CASES or (i + j + include_prompt) % 2  # the prompt is included in one family only
 ]
 
 

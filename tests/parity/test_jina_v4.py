@@ -1,4 +1,4 @@
-"""jina-embeddings-v4: one vector and token vectors of texts and images, by the adapter of a request."""
+"""jina-embeddings-v4: single and token vectors of texts and images, with the adapter of each request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEXTS = ["the page of the book", "a river"]
 
 
 class Expected:
-    """What the published forward gives with the adapter of a task."""
+    """The results of the published forward pass with the adapter of a task."""
 
     def __init__(self, jina: JinaV4, task: str) -> None:
         model, self.projector = jina.model(task)
@@ -89,7 +89,7 @@ def test_passages_have_a_prompt_of_their_own_but_for_matching(jina: tuple[JinaV4
         ):
             wanted, _ = Expected(jina[0], task).text(prompt + TEXTS[0])
             assert near(engine.embed([TEXTS[0]], adapter=task, **options)[0], wanted)
-        by_type = engine.embed([TEXTS[0]], input_type="document")  # retrieval is the adapter of documents
+        by_type = engine.embed([TEXTS[0]], input_type="document")  # documents use the adapter "retrieval"
         assert near(by_type[0], Expected(jina[0], "retrieval").text("Passage: " + TEXTS[0])[0])
 
 

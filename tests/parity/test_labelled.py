@@ -1,4 +1,4 @@
-"""GLiNER and GLiClass against references on the same files: the same entities, the same scores."""
+"""GLiNER and GLiClass against references on the same files: equal entities and scores."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TEXTS = make_texts()
 
 
 def probabilities(written: Written, text: str, labels: list[str]) -> tuple[np.ndarray[Any, Any], Any]:
-    """The reference's scores of a text, and the places of its words."""
+    """The reference's scores of a text, and the offsets of its words."""
     words = list(re.finditer(r"\w+(?:[-_]\w+)*|\S", text))[:MAX_WORDS]
     prompt = [part for label in labels for part in ("<<ENT>>", label)] + ["<<SEP>>"]
     row = [*prompt, *(word[0] for word in words)]

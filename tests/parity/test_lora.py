@@ -1,4 +1,4 @@
-"""Adapters give what PEFT gives, in batches where each row has its own or none."""
+"""Adapters give PEFT's results, in batches where each row has its own adapter or none."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_rows_with_different_adapters_give_what_peft_gives(name: str, tmp_path: 
         found = ask(engine, ROWS, CHOSEN, Task.TOKEN_EMBED)
         assert np.abs(found - expected).max() <= TOLERANCE
     changed = reference(base, adapted, ROWS, [-1] * len(ROWS), reference_hidden)
-    assert np.abs(changed - expected).max() > 0.01  # the adapters do something
+    assert np.abs(changed - expected).max() > 0.01  # the adapters have an effect
 
 
 DECODERS = (
@@ -91,7 +91,7 @@ def test_decoders_with_different_adapters_give_what_peft_gives(name: str, tmp_pa
     base = decoders.open_backbone(family, family.write(tmp_path / "base"))
     folders = [tmp_path / str(number) for number in range(2)]
     more: dict[str, Any] = {"fan_in_fan_out": True} if name == "gpt2" else {}
-    if name == "embeddinggemma2":  # one of its projections is shared by all layers, and cannot be adapted
+    if name == "embeddinggemma2":  # all layers share one of its projections, which cannot be adapted
         more = {"exclude_modules": ["per_layer_model_projection"]}
     adapted = [
         write_adapter(base, folders[0], 0, r=4, **more),
@@ -119,7 +119,7 @@ def test_heads_in_modules_to_save_are_those_of_their_adapter(name: str, tmp_path
     base = case.write(tmp_path / "base", "ForSequenceClassification")
     folders = [tmp_path / "0", tmp_path / "1"]
     settings = dict(HEADS[name])
-    if name == "ModernBert":  # its head has a norm, which cannot be replaced
+    if name == "ModernBert":  # its head contains a norm, which cannot be replaced
         settings["modules_to_save"] = ["classifier"]
     adapted = [write_adapter(base, folders[0], 0, task_type="SEQ_CLS", **settings)]
     adapted.append(write_adapter(base, folders[1], 1, target_modules=settings["target_modules"]))
@@ -225,7 +225,7 @@ def test_what_is_not_understood_is_refused_by_name(name: str, tmp_path: Path) ->
 
 
 def test_an_adapter_that_would_change_nothing_is_refused(tmp_path: Path) -> None:
-    """An embedder does not use BERT's pooler: its answers would be those of the base model."""
+    """An embedder does not use BERT's pooler, so its answers would be those of the base model."""
     base = ENCODERS["bert"].write(tmp_path / "base")
     write_adapter(base, tmp_path / "0", 0, target_modules=["pooler.dense"])
     with (
@@ -282,6 +282,6 @@ def test_chunked_rows_and_cached_prefixes_are_those_of_their_adapter(
         "pooler_config": PoolerConfig(pooling_type="LAST"),
     }
     with opened_with(tmp_path / "base", [tmp_path / "0", tmp_path / "1"], **more, **options) as engine:
-        for _ in range(2):  # the second time prefixes may come from the cache
+        for _ in range(2):  # the second time, prefixes may be cached
             found = ask(engine, rows, list(chosen), Task.EMBED, reuse_prefix=True)
             assert np.abs(found - states[ends]).max() <= TOLERANCE

@@ -39,7 +39,7 @@ from tests.parity.qwen_vl import (
 from tests.parity.reference import randomise
 from tests.parity.rerankers import QWEN3, write
 
-# Of vidore/colqwen2.5-v0.2: the layers of the language model, and the projection.
+# vidore/colqwen2.5-v0.2 targets the layers of the language model, and the projection.
 PUBLISHED_TARGETS = (
     "(.*(model).*(down_proj|gate_proj|up_proj|k_proj|q_proj|v_proj|o_proj).*$|.*(custom_text_proj).*$)"
 )
@@ -121,7 +121,7 @@ def test_modules_that_a_merged_adapter_names_and_its_file_lacks_are_reported(
 
 
 def test_sums_are_fp32_whatever_the_base_is_stored_as(tmp_path: Path) -> None:
-    """A base in bfloat16, where small changes would be lost by rounding."""
+    """The base is in bfloat16, where rounding would lose small changes."""
     folder = decoders.FAMILIES["qwen3"].write(tmp_path / "base")
     base: Any = transformers.Qwen3Model.from_pretrained(folder, dtype=torch.bfloat16).eval()
     base.save_pretrained(folder)
@@ -157,7 +157,7 @@ def test_a_merged_decoder_generates(tmp_path: Path) -> None:
 
 
 def test_a_colqwen_adapter_in_its_published_layout_is_merged_with_its_projection(tmp_path: Path) -> None:
-    """The adapter's names are those of one version of transformers, the base's those of another."""
+    """The adapter and the base have tensor names of different versions of transformers."""
     retriever = colpali_layout("qwen2_5_vl", "ColQwen2_5", old=True)(tmp_path / "colqwen2.5-base")
     adapter = tmp_path / "colqwen2.5-v0.2"
     merged = _adapt(retriever.model, adapter, tmp_path / "colqwen2.5-base", target_modules=PUBLISHED_TARGETS)
@@ -234,7 +234,7 @@ def _check_pages(engine: Engine, wanted: Retriever, unwanted: Retriever | None =
             assert np.abs(own - unwanted(row)).max() > 1e-2
 
 
-# Which files the model is made of.
+# Which files make up the model.
 
 
 def test_the_tokenizer_of_the_adapter_is_used_whole_and_the_rest_is_the_bases(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_the_tokenizer_of_the_adapter_is_used_whole_and_the_rest_is_the_bases(tm
     adapter, base = made.adapters["one"], made.base
     shutil.copy(base / "tokenizer.json", adapter)
     (base / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
-    (adapter / "config.json").write_text("{}")  # that of the base counts
+    (adapter / "config.json").write_text("{}")  # the base's config.json is used
     (adapter / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "Ask: "}}))
     (adapter / "training_args.bin").write_bytes(b"no weights")
     spec = describe(EngineConfig(model=str(adapter)))
@@ -252,7 +252,7 @@ def test_the_tokenizer_of_the_adapter_is_used_whole_and_the_rest_is_the_bases(tm
     assert found["model.safetensors"].parent == base.resolve()
     assert spec.prompts == {"query": "Ask: "} and spec.root_path.name == "one"
     assert spec.config["_name_or_path"] == str(base)
-    assert describe(EngineConfig(model=str(adapter))).folder == spec.folder  # made once
+    assert describe(EngineConfig(model=str(adapter))).folder == spec.folder  # made only once
 
 
 def test_a_base_that_cannot_be_found_can_be_given(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_tensors_that_no_option_names_are_refused(tmp_path: Path) -> None:
         describe(EngineConfig(model=str(made.adapters["one"])))
 
 
-TIED = {  # what an adapter changes of a model whose head shares the word table
+TIED = {  # what an adapter changes in a model with tied embeddings
     "table": {"target_modules": ["q_proj", "embed_tokens"]},
     "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 7]},
     "new table": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
@@ -316,7 +316,7 @@ TIED = {  # what an adapter changes of a model whose head shares the word table
 
 @pytest.mark.parametrize("name", TIED)
 def test_changes_of_a_table_or_a_head_that_share_one_weight_are_refused(name: str, tmp_path: Path) -> None:
-    """In a model that reads the head, for texts or for the score of a token. An embedder does not."""
+    """Applies to models that use the head, to generate or to score a token. An embedder does not use it."""
     base = write(tmp_path / "base", "Qwen3ForCausalLM", tie_word_embeddings=True)
     model: Any = transformers.Qwen3ForCausalLM.from_pretrained(base).eval()
     write_adapter(model, tmp_path / "adapter", **TIED[name])

@@ -1,4 +1,4 @@
-"""The default model with its real weights against sentence-transformers, on texts in many scripts."""
+"""The default model, with real weights, against sentence-transformers on texts in many scripts."""
 
 from __future__ import annotations
 

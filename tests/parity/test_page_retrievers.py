@@ -1,4 +1,4 @@
-"""ColQwen's token vectors and MaxSim scores, in the layouts of colpali-engine and of transformers."""
+"""ColQwen's token vectors and MaxSim scores, in the layouts of colpali-engine and transformers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_token_vectors_and_scores_of_pages_are_those_of_the_reference(layout: st
         wanted = [reference(row) for row in rows]
         for vectors, expected in zip(own, wanted, strict=True):
             assert np.abs(vectors - expected).max() < 1e-5
-        pairs = np.array([0, 1, 0], dtype=np.int32)  # the query of each page
+        pairs = np.array([0, 1, 0], dtype=np.int32)  # query index of each page
         params = PoolingParams(Task.SCORE, late=True)
         scored = engine.local.engine.submit(request_of("scores", rows, params, pairs=pairs)).result()
         queries, pages = wanted[:2], wanted[2:]
@@ -113,7 +113,7 @@ def test_the_processors_file_names_the_prompt_of_queries(
 def test_queries_of_retrievers_with_one_vector_end_with_the_token_that_is_pooled(
     name: str, kind: str, layout: str, prefix: str, num_ends: int, tmp_path: Path
 ) -> None:
-    """nomic-ai/colpali writes "Query: " and one token; colpali-engine of today ten tokens and no prompt."""
+    """nomic-ai/colpali adds "Query: " and one token; current colpali-engine adds ten tokens and no prompt."""
     folder, model = tmp_path / name, make_model(kind, "Model")
     write_model(folder, model)
     config = json.loads((folder / "config.json").read_text())

@@ -91,7 +91,7 @@ def test_an_image_beside_a_text_is_refused_where_no_prompt_has_both(tmp_path: Pa
 
 @pytest.mark.parametrize("suffix", ["Model", "ForMaskedLM"])
 def test_modernvbert_embeds_texts_with_images(suffix: str, tmp_path: Path) -> None:
-    """The backbone of ColModernVBERT: its states, averaged, of a text with two pictures among its words."""
+    """ColModernVBERT's backbone: the mean hidden state of a text with two pictures among its words."""
     tokenizer, processor = vbert_files(tmp_path)
     config = vbert_config(tokenizer.convert_tokens_to_ids("<image>"))
     model: Any = getattr(transformers, f"ModernVBert{suffix}")(config).eval()
@@ -170,4 +170,4 @@ def test_adapters_change_the_text_model_and_are_refused_for_the_tower(case: Page
         assert worst_cosine(own, query) > LEAST
         with pytest.raises(ModelLoadError, match=r"vision_.*q_proj"):
             engine.load_adapter("tower", str(tmp_path / "tower"))
-    assert worst_cosine(wanted, plain) < LEAST  # the adapter does something
+    assert worst_cosine(wanted, plain) < LEAST  # the adapter has an effect

@@ -30,7 +30,7 @@ def open_engine(folder: Path, **options: str) -> Engine:
 
 @pytest.fixture
 def m3(tmp_path: Path) -> Path:
-    """BGE-M3 as published: pytorch_model.bin and two heads in files of their own."""
+    """BGE-M3 as published: pytorch_model.bin and two heads in separate files."""
     folder = write_transformer(tmp_path / "m3", FAMILIES["xlm-roberta"], seed=4)
     pickle_weights(folder)
     write_modules(folder, [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")])

@@ -1,5 +1,5 @@
-"""Decoder rerankers in the layouts they are published in, without any flag: against each card's own recipe on
-transformers, and against sentence-transformers where the layout is a CrossEncoder's."""
+"""Decoder rerankers in their published layouts, without any flag: against each model card's recipe with
+transformers, and for CrossEncoder layouts against sentence-transformers."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ ZERANK_CHAT = (
 
 
 class Recipe(NamedTuple):
-    """What a model's card or its own code does with a pair."""
+    """How the model card, or the model's code, scores a pair."""
 
-    name: str  # of its repository
+    name: str  # name of the repository
     kind: str
     pieces: Callable[[str, str], Sequence[str]]  # tokenised separately, without special tokens
     score: Callable[[Any, Callable[[str], int]], Any]  # from the last logits and the ids of tokens
@@ -196,7 +196,7 @@ def write_cross_encoder(
     options: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
 ) -> Path:
-    """The layout that sentence-transformers writes: `tokens` are the true and the false one."""
+    """Write the layout of sentence-transformers. `tokens` are the true and the false token."""
     write(folder, "Qwen3ForCausalLM", tie_word_embeddings=True)
     ids = transformers.AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids
     (folder / "chat_template.jinja").write_text(chat)
@@ -245,14 +245,14 @@ def test_a_cross_encoder_of_logits_scores_as_sentence_transformers_does(tmp_path
     assert np.std(expected) > 1e-3
     with open_engine(folder) as engine:
         np.testing.assert_allclose(engine.score(QUERY, [*DOCUMENTS, ""]), expected, atol=2e-4)
-        if layout != "zerank":  # whose template has no place for an instruction
+        if layout != "zerank":  # zerank's template has no instruction
             told = reference.predict(pairs, prompt="find words")
             np.testing.assert_allclose(
                 engine.score(QUERY, [*DOCUMENTS, ""], instruction="find words"), told, atol=2e-4
             )
         cut = engine.score(QUERY, [long], truncate_prompt_tokens=-1)
         assert cut.shape == (1,) and np.isfinite(cut).all()
-        if layout in ("qwen3", "zerank"):  # the template's end is special tokens, which both keep
+        if layout in ("qwen3", "zerank"):  # the template ends with special tokens, which both libraries keep
             np.testing.assert_allclose(cut, reference.predict([(QUERY, long)]), atol=2e-4)
 
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints as published, compared with transformers on the weights that they stand for."""
+"""Quantised checkpoints in published layouts, compared with transformers on the dequantised weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL give the states that transformers gives, with and without images."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL give transformers' hidden states, with and without images."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def expected(model: Any, rows: list[Row]) -> Vectors:
-    """The normalised states of last tokens."""
+    """The normalised hidden states of the rows' last tokens."""
     last = np.stack([reference_states(model, row)[-1] for row in rows])
     return last / np.linalg.norm(last, axis=1, keepdims=True)
 
@@ -88,7 +88,7 @@ def test_greedy_tokens_behind_images_are_those_of_transformers(subject: Subject)
 
 
 def generate(engine: Engine, rows: list[Row], params: SamplerParams) -> list[list[int]]:
-    """The tokens that follow each row, in requests that run together."""
+    """The generated tokens of each row, in requests that run together."""
 
     async def read(row: Row) -> list[int]:
         request = request_of(f"row-{next(_ids)}", [row], PoolingParams(Task.GENERATE), sampling=params)
@@ -104,14 +104,14 @@ def generate(engine: Engine, rows: list[Row], params: SamplerParams) -> list[lis
 def test_rows_that_run_in_chunks_and_share_prefixes_keep_their_images_apart(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Images reach over the edges of chunks; rows with equal tokens and other pixels share no prefix."""
+    """Images cross chunk boundaries. Rows with equal tokens but different pixels share no prefix."""
     model = make_model("qwen3_vl")
     folder = write_model(tmp_path_factory.mktemp("chunks") / "model", model)
     rows = [ROWS[2], Row(ROWS[2].ids, ROWS[2].grids, seed=11), ROWS[5], ROWS[2]]
     options = {"enable_chunked_prefill": True, "enable_prefix_caching": True, "max_num_batched_tokens": 11}
     with Engine(str(folder), dtype="float32", device="cpu", enable_generation=True, **options) as engine:
         wanted = expected(model, rows)
-        for _ in range(2):  # the second time with cached prefixes
+        for _ in range(2):  # the second time, prefixes are cached
             for number, row in enumerate(rows):
                 request = request_of(f"row-{next(_ids)}", [row], PoolingParams(Task.EMBED), reuse_prefix=True)
                 (got,) = engine.local.engine.submit(request).result().values

@@ -1,4 +1,4 @@
-"""LoRA adapters on models that read images: each row is what PEFT gives for it, whatever runs beside it."""
+"""LoRA adapters on models that read images: each row gives PEFT's result, whatever runs beside it."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ ROWS = [
     make_row(2, (4, 4), 3, (4, 8), 2, seed=4),
     make_row(7, seed=6),
 ]
-CHOSEN = (0, 1, 1, -1, 0, -1)  # the adapter of each row; three rows are the same but for it
+CHOSEN = (0, 1, 1, -1, 0, -1)  # the adapter of each row; three rows differ only in it
 _ids = count()
 
 
 @dataclass(frozen=True)
 class Subject:
     base: Any
-    adapted: list[Any]  # by PEFT
+    adapted: list[Any]  # models adapted by PEFT
     engine: Engine
 
     def expected(self, row: Row, adapter: int) -> Vectors:
@@ -77,7 +77,7 @@ def opened(folder: Path, adapters: list[Path], **options: Any) -> Engine:
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen3_vl"])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    """Qwen2-VL has the names of its first files, while its adapters have those of transformers today."""
+    """Qwen2-VL has the tensor names of its first files; its adapters have those of current transformers."""
     folder, model = tmp_path_factory.mktemp(request.param), make_model(request.param)
     write_model(folder / "base", model)
     if request.param == "qwen2_vl":
@@ -104,12 +104,12 @@ def vectors(subject: Subject, rows: list[Row], adapters: tuple[int, ...], **more
 def test_rows_with_images_and_without_have_adapters_of_their_own_in_one_request(subject: Subject) -> None:
     wanted = [subject.expected(row, each) for row, each in zip(ROWS, CHOSEN, strict=True)]
     assert np.abs(vectors(subject, ROWS, CHOSEN) - np.stack(wanted)).max() < 1e-4
-    same = [wanted[0], wanted[2], wanted[3]]  # one picture and one text, by three models
+    same = [wanted[0], wanted[2], wanted[3]]  # the same picture and text with two adapters and without one
     assert min(np.abs(a - b).max() for a, b in pairwise(same)) > 1e-2
 
 
 def test_one_image_under_several_adapters_shares_no_prefix(subject: Subject) -> None:
-    """With prefix caching, one request after another, in both orders."""
+    """Requests run one after another with prefix caching, in both orders."""
     for adapter in (0, 1, -1, 1, 0):
         (got,) = vectors(subject, [PICTURE], (adapter,), reuse_prefix=True)
         assert np.abs(got - subject.expected(PICTURE, adapter)).max() < 1e-4
@@ -122,7 +122,7 @@ def test_one_image_under_several_adapters_shares_no_prefix(subject: Subject) -> 
 def test_the_vision_tower_runs_once_for_an_image_under_several_adapters(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tower takes no adapters, so its features may be shared; the decoder's prefixes may not."""
+    """Adapters do not change the tower, so its features can be shared. The decoder's prefixes cannot."""
     run, sizes = QwenVisionTower.__call__, list[int]()
 
     def counted(tower: QwenVisionTower, images: ImageBatch) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Qwen3-VL-Embedding and Qwen3-VL-Reranker in the sentence-transformers layout of their repositories."""
+"""Qwen3-VL-Embedding and Qwen3-VL-Reranker in the sentence-transformers layouts of their repositories."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def write_layout(folder: Path, files: dict[str, Any], own: dict[str, Any]) -> No
 
 @pytest.fixture(autouse=True)
 def _pixels_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The published limits are far above these pictures."""
+    """Use the pixel limits of the test's files. The published limits are far above these pictures."""
     monkeypatch.setattr(image_prompts, "_PUBLISHED", ())
 
 
 def test_the_embedder_has_its_default_instruction_and_ends_as_its_tokenizer_says(tmp_path: Path) -> None:
-    """Its tokenizer.json ends every text with <|endoftext|>, whose state is the vector (its technical report,
-    ms-swift's template, `add_special_tokens` in vLLM's example)."""
+    """Its tokenizer.json appends <|endoftext|> to every text, and the hidden state of this token is the
+    vector (technical report, ms-swift's template, `add_special_tokens` in vLLM's example)."""
     model, folder = make_model("qwen3_vl"), tmp_path / "Qwen3-VL-Embedding-2B"
     write_model(folder, model)
     pooling = EMBEDDING_FILES["1_Pooling/config.json"] | {"embedding_dimension": HIDDEN}
@@ -73,14 +73,14 @@ def test_the_embedder_has_its_default_instruction_and_ends_as_its_tokenizer_says
 
 @pytest.mark.parametrize("path", ["1_LogitScore", "1_Head"])
 def test_the_reranker_is_asked_by_its_template_of_that_name(path: str, tmp_path: Path) -> None:
-    """modules.json of the 8B names a folder that is not there (discussions/11 of its repository)."""
+    """modules.json of the 8B model names a missing folder (discussions/11 of its repository)."""
     model, folder = make_model("qwen3_vl"), tmp_path / "Qwen3-VL-Reranker-2B"
     write_model(folder, model)
     yes, no = (qwen_tokenizer().encode(word).ids[0] for word in ("yes", "no"))
     own: dict[str, Any] = {"1_LogitScore/config.json": {"true_token_id": yes, "false_token_id": no}}
     own["modules.json"] = modules("Transformer", "LogitScore", LogitScore=path)
     write_layout(folder, RERANKER_FILES, own)
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)  # of chats; it has no queries
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)  # for chats, without queries
     reference, weights = Reference(model), model.lm_head.weight.detach().numpy()
     default = RERANKER_FILES["config_sentence_transformers.json"]["prompts"]["query"]
 

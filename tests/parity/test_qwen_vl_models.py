@@ -1,4 +1,4 @@
-"""Published embedders and rerankers on Qwen-VL: what stands around their texts, and their scores."""
+"""Published embedders and rerankers based on Qwen-VL: the prompts around their texts, and their scores."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def vector_of(model: Any, text: str) -> Vectors:
-    """The normalised state of the last token of a text as it is."""
+    """The normalised hidden state of the last token of a text, without a prompt."""
     last = reference_states(model, Row(ids_of(text)))[-1]
     return last / np.linalg.norm(last)
 
@@ -69,7 +69,7 @@ def test_gme_in_the_layout_of_its_files_reads_texts_as_it_was_trained(tmp_path: 
 
 
 def test_the_class_of_gme_says_what_its_name_says(tmp_path: Path) -> None:
-    """Prompt, pixels and positions follow the class, whatever the folder's name."""
+    """Prompt, pixel limits and positions follow from the class, whatever the folder's name."""
     write_model(tmp_path / "mine", make_model("qwen2_vl"))
     config = json.loads((tmp_path / "mine/config.json").read_text()) | {"architectures": ["GmeQwen2VL"]}
     (tmp_path / "mine/config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""Pictures from pixels to vectors, scores and words, as transformers' processors and models make them."""
+"""Pictures, from pixels to vectors, scores and words, against transformers' processors and models."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ JUDGE = "Judge whether the Document meets the requirements based on the Query an
 
 
 def test_gme_embeds_pictures_in_its_own_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its published code resizes twice and counts positions of image tokens as those of texts. Its limits are
-    far above these pictures, so the test has smaller ones."""
+    """The published code resizes twice and numbers image tokens like text tokens. Its pixel limits are far
+    above these pictures, so the test uses smaller limits."""
     model, folder = make_model("qwen2_vl"), tmp_path / "gme-Qwen2-VL-2B-Instruct"
     write_model(folder, model)
     (known, *_) = image_prompts._PUBLISHED
@@ -53,7 +53,7 @@ def test_pages_are_scored_by_maxsim_against_queries(tmp_path: Path) -> None:
     with Engine(str(tmp_path / "model"), dtype="float32", device="cpu") as engine:
         scores = engine.score("the page", PICTURES)
     wanted = [_maxsim(retriever, picture) for picture in PICTURES]
-    assert np.abs(np.array(scores) - wanted).max() < 1e-2  # of about twenty
+    assert np.abs(np.array(scores) - wanted).max() < 1e-2  # the scores are about twenty
 
 
 @torch.inference_mode()

@@ -1,6 +1,6 @@
 """A real adapter, the low-rank difference of two published embedders, against PEFT.
 
-PENSTOCK_REAL_MODELS names a folder with `minilm` and `sre-minilm`, a fine-tune of it."""
+PENSTOCK_REAL_MODELS names a folder with `minilm` and its fine-tune `sre-minilm`."""
 
 from __future__ import annotations
 

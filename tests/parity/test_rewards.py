@@ -1,4 +1,4 @@
-"""Reward models against transformers' hidden states and the head by hand: of whole texts, and of steps."""
+"""Reward models, for whole texts and for steps, against transformers' hidden states and the head by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXTS = ["a short text", "one step and then another, which is longer", "the end"
 
 
 def head_values(folder: Path, head: dict[str, Tensor], rows: list[list[int]]) -> list[Tensor]:
-    """[tokens, labels] of each row."""
+    """The head's values of each row, [tokens, labels]."""
     config = transformers.AutoConfig.from_pretrained(folder)
     model = transformers.AutoModel.from_config(config).eval()
     tensors = {
@@ -101,7 +101,7 @@ def test_a_one_label_classifier_rewards_with_its_raw_score(tmp_path: Path) -> No
     model = transformers.LlamaForSequenceClassification
     sizes = {"vocab_size": 400, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
     config = model.config_class(**sizes, intermediate_size=80, num_labels=1, pad_token_id=1)
-    FAMILIES["llama"].write(tmp_path)  # for its tokenizer
+    FAMILIES["llama"].write(tmp_path)  # only its tokenizer is used
     torch.manual_seed(5)
     reference = model(config).eval()
     reference.save_pretrained(tmp_path)

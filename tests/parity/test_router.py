@@ -1,4 +1,4 @@
-"""Inference-free SPLADE: a Router with static weights for queries, against sentence-transformers."""
+"""Inference-free SPLADE, a Router with static query weights, against sentence-transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_router(folder: Path, **options: Any) -> SparseEncoder:
     plain = write_transformer(folder / "plain", with_head("distilbert", "ForMaskedLM"), seed=2)
     tokenizer = transformers.AutoTokenizer.from_pretrained(plain)
     weight = torch.rand(len(tokenizer), generator=torch.Generator().manual_seed(5))
-    weight[tokenizer.convert_tokens_to_ids("the")] = 0  # such a term is left out
+    weight[tokenizer.convert_tokens_to_ids("the")] = 0  # terms with weight 0 are left out
     router = Router.for_query_document(
         query_modules=[SparseStaticEmbedding(tokenizer, weight=weight)],
         document_modules=[MLMTransformer(str(plain)), SpladePooling(activation_function="log1p_relu")],

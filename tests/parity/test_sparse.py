@@ -118,7 +118,7 @@ def test_a_decoder_with_its_language_head_gives_the_weights_of_sentence_transfor
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=5e-5)
     file = tmp_path / "model/sentence_bert_config.json"
     options = json.loads(file.read_text())
-    del options["processing_kwargs"]  # then the reference reads the last token alone
+    del options["processing_kwargs"]  # without it, the reference reads only the last token
     file.write_text(json.dumps(options))
     with pytest.raises(ModelLoadError, match="logits of 1 tokens"):
         open_engine(tmp_path / "model")
@@ -195,7 +195,7 @@ def test_sparse_and_dense_rows_with_several_top_k_share_an_engine(tmp_path: Path
 
 
 def test_a_step_of_mixed_rows_gives_each_what_it_gives_alone(tmp_path: Path) -> None:
-    """Rows of three parameters interleave by length in one step."""
+    """Rows with three different parameters are interleaved by length in one step."""
     folder = write_masked_lm(tmp_path, "roberta")
     kinds = (PoolingParams(Task.SPARSE, top_k=300), PoolingParams(), PoolingParams(Task.SPARSE, top_k=7))
     with open_engine(folder, **SPLADE) as engine:
@@ -233,13 +233,13 @@ def write_m3(
 
 @torch.inference_mode()
 def m3_weights(folder: Path, layer: torch.nn.Linear, text: str) -> dict[int, float]:
-    """As BGE-M3's own code has it."""
+    """Token weights, computed as in BGE-M3's code."""
     model = transformers.AutoModel.from_pretrained(folder).eval()
     ids = transformers.AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
     weights = torch.relu(layer(model(input_ids=torch.tensor([ids])).last_hidden_state))[0, :, 0].tolist()
     out: dict[int, float] = {}
     for number, weight in zip(ids, weights, strict=True):
-        if number > 4 and weight > 0:  # the first five are special
+        if number > 4 and weight > 0:  # the first five ids are special tokens
             out[number] = max(weight, out.get(number, 0.0))
     return out
 
@@ -302,7 +302,8 @@ def test_models_without_sparse_weights_and_wrong_values_are_refused(tmp_path: Pa
 
 
 def test_bge_m3_gives_dense_sparse_and_token_vectors_of_one_forward(tmp_path: Path) -> None:
-    """By its own recipe: tokens but the first through a layer, normalised; weights by token; one vector."""
+    """By its recipe: all tokens except the first go through a layer and are normalised; sparse weights by
+    token; one dense vector."""
     folder = write_whole_m3(tmp_path)
     layer = torch.load(folder / "colbert_linear.pt", weights_only=True)
     with Engine(str(folder), device="cpu", threads=1) as engine:

@@ -1,4 +1,4 @@
-"""Static embeddings and modules in their own folders, against sentence-transformers and model2vec."""
+"""Static embeddings, and modules in subfolders, against sentence-transformers and model2vec."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.types import Task
 from tests.checkpoints import wordpiece_tokenizer
 from tests.parity.reference import FAMILIES, Vectors, make_texts, unigram, write_sentence_transformer
 
-# Words that are known and unknown, spaces of several kinds, and marks that begin special tokens.
+# Words inside and outside the vocabulary, several kinds of spaces, and characters that start special tokens.
 TEXTS = [
     *make_texts(60),
     "the\twater\n the",
@@ -53,7 +53,7 @@ def write_reference(folder: Path, tokenizer: Tokenizer, *more: torch.nn.Module) 
 
 
 def move_into_a_folder(folder: Path, name: str, files: tuple[str, ...]) -> None:
-    """The layout of older releases, with the first module in a folder of its own."""
+    """Make the layout of older releases, with the first module in its own folder."""
     (folder / name).mkdir()
     for file in files:
         shutil.move(folder / file, folder / name / file)
@@ -73,7 +73,7 @@ def test_a_static_embedding_equals_sentence_transformers(
     assert not (tmp_path / "config.json").exists()
     with open_engine(tmp_path) as engine:
         assert engine.spec.tasks == (Task.EMBED, Task.TOKEN_EMBED, Task.SCORE)
-        for texts in (TEXTS, TEXTS[:1], TEXTS):  # the second time all words are known
+        for texts in (TEXTS, TEXTS[:1], TEXTS):  # the last time, all words are cached
             np.testing.assert_allclose(engine.embed(texts), reference.encode(texts), atol=2e-7)
         ours, theirs = engine.embed(TEXTS, dimensions=8), reference.encode(TEXTS, truncate_dim=8)
         norms = np.linalg.norm(theirs, axis=1, keepdims=True)
@@ -111,7 +111,7 @@ def test_modules_after_the_table_run_in_their_order(tmp_path: Path) -> None:
 
 
 def write_model2vec(folder: Path, tokenizer: Tokenizer, **config: Any) -> dict[str, torch.Tensor]:
-    """The newer layout: int8 rows that tokens share, and a weight for each token."""
+    """Write the newer layout: int8 rows shared by tokens, and a weight for each token."""
     draw, size = torch.Generator().manual_seed(3), tokenizer.get_vocab_size()
     tensors = {
         "embeddings": torch.randint(-128, 128, (17, DIM), generator=draw, dtype=torch.int8),
@@ -127,7 +127,7 @@ def write_model2vec(folder: Path, tokenizer: Tokenizer, **config: Any) -> dict[s
 def by_model2vec(
     tensors: dict[str, torch.Tensor], tokenizer: Tokenizer, unknown: int | None, max_length: int | None
 ) -> Vectors:
-    """Its steps: no special tokens, cut, drop unknown tokens, average, scale to unit length."""
+    """model2vec's steps: no special tokens, truncate, drop unknown tokens, average, normalise."""
     rows = []
     for text in TEXTS:
         ids = tokenizer.encode(text, add_special_tokens=False).ids[:max_length]
@@ -155,7 +155,7 @@ def test_a_model2vec_folder_equals_its_steps(tmp_path: Path, kind: str) -> None:
 def test_a_folder_of_model2vec_is_read_as_sentence_transformers_reads_it_if_it_has_modules(
     tmp_path: Path,
 ) -> None:
-    """Unknown tokens are averaged too: the two libraries differ."""
+    """sentence-transformers also averages unknown tokens; model2vec does not."""
     write_model2vec(tmp_path, wordpiece_tokenizer(), model_type="model2vec", architectures=["StaticModel"])
     rows = [{"idx": 0, "name": "0", "path": ".", "type": "sentence_transformers.models.StaticEmbedding"}]
     (tmp_path / "modules.json").write_text(json.dumps(rows))

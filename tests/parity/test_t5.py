@@ -1,4 +1,4 @@
-"""T5 encoders as sentence-transformers serves them: Dense, prompts outside the mean, no position limit."""
+"""T5 encoders of sentence-transformers: a Dense module, prompts left out of the mean, no position limit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_sentence_t5_gives_the_references_vectors(saved: tuple[SentenceTransform
 def test_instructor_leaves_its_instruction_out_of_the_mean(
     saved: tuple[SentenceTransformer, Path], tmp_path: Path
 ) -> None:
-    """Known by its name, because its files have no `include_prompt`."""
+    """The model is recognised by its name, because its files have no `include_prompt`."""
     reference, folder = saved
     own = tmp_path / "models--hkunlp--instructor-large" / "snapshots" / "0a1b"
     shutil.copytree(folder, own)

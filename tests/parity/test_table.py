@@ -1,4 +1,4 @@
-"""The parity table covers what the registry supports, and a row that misses its bar fails the command."""
+"""The parity table covers every family in the registry, and a row that misses its bar fails the command."""
 
 from __future__ import annotations
 

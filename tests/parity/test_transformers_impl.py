@@ -1,4 +1,4 @@
-"""Architectures that are not native, through the Hugging Face module."""
+"""Architectures without a native implementation, run by their transformers module."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 def write(folder: Path, name: str, kind: str, **settings: Any) -> Any:
-    """A checkpoint with the tokenizer of the tests; returns the module that wrote it."""
+    """Write a checkpoint with the tests' tokenizer; returns its module."""
     config = getattr(transformers, f"{name}Config")(**(SIZES | MORE.get(name, {}) | settings))
     model = getattr(transformers, f"{name}{kind}")(config).eval()
     randomise(model, seed=3)
@@ -66,7 +66,7 @@ def opened(folder: Path, **options: Any) -> Engine:
 
 @torch.inference_mode()
 def logits_of(model: Any, texts: list[str]) -> list[Tensor]:
-    """Each text alone."""
+    """The logits of each text, run alone."""
     rows = [wordpiece_tokenizer().encode(text).ids for text in texts]
     return [
         model(input_ids=torch.tensor([row]), attention_mask=torch.ones(1, len(row))).logits[0] for row in rows
@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_vectors_equal_those_of_sentence_transformers(folder: Path) -> None:
-    # One at a time: MobileBERT reads the padding after the last token.
+    # One text at a time, because MobileBERT reads the padding after the last token.
     reference = SentenceTransformer(str(folder), device="cpu").encode(TEXTS, batch_size=1)
     with opened(folder) as engine:
         together = engine.embed(TEXTS)
@@ -116,7 +116,7 @@ def test_token_classifiers_give_the_references_logits(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize("names", [["input_ids"], ["input_ids", "token_type_ids"]])
 def test_a_cross_encoder_scores_pairs_as_the_reference(names: list[str], tmp_path: Path) -> None:
-    """With the segments of a pair only if its tokenizer passes them."""
+    """Token type ids are used only if the tokenizer's settings list them."""
     write(tmp_path, "BigBird", "ForSequenceClassification", num_labels=1)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     write_json(
@@ -141,7 +141,7 @@ def test_a_masked_language_model_gives_splade_weights(tmp_path: Path) -> None:
 
 
 def test_a_projection_of_token_vectors_is_applied(tmp_path: Path) -> None:
-    """PyLate's layout: a Dense module after the backbone, and no pooling."""
+    """PyLate's layout has a Dense module after the backbone, and no pooling."""
     write(tmp_path, "MobileBert", "Model")
     modules = ["sentence_transformers.models.Transformer", "pylate.models.Dense.Dense"]
     entries = [
@@ -168,7 +168,7 @@ def test_a_projection_of_token_vectors_is_applied(tmp_path: Path) -> None:
 
 
 def test_a_head_that_the_checkpoint_lacks_is_refused(tmp_path: Path) -> None:
-    """transformers would fill it with random numbers."""
+    """transformers would initialise it randomly."""
     write(tmp_path, "BigBird", "ForSequenceClassification")
     file = tmp_path / "model.safetensors"
     tensors = {name: x for name, x in load_file(file).items() if "classifier.out_proj" not in name}

@@ -1,4 +1,4 @@
-"""Pairs on classifiers and zero-shot classification against transformers, on the same files."""
+"""Classification of pairs, and zero-shot classification, against transformers on the same files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DEBERTA = {
     "position_biased_input": False,
     "type_vocab_size": 0,
 }
-# Label orders of published models: MNLI on BART, on DeBERTa, cross-encoder/nli, and zeroshot-v2 with two.
+# Label orders of published models: BART's and DeBERTa's MNLI, cross-encoder/nli, and zeroshot-v2 (2 labels).
 CASES = {
     "bert-contradiction-first": ("Bert", {}, ("contradiction", "neutral", "entailment")),
     "bert-entailment-second": ("Bert", {}, ("CONTRADICTION", "ENTAILMENT", "NEUTRAL")),

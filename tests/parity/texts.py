@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Language:
-    """Sentences are a template with {who}, {what} and {where} filled in, joined by `space`."""
+    """Sentence templates with {who}, {what} and {where}, and the `space` that joins sentences."""
 
     templates: tuple[str, ...]
     who: tuple[str, ...]
@@ -167,7 +167,7 @@ ODD = [
     "ﬁ ligature ½ ①",
     "ＦＵＬＬ width",
     "[CLS] [SEP] [MASK] [PAD] [UNK]",
-    "<s> </s> <mask>",  # not <pad>: RoBERTa's reference gives that token no position of its own
+    "<s> </s> <mask>",  # not <pad>, because the reference RoBERTa gives it no position
     "\x00null\x07bell",
     "tab\tand\nnew\r\nline",
     "a" * 150,
@@ -182,14 +182,14 @@ ODD = [
 
 
 def natural_texts(count: int = 520, seed: int = 0) -> list[str]:
-    """`count` texts: every language in several lengths, mixtures, odd ones, and long ones."""
+    """`count` texts: every language in several lengths, mixed languages, odd texts and long ones."""
     draw = random.Random(seed)
     languages = list(LANGUAGES.values())
     texts = list(ODD)
     texts += [_long(language, draw, 10_000) for language in draw.sample(languages, 5)]
     while len(texts) < count:
         kind = len(texts) % 8
-        if kind == 7:  # several scripts in one text
+        if kind == 7:  # a text in several scripts
             texts.append(" ".join(draw.choice(languages).sentence(draw) for _ in range(draw.randint(2, 3))))
         else:
             language = languages[len(texts) % len(languages)]

@@ -1,4 +1,4 @@
-"""Shapes of models, and folders that have a configuration alone."""
+"""Model shapes, and folders with only a configuration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOE = ModelShape(
 
 
 def with_config(folder: Path, **config: Any) -> Path:
-    """A folder that has a configuration, but no weights."""
+    """Write a folder with a configuration and no weights."""
     write_bert(folder)
     (folder / "model.safetensors").unlink()
     write_json(folder / "config.json", msgspec.json.decode((folder / "config.json").read_bytes()) | config)

@@ -1,4 +1,4 @@
-"""The cost model: what it recovers, what it predicts, and what it says about itself."""
+"""The cost model: the parameters that it recovers, its predictions, and its own error estimates."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL = msgspec.structs.replace(BERT_BASE, layers=8, hidden=384, head_dim=32, in
 
 
 def points(seconds: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[Point]:
-    """Measurements of machines that follow the model exactly."""
+    """Measurements of a machine that follows the cost model exactly."""
     shapes = {f"bert-{layers}": msgspec.structs.replace(BERT_BASE, layers=layers) for layers in (3, 6, 12)}
     wide = msgspec.structs.replace(BERT_BASE, hidden=1024, heads=16, kv_heads=16, intermediate=4096)
     shapes |= {"wide": wide, "gated": msgspec.structs.replace(wide, is_gated=True), "experts": MOE}

@@ -1,4 +1,4 @@
-"""The arithmetic of a plan, against cases counted by hand."""
+"""The arithmetic of a plan, against cases calculated by hand."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_traffic_counts_texts_ids_and_vectors() -> None:
 
 
 def test_queries_need_gpus_for_their_share_of_the_capacity() -> None:
-    made = serving(10_000, 16, 0.5, given_rate(100_000), None)  # 6,250 queries a second, half of them used
+    made = serving(10_000, 16, 0.5, given_rate(100_000), None)  # 6,250 queries/s, at half utilisation
     assert made.qps_per_gpu == pytest.approx(3125)
     assert (made.gpus, made.limit) == (4, "device")
     assert serving(3125, 16, 0.5, given_rate(100_000), None).gpus == 1

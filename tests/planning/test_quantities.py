@@ -1,4 +1,4 @@
-"""Quantities that people write, and how they are shown."""
+"""Parsing and formatting of quantities."""
 
 from __future__ import annotations
 

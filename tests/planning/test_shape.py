@@ -1,4 +1,4 @@
-"""The work of one token, against counts by hand and against the weights in files."""
+"""The work of one token, against manual counts and against the weights in files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def shape_of(folder: Path) -> ModelShape:
 
 
 def test_products_of_bert_base_are_those_counted_by_hand() -> None:
-    # 12 layers of four 768 × 768 and two 768 × 3072 matrices; two FLOPs a weight.
+    # 12 layers of four 768 × 768 and two 768 × 3072 matrices; two FLOPs per weight.
     assert BERT_BASE.dense_flops == 2 * 12 * (4 * 768 * 768 + 2 * 768 * 3072) == 169_869_312
     assert BERT_BASE.expert_flops == 0
 

@@ -1,4 +1,4 @@
-"""Ragged batches for tests of what works on hidden states alone."""
+"""Ragged batches for tests that need only hidden states."""
 
 from __future__ import annotations
 

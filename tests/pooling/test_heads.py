@@ -21,7 +21,7 @@ def vectors_of(width: int, rows: int = 20, seed: int = 0) -> Tensor:
 
 
 def pool(hidden: Tensor, params: PoolingParams, normalize: bool = False) -> Tensor:
-    """One row a token, so that pooling itself changes nothing."""
+    """Pool rows of one token each, so that pooling itself changes nothing."""
     spec = make_spec(pooling=PoolingSpec(methods=("mean",), normalize=normalize))
     (out,) = Pooler(spec, {}, [])(
         hidden, batch_of([1] * len(hidden)), (Variant(params, None),), [VariantTensors()]

@@ -74,7 +74,7 @@ def test_a_method_equals_a_plain_loop_over_ragged_rows(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_half_precision_hidden_states_are_accumulated_in_fp32(method: str) -> None:
-    """In bfloat16 a sum of 4,000 numbers near 1 stops growing at 256."""
+    """A bfloat16 sum of 4,000 numbers near 1 stops growing at 256."""
     lengths = [4000, 3]
     generator = torch.Generator().manual_seed(0)
     hidden = (1 + 0.1 * torch.randn(sum(lengths), 16, generator=generator)).to(torch.bfloat16)

@@ -31,7 +31,7 @@ def ragged() -> Batch:
 
 
 class Watched:
-    """A projection that remembers how many tokens it was given at most."""
+    """A projection that records the largest number of tokens in a call."""
 
     def __init__(self, weight: Tensor) -> None:
         self.linear, self.most = Linear(weight, None), 0

@@ -30,13 +30,13 @@ KINDS = [
 
 
 def logits_of(request: int, history: list[int]) -> torch.Tensor:
-    """A model whose logits depend on the request and on all that was sampled."""
+    """A model whose logits depend on the request and on all sampled tokens."""
     seed = hash((request, *history)) % 2**32
     return torch.from_numpy(np.random.default_rng(seed).normal(size=VOCAB) * 2).float()
 
 
 class Driver:
-    """Requests that join, sample and leave; the batch is any order of those that take part."""
+    """Requests that join, sample and leave. A batch may have any subset of them, in any order."""
 
     def __init__(self) -> None:
         self.sampler = Sampler(VOCAB, SLOTS, CPU, seed=77)

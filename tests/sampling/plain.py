@@ -1,4 +1,4 @@
-"""What the sampler should do, written once more in NumPy and as plainly as possible."""
+"""A reference sampler: a second implementation in plain NumPy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def edited(logits: Floats, params: SamplerParams, prompt: list[int], output: lis
 
 
 def distribution(logits: Floats, params: SamplerParams, prompt: list[int], output: list[int]) -> Floats:
-    """[vocab], what the next token is drawn from; logits must differ from each other."""
+    """The distribution of the next token, [vocab]. All logits must differ."""
     x = edited(logits, params, prompt, output)
     if params.temperature == 0:
         return np.eye(len(x))[x.argmax()]

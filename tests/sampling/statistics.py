@@ -6,7 +6,8 @@ import numpy as np
 
 
 def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
-    """How many standard deviations the statistic lies above its mean; rare tokens are taken together."""
+    """The distance of the chi-square statistic from its mean, in standard deviations. Rare tokens are
+    merged."""
     wanted = expected * counts.sum()
     common = wanted >= 8
     got = np.append(counts[common], counts[~common].sum())

@@ -1,4 +1,4 @@
-"""Tokens come as often as a plain reference says they should."""
+"""Sampled tokens follow the distribution of a plain reference."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ CASES = {
     "bad words": SamplerParams(bad_token_ids=((4,), (7, 6), (6, 1))),
     "min tokens": SamplerParams(min_tokens=9, eos_token_ids=(0,), stop_token_ids=(8,)),
 }
-OUTPUT = [7, 7, 6]  # what every row has sampled before
+OUTPUT = [7, 7, 6]  # every row's earlier tokens
 
 
 def draw(params: SamplerParams, logits: torch.Tensor, seeded: bool) -> np.ndarray:
-    """Counts [vocab] of the next token after OUTPUT, each row and step an independent draw."""
+    """Counts of the next token after OUTPUT, [vocab]. Each row and step is an independent draw."""
     sampler = Sampler(VOCAB, ROWS, torch.device("cpu"), seed=11)
     slots = np.arange(ROWS, dtype=np.int32)
     counts = np.zeros(VOCAB)

@@ -1,4 +1,4 @@
-"""What is sent and done: nothing for rows that ask nothing, and the same tokens whoever shares the batch."""
+"""The sampler does no work for rows that need none, and a row's tokens do not depend on its batch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_sequence_samples_the_same_tokens_whoever_else_joins_and_leaves(data: 
         waiting = [request for request in range(len(KINDS)) if request not in driver.slot_of]
         if waiting and len(driver.slot_of) < SLOTS and data.draw(st.booleans()):
             driver.join(data.draw(st.sampled_from(waiting)))
-        if driver.slot_of and data.draw(st.integers(0, 3)) == 0:  # it may come back and go on
+        if driver.slot_of and data.draw(st.integers(0, 3)) == 0:  # it may rejoin and continue
             driver.leave(data.draw(st.sampled_from(sorted(driver.slot_of))))
         if driver.slot_of:
             batch = data.draw(st.lists(st.sampled_from(sorted(driver.slot_of)), unique=True, min_size=1))
@@ -62,14 +62,14 @@ def test_a_sequence_samples_the_same_tokens_whoever_else_joins_and_leaves(data: 
 def test_greedy_rows_take_the_likeliest_token_of_the_processed_logits(request: int, steps: int) -> None:
     history = alone(request, steps).history[request]
     inside = tuple(token for token in KINDS[request].eos_token_ids if token < VOCAB)
-    params = msgspec.structs.replace(KINDS[request], eos_token_ids=inside)  # the reference knows no others
+    params = msgspec.structs.replace(KINDS[request], eos_token_ids=inside)  # the reference has no others
     for position, token in enumerate(history):
         x = logits_of(request, history[:position]).double().numpy()
         assert token == edited(x, params, [1, 2, request], history[:position]).argmax()
 
 
 class Recorder(TorchDispatchMode):
-    """The operations that ran, and the largest fp32 tensor that one of them made."""
+    """Records the operations that ran, and the largest fp32 tensor that one of them created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def test_greedy_rows_without_processors_cost_one_maximum_of_the_logits() -> None
     assert seen.largest == 0, "no fp32 copy"
     assert seen.names.count("max") == 3
     of_rows = {"_to_copy", "index", "index_add_", "index_copy_", "ones_like", "clamp_min"}
-    checks = {"isneginf", "masked_fill_", "lt", "bitwise_not"}  # of the maximum, not of the logits
+    checks = {"isneginf", "masked_fill_", "lt", "bitwise_not"}  # on the maximum, not on the logits
     assert set(seen.names) <= {"max"} | of_rows | checks
     processors = sampler._processors
     for empty in (processors.work, processors.masks, processors.counts.table):
@@ -112,7 +112,7 @@ def test_nothing_is_sent_while_no_sequence_joins_or_leaves(kind: int) -> None:
     for slot in slots.tolist():
         sampler.join(slot, KINDS[kind], ints([1]))
     at = torch.from_numpy(slots)
-    for _ in range(3):  # the last of these has reached its min tokens
+    for _ in range(3):  # after the last of these, min tokens are reached
         sampler(torch.randn(3, VOCAB), slots, at)
     before = sampler.uploads
     for _ in range(5):
@@ -201,7 +201,7 @@ def test_a_longer_bad_word_keeps_the_recorded_tokens_of_other_slots() -> None:
 
 
 def test_edits_of_many_tokens_give_what_one_edit_after_another_gives() -> None:
-    """Bias, stop tokens and bad words as tables, against loops over them."""
+    """Bias, stop tokens and bad words applied as tables, against loops."""
     params = SamplerParams(
         temperature=0.0,
         max_tokens=64,

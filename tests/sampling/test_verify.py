@@ -1,4 +1,4 @@
-"""Proposed tokens: sampling behind each of them gives the tokens of plain sampling, and so their
+"""Proposed tokens: sampling after each of them gives the same tokens as plain sampling, and so the same
 distribution."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.thinning import num_examples
 
 VOCAB, SLOTS = 24, 6
 CPU = torch.device("cpu")
-ONE_ROW_KINDS = [  # their logits are edited by what was sampled before, so they have one row
+ONE_ROW_KINDS = [  # earlier tokens change their logits, so they get one row per step
     SamplerParams(temperature=0, presence_penalty=0.7),
     SamplerParams(temperature=1.0, seed=4, bad_token_ids=((3,), (5, 9)), logit_bias={5: 2.0}),
 ]
@@ -38,7 +38,7 @@ def logits_of(kind: int, history: list[int]) -> torch.Tensor:
 
 
 def verify_plan(rows: list[list[int]]) -> VerifyPlan:
-    """Of the proposals of each sequence."""
+    """The plan for the proposals of each sequence."""
     proposed = [token for row in rows for token in (*row, -1)]
     offsets = [at for row in rows for at in range(len(row) + 1)]
     firsts = np.flatnonzero(np.array(offsets) == 0).astype(np.int32)
@@ -66,7 +66,7 @@ Propose = Callable[[int, list[int]], list[int]]
 
 
 def run_verified(count: int, propose: Propose) -> tuple[list[list[int]], int]:
-    """The same with proposals, and the number of steps."""
+    """Like `run_plain`, with proposals. Also returns the number of steps."""
     sampler = Sampler(VOCAB, SLOTS, CPU, seed=1)
     for slot, params in enumerate(KINDS):
         sampler.join(slot, params, ints([1, 2]))
@@ -92,7 +92,7 @@ def run_verified(count: int, propose: Propose) -> tuple[list[list[int]], int]:
 
 
 def test_any_proposals_give_the_tokens_of_plain_sampling() -> None:
-    """With seeds of requests and with the sampler's own, for right and wrong proposals."""
+    """With seeded and unseeded requests, for right and wrong proposals."""
     count = 40
     expected = run_plain(count + 8)
     draw = np.random.default_rng(2)
@@ -107,7 +107,7 @@ def test_any_proposals_give_the_tokens_of_plain_sampling() -> None:
 
     got, steps = run_verified(count, propose)
     assert [row[:count] for row in got] == [row[:count] for row in expected]
-    assert steps >= count  # those without proposals take a step for each token
+    assert steps >= count  # sequences without proposals take one step per token
 
 
 def test_right_proposals_are_all_accepted_and_wrong_ones_are_not() -> None:
@@ -127,8 +127,8 @@ def test_right_proposals_are_all_accepted_and_wrong_ones_are_not() -> None:
 def test_tokens_behind_proposals_are_distributed_as_the_reference_says(
     params: SamplerParams, proposed: int
 ) -> None:
-    """The proposal is likely, unlikely or in between: the first token has the distribution of the model, and
-    so has the second one where the proposal was accepted."""
+    """The proposal is likely, unlikely or in between. The first token has the model's distribution, and so
+    has the second one if the proposal was accepted."""
     draw = np.random.default_rng(4)
     first, second = (draw.normal(size=VOCAB) * 1.5 for _ in range(2))
     rounds, rows = num_examples(36) // 2, 256

@@ -1,4 +1,4 @@
-"""`penstock verify`: the reference that files name, agreement and disagreement, the report."""
+"""`penstock verify`: the choice of the reference, agreement and disagreement, the report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TEXTS = DEFAULT_TEXTS[:4]
 
 
 def run(folder: Path, *args: object) -> tuple[int, dict[str, Any], str]:
-    """The exit code, the saved report, and what is printed."""
+    """Run the command; returns the exit code, the saved report and the output."""
     file = folder.parent / "report.json"
     texts = folder.parent / "texts.jsonl"
     texts.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS) + "\n")

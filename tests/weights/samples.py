@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
-EXPERTS, OUTPUTS, INPUTS = 3, 136, 256  # the blocks of a weight: 2 × 2
+EXPERTS, OUTPUTS, INPUTS = 3, 136, 256  # a weight has 2 × 2 blocks
 
 
 def write(folder: Path, tensors: dict[str, Tensor], name: str = "model.safetensors") -> Path:

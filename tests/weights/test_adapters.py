@@ -1,4 +1,4 @@
-"""One adapter of a parametrised checkpoint, merged while it is read."""
+"""One adapter of a parametrised checkpoint is merged while the tensors are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading many tensors at once, with staging buffers in ordinary memory."""
+"""Bulk reading of tensors, with staging buffers in ordinary memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def reader() -> Iterator[BulkReader]:
-    """Chunks are smaller than most tensors and larger than some."""
+    """A reader whose chunks are smaller than most tensors and larger than some."""
     with closing(BulkReader(CPU, threads=3, max_chunk_bytes=100)) as reader:
         yield reader
 

@@ -1,4 +1,4 @@
-"""Dummy weights are like real ones where speed depends on values: nothing vanishes, routers spread tokens."""
+"""Dummy weights resemble real ones where speed depends on values: no zeros, and routers spread tokens."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from penstock.weights.quantized import QuantizedReader, ScaledFp8
 from penstock.weights.stream import DummySource, Wanted
 
 CPU = torch.device("cpu")
-HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN = 2048, 768, 128, 8  # of Qwen3-30B-A3B
+HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN = 2048, 768, 128, 8  # sizes of Qwen3-30B-A3B
 
 
 def normed_rows(count: int) -> torch.Tensor:
-    """Rows as a norm with weights of one leaves them."""
+    """Rows like the output of a norm with weights of one."""
     return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(1))
 
 
@@ -33,7 +33,7 @@ def test_the_router_spreads_tokens_over_all_experts(dtype: torch.dtype) -> None:
     counts = chosen.flatten().bincount(minlength=EXPERTS)
     mean = 2048 * CHOSEN / EXPERTS
     assert counts.min() > mean / 4 and counts.max() < mean * 4
-    assert 0.5 < logits.float().std() < 2  # neither all alike nor one expert for each token
+    assert 0.5 < logits.float().std() < 2  # neither uniform nor dominated by one expert
     assert shares.min() > 0.01
 
 
@@ -54,7 +54,7 @@ def test_no_product_of_an_expert_vanishes(blocks: bool) -> None:
     gate, value = (rows @ up.t()).chunk(2, dim=1)
     inner = torch.nn.functional.silu(gate) * value
     quantized = quantize_groups_reference(inner)
-    assert (quantized.values.float() == 0).float().mean() < 0.05  # of activations
+    assert (quantized.values.float() == 0).float().mean() < 0.05  # share of zero activations
     out = inner @ down.t()
     assert 0.02 < inner.std() < 50 and 0.02 < out.std() < 50
     assert (out.bfloat16() == 0).float().mean() < 0.001

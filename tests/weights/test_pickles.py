@@ -1,4 +1,4 @@
-"""Pickled weights: converted once, read as safetensors, and never able to run code."""
+"""Pickled weights are converted once, read as safetensors, and cannot run code."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_malicious_pickle_runs_nothing_and_is_refused_by_name(
         )
     assert "safetensors" in raised.value.message and "weights_only" not in raised.value.message
     assert not mark.exists()
-    torch.load(folder / name, weights_only=False)  # the file would have done it
+    torch.load(folder / name, weights_only=False)  # shows that the file does run code with plain torch
     assert mark.exists()
     assert not any(file.name.endswith(f"{name}.safetensors") for file in own_cache.glob("*"))
 
@@ -206,7 +206,7 @@ def test_a_cache_that_is_no_folder_does_not_prevent_reading(folder: Path, tmp_pa
 def test_of_two_that_start_at_once_one_converts_and_both_read_the_result(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lock is by open file, so that it holds between threads as between processes."""
+    """The lock belongs to an open file, so it works between threads as well as between processes."""
     file, write = folder / "pytorch_model.bin", pickles._write
     torch.save({"a": torch.randn(8)}, file)
     both, writes = Barrier(2), []

@@ -1,4 +1,4 @@
-"""Small folders of processors in the layouts that transformers writes, with tokenizers made for them."""
+"""Small processor folders in transformers' layouts, with tokenizers made for the tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SENTENCES = [
 def write_tokenizer(
     folder: Path, special: list[str], frame: tuple[str, str] = ("", ""), **settings: Any
 ) -> None:
-    """A byte-level tokenizer with these special tokens; `frame` are tokens around every text."""
+    """Write a byte-level tokenizer with these special tokens. `frame`: the tokens around every text."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

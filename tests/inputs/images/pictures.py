@@ -1,4 +1,4 @@
-"""Pictures for tests: photographs that scikit-image ships, and others that Pillow makes."""
+"""Pictures for tests: photographs from scikit-image, and pictures made with Pillow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def photo_folder() -> Path | None:
 
 
 def photo(name: str) -> Image.Image:
-    """A photograph of scikit-image, such as `astronaut.png` (512 × 512) or `rocket.jpg` (640 × 427)."""
+    """A photograph from scikit-image, such as `astronaut.png` (512 × 512) or `rocket.jpg` (640 × 427)."""
     if (folder := photo_folder()) is None:
         pytest.skip("scikit-image is not installed")
     image = Image.open(folder / name)
@@ -31,7 +31,7 @@ def photo(name: str) -> Image.Image:
 
 
 def noise(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
-    """A smooth coloured pattern with noise: every channel differs, and so does every corner."""
+    """A smooth coloured pattern with noise. All channels differ, and all corners."""
     rng = np.random.default_rng(seed)
     rows, columns = np.mgrid[0:height, 0:width]
     channels = [
@@ -49,7 +49,7 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A PNG that claims this size and holds almost nothing."""
+    """A PNG with this size in its header, and almost no data."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

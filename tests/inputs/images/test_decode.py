@@ -1,4 +1,5 @@
-"""Files of every format and mode, broken and hostile ones, and arrays: an RGB image or a clear refusal."""
+"""Files of every format and mode, damaged and hostile files, and arrays give an RGB image or a clear
+error."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.inputs.images.pictures import encoded, noise, photo, photo_folder, pn
 from tests.waiting import PATIENCE_S
 
 LIMITS = ImageLimits()
-ORIENTATION = 0x0112  # EXIF
+ORIENTATION = 0x0112  # EXIF tag
 
 
 def webp_header(width: int, height: int) -> bytes:
@@ -28,7 +29,7 @@ def webp_header(width: int, height: int) -> bytes:
 
 
 def reference(image: Image.Image) -> np.ndarray:
-    """What the processors of transformers make of an image, and what its loader does before."""
+    """The image after transformers' loader and its conversion to RGB."""
     from transformers.image_transforms import convert_to_rgb
 
     return np.asarray(convert_to_rgb(ImageOps.exif_transpose(image), return_numpy=True))
@@ -91,7 +92,7 @@ def _animated(kind: str) -> bytes:
 
 
 def _many_scans(side: int, count: int) -> bytes:
-    """A progressive JPEG whose last scan is repeated: each pass over the image costs a few bytes."""
+    """A progressive JPEG with its last scan repeated: each pass over the image takes only a few bytes."""
     whole = encoded(Image.new("L", (side, side), 128), "JPEG", progressive=True)
     scan = whole[whole.rindex(b"\xff\xda") : -2]
     return whole[:-2] + scan * count + b"\xff\xd9"
@@ -137,7 +138,7 @@ def test_a_progressive_jpeg_is_decoded() -> None:
 
 
 def test_any_damage_gives_an_image_or_a_refusal() -> None:
-    """Every prefix of some length, and files with bytes overwritten, of each format."""
+    """For each format, tries truncated files, and files with overwritten bytes."""
     rng = np.random.default_rng(7)
     for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"):
         whole = encoded(noise(40, 30), kind)
@@ -192,7 +193,7 @@ def test_bombs_are_refused_without_using_their_memory(tmp_path: Path) -> None:
     """A decoded bomb of 30,000 × 30,000 pixels would take 2.7 GB."""
     (tmp_path / "bomb.png").write_bytes(png_header(30_000, 30_000))
     (tmp_path / "bomb.webp").write_bytes(webp_header(16_383, 16_383))
-    large = Image.new("L", (13_000, 13_000))  # 169 million pixels, which Pillow would decode
+    large = Image.new("L", (13_000, 13_000))  # 169 million pixels: Pillow would decode it
     large.save(tmp_path / "flat.png")
     large.save(tmp_path / "flat.gif")
     large.save(tmp_path / "flat.tiff", compression="tiff_lzw")

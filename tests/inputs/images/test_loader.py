@@ -1,4 +1,4 @@
-"""Images of requests: prepared on threads, once each, in order, and within bounds."""
+"""Images of requests are prepared on threads, once each, in order, and within memory limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.inputs.images.loader import ImageLoader, LoaderLimits, check_count
 from tests.inputs.images.pictures import encoded, noise
 
 SPEC = ImageProcessorSpec(geometry=FixedSize(size=(32, 32), resize=(32, 32)), patch_size=16, resample=2)
-BYTES = 32 * 32 * 3  # of one prepared image
+BYTES = 32 * 32 * 3  # per prepared image
 
 
 def test_every_kind_of_input_gives_the_same_image(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_an_error_names_the_image_and_the_field() -> None:
 
 
 class Alive:
-    """Gone when the upload that holds it is."""
+    """A marker that is garbage-collected with the upload that holds it."""
 
 
 class Upload(bytes):
@@ -72,7 +72,7 @@ class Upload(bytes):
 
 
 def test_an_image_that_is_refused_is_not_kept_in_memory() -> None:
-    """Not even until the next collection of cycles, which counts objects and not their bytes."""
+    """Memory must not wait for the cycle collector, which counts objects, not bytes."""
     given = [Upload(b"nothing")]
     given[0].alive = Alive()
     alive = weakref.ref(given[0].alive)
@@ -86,7 +86,7 @@ def test_an_image_that_is_refused_is_not_kept_in_memory() -> None:
     gc.disable()
     try:
         asyncio.run(ask())
-        loader._decoders.shutdown()  # a thread may hold its last image for a moment
+        loader._decoders.shutdown()  # wait for the threads, which may still hold their last image
         given.clear()
         assert alive() is None
     finally:
@@ -94,7 +94,7 @@ def test_an_image_that_is_refused_is_not_kept_in_memory() -> None:
 
 
 def test_the_event_loop_runs_while_images_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The decoder waits for something that only the loop can do."""
+    """The decoder waits for an event that only the loop can set."""
     released, real = threading.Event(), module.prepare
     monkeypatch.setattr(module, "prepare", lambda image, spec: released.wait() and real(image, spec))
 
@@ -143,7 +143,7 @@ def test_large_images_are_decoded_one_after_another() -> None:
     for thread in threads:
         thread.join()
     assert order == ["first", "second"]
-    with gate.pixels(1000):  # more than all: alone
+    with gate.pixels(1000):  # more than the limit: admitted alone
         pass
 
 

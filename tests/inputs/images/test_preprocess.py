@@ -1,4 +1,4 @@
-"""Prepared images against the image processors of transformers, for every kind and odd sizes."""
+"""Prepared images against transformers' image processors, for every kind and unusual sizes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Floats = NDArray[np.float64]
 
 
 class Kind(NamedTuple):
-    name: str  # of the class in transformers
+    name: str  # name of the class in transformers
     options: dict[str, Any]
     config: dict[str, Any]  # config.json
-    unpack: Callable[[Any, ImageProcessorSpec, PreparedImage], Floats]  # the reference's values as patches
+    unpack: Callable[[Any, ImageProcessorSpec, PreparedImage], Floats]  # reference's values → patches
 
 
 def _conv_patches(pixels: Any, spec: ImageProcessorSpec) -> Floats:
-    """[channels, height, width] → [patches, channels · side²], as a convolution with stride reads them."""
+    """[channels, height, width] → [patches, channels · side²], in the order of a strided convolution."""
     side, (channels, height, width) = spec.patch_size, pixels.shape
     rows, columns = height // side, width // side
     cut = pixels[:, : rows * side, : columns * side].reshape(channels, rows, side, columns, side)
@@ -57,7 +57,7 @@ def _naflex(out: Any, _: ImageProcessorSpec, ours: PreparedImage) -> Floats:
 
 
 def _qwen(out: Any, spec: ImageProcessorSpec, ours: PreparedImage) -> Floats:
-    """Both frames of a patch are the image: the first is compared."""
+    """Both frames of a patch are the same image, so only the first is compared."""
     assert tuple(np.asarray(out["image_grid_thw"])[0]) == (1, *ours.grid)
     frames = np.asarray(out["pixel_values"]).reshape(
         len(ours.patches), 3, 2, spec.patch_size, spec.patch_size
@@ -155,7 +155,7 @@ def reference(kind: Kind, image: Image.Image) -> Any:
 
 
 def spec_of(kind: Kind, folder: Path) -> ImageProcessorSpec:
-    """What we read from the file that transformers writes."""
+    """The spec that Penstock reads from the file written by transformers."""
     import transformers
 
     getattr(transformers, kind.name + "Pil")(**kind.options).save_pretrained(folder)
@@ -165,7 +165,7 @@ def spec_of(kind: Kind, folder: Path) -> ImageProcessorSpec:
 
 
 def normalized(ours: PreparedImage, spec: ImageProcessorSpec) -> Floats:
-    """What the engine makes of the patches on the device."""
+    """The patches after the engine's normalisation on the device."""
     side = spec.patch_size
     shape = (-1, side, side, 3) if spec.channels_last else (-1, 3, side, side)
     channel = (3,) if spec.channels_last else (3, 1, 1)
@@ -181,7 +181,7 @@ def test_patches_equal_the_reference(name: str, picture: str, tmp_path: Path) ->
     spec = spec_of(kind, tmp_path)
     try:
         expected_values = reference(kind, image)
-    except ValueError:  # an aspect ratio that the processor refuses
+    except ValueError:  # the processor refuses this aspect ratio
         with pytest.raises(BadValue, match="pixels"):
             prepare(image, spec)
         return
@@ -209,13 +209,13 @@ def test_the_digest_tells_images_and_geometries_apart(tmp_path: Path) -> None:
 
 
 def test_a_long_thin_image_is_cropped_without_resizing_all_of_it(tmp_path: Path) -> None:
-    """Its shorter edge would make it 224 × 4.5 million pixels."""
+    """Resizing its shorter edge would give 224 × 4.5 million pixels."""
     spec = spec_of(KINDS["clip"], tmp_path)
     thin = noise(20_000, 1)
     ours = prepare(thin, spec)
     middle = thin.crop((9_990, 0, 10_010, 1))
     assert ours.grid == (7, 7)
-    near = prepare(middle, spec)  # resized as a whole: the middle of it is the middle of the long one
+    near = prepare(middle, spec)  # resized whole; has the same middle as the long image
     difference = np.abs(ours.patches.astype(int) - near.patches.astype(int))
     assert difference.max() <= 1
 

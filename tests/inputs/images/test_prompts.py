@@ -1,4 +1,4 @@
-"""Token ids of prompts with images against the processors of transformers."""
+"""Token ids of prompts with images, against transformers' processors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PICTURES = [noise(90, 60), noise(40, 130), noise(64, 64)]
 
 
 class Subject:
-    """One model's folder: what transformers reads from it, and what we do."""
+    """One model's folder, read by transformers and by Penstock."""
 
     def __init__(self, folder: Path, config: Json, image_processor: Any, **tokens: Any) -> None:
         self.folder, self.config = folder, config
@@ -62,7 +62,7 @@ class Subject:
         return [prepare(picture, processor) for picture in pictures]
 
     def pages(self) -> list[list[int]]:
-        """Our tokens of images alone."""
+        """Penstock's token rows of images without text."""
         prompts, out = self.prompts(), []
         for image in self.images(PICTURES):
             (ids,) = prompts.tokenizer.encode([prompts.text([image])], prompts.prompt.adds_special_tokens)
@@ -73,7 +73,7 @@ class Subject:
 
 
 def _check_places(ids: Any, starts: list[int], images: list[PreparedImage], token: int) -> None:
-    """Every placeholder belongs to an image, and each image has as many as it has vectors."""
+    """Every placeholder belongs to an image, and each image has one placeholder per token."""
     expected = np.concatenate([np.arange(s, s + i.num_tokens) for s, i in zip(starts, images, strict=True)])
     assert np.array_equal(np.flatnonzero(ids == token), expected)
 
@@ -117,7 +117,7 @@ def test_texts_with_images_of_qwen_are_read_as_by_its_processor(
     mixin = transformers.processing_utils.ProcessorMixin
     monkeypatch.setattr(
         mixin, "check_argument_for_proper_class", lambda *_: None
-    )  # it has no part for videos
+    )  # the processor has no video processor
     processor = getattr(transformers, name)(subject.image_processor, subject.reference)
     text = f"<|im_start|>user\n{QWEN_IMAGE}what is it? {QWEN_IMAGE}{QWEN_IMAGE}<|im_end|>\n"
     expected = processor(images=PICTURES, text=[text], padding=True, return_tensors="np")
@@ -145,7 +145,7 @@ def test_pages_of_colpali_are_read_as_by_its_processor(tmp_path: Path) -> None:
     subject = Subject(tmp_path, config, image_processor, bos_token="<bos>", pad_token="<pad>")
     config["vlm_config"]["image_token_index"] = subject.reference.convert_tokens_to_ids("<image>")
     reference = subject.reference
-    reference._tokenizer.post_processor = None  # the processor turns the tokenizer's own tokens off
+    reference._tokenizer.post_processor = None  # the processor disables the tokenizer's own special tokens
     processor = transformers.ColPaliProcessor(image_processor, reference)
     assert subject.pages() == unpadded(processor.process_images(images=PICTURES))
 

@@ -1,4 +1,4 @@
-"""Where images may come from, and what is refused with a reason."""
+"""Allowed sources of images, and the reasons for refusals."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ Answer = Callable[[BaseHTTPRequestHandler], None]
 
 @contextmanager
 def web_server(answer: Answer) -> Iterator[int]:
-    """A web server on a loopback address; gives its port."""
+    """A web server on a loopback address; yields its port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -148,12 +148,12 @@ def test_an_image_is_fetched_from_a_host_that_is_named() -> None:
         assert _fetch((f"127.0.0.1:{port}",), f"http://127.0.0.1:{port}/ä%20b.png?c=ü") == PNG
         assert asked.pop()[0] == "/%C3%A4%20b.png?c=%C3%BC"
         with pytest.raises(BadValue, match=r"names 127\.0\.0\.1\. Send"):
-            _fetch(("127.0.0.1",), f"http://127.0.0.1:{port}/a.png")  # another port than http has
+            _fetch(("127.0.0.1",), f"http://127.0.0.1:{port}/a.png")  # not HTTP's default port
         assert len(asked) == 1
 
 
 def test_a_private_address_is_refused_unless_its_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that resolves to a private address, as an attacker's would."""
+    """The name resolves to a private address, as an attacker's name could."""
 
     def resolve(host: str, port: int, **_: Any) -> list[Any]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in ADDRESSES[host]]
@@ -229,7 +229,7 @@ def test_a_slow_host_is_given_up() -> None:
     released = threading.Event()
 
     def slow(handler: BaseHTTPRequestHandler) -> None:
-        """One byte of a header at a time, each of which resets a timeout of the socket."""
+        """Send a header byte by byte. Each byte resets a socket timeout."""
         try:
             while not released.wait(0.02):
                 handler.wfile.write(b"H")
