@@ -79,7 +79,7 @@ class Exchange(RequestResponseCycle):
     _is_streamed = False
     _on_end: OnEnd | None = None  # called if the request ends without an answer
     _change: asyncio.Event | None = None  # see `message_event`
-    _task: asyncio.Task[None] | None = None  # that runs the application
+    task: asyncio.Task[None] | None = None  # that runs the application
 
     def __init__(self, connection: Connection, *, expect_100_continue: bool, keep_alive: bool) -> None:
         """Set all attributes that uvicorn's own class sets and that are not properties here."""
@@ -108,7 +108,7 @@ class Exchange(RequestResponseCycle):
 
     def start(self, app: ASGI3Application) -> None:
         """Run the application in a task of its own."""
-        self._task = task = self.connection.loop.create_task(self.run_asgi(app))
+        self.task = task = self.connection.loop.create_task(self.run_asgi(app))
         self.connection.tasks.add(task)
 
     async def run_asgi(self, app: ASGI3Application) -> None:
@@ -121,8 +121,8 @@ class Exchange(RequestResponseCycle):
             if not self.response_complete and not self.disconnected:
                 await self._end_badly("the application has returned without a complete answer")
         finally:
-            if self._task is not None:
-                self.connection.tasks.discard(self._task)
+            if self.task is not None:
+                self.connection.tasks.discard(self.task)
 
     async def _end_badly(self, message: str, error: BaseException | None = None) -> None:
         """Log a fault of the application, and answer with 500 if it has not begun to answer."""

@@ -6,6 +6,7 @@ The connection puts it into the ASGI scope. Without it, as in other servers, end
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
@@ -18,6 +19,10 @@ OnEnd = Callable[[PenstockError], None]
 
 class DirectExchange(Protocol):
     """A request and its answer, as the connection holds them."""
+
+    @property
+    def task(self) -> asyncio.Task[None] | None:
+        """The task that runs the application for this request."""
 
     def respond(
         self, status: int, lines: bytes, headers: Sequence[Header], body: bytes, *, head_only: bool

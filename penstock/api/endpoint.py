@@ -437,7 +437,7 @@ async def unless_gone(
 ) -> Answered:
     """The handler's reply. If the client disconnects or the server stops first, the handler is cancelled.
     With `direct` the connection calls back; without it a task waits for the ASGI message."""
-    handling = asyncio.current_task()
+    handling = asyncio.current_task() if direct is None else direct.task
     assert handling is not None
     if direct is None:
         return await _unless_disconnected(work, receive, handling)

@@ -34,7 +34,7 @@ from penstock.inputs.late import Framing, LateInputs
 from penstock.inputs.long_texts import ExpandedTexts, RowLimit, check_expanded
 from penstock.inputs.prompts import choose_adapter, choose_prompt, is_query
 from penstock.inputs.static import StaticInputs
-from penstock.inputs.token_rows import Rows, flat_ids, row_lengths
+from penstock.inputs.token_rows import Rows, flat_ids, longest, row_lengths
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.inputs.truncation import Side, num_longer, truncate_rows, truncation_limit
 from penstock.types import (
@@ -221,6 +221,8 @@ class InputProcessor:
 
     def _text_end(self, options: InputOptions) -> str:
         """What follows each text before it is tokenised."""
+        if self.late is None and not self.spec.query_end:
+            return self.spec.text_end
         if is_query(options.input_type or options.prompt_name):
             if self.late is not None:
                 return self.late.late.query_end
@@ -254,12 +256,12 @@ class InputProcessor:
         limit = self.spec.max_model_len
         cut_at = truncation_limit(options.truncate_prompt_tokens, limit)
         has_special_tokens = from_text and options.add_special_tokens
-        frame = (self.tokenizer.prefix, self.tokenizer.suffix) if has_special_tokens else (0, 0)
         num_truncated = 0
-        if isinstance(rows, list) or rows.max_length > (limit if cut_at is None else cut_at):
+        if longest(rows) > (limit if cut_at is None else cut_at):
+            frame = (self.tokenizer.prefix, self.tokenizer.suffix) if has_special_tokens else (0, 0)
             whole = list(rows)
             rows = truncate_rows(whole, cut_at, limit, frame, options.truncation_side)
-            num_truncated = 0 if rows is whole else num_longer(whole, cut_at)
+            num_truncated = num_longer(whole, cut_at)
         token_ids, lengths = flat_ids(rows), row_lengths(rows)
         if self.static is not None and from_text:
             token_ids, lengths = self.static(token_ids, lengths)

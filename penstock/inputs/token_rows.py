@@ -49,8 +49,13 @@ def num_tokens(rows: Rows) -> int:
     return sum(map(len, rows)) if isinstance(rows, list) else len(rows.token_ids)
 
 
+def longest(rows: Rows) -> int:
+    """Tokens of the longest row."""
+    return max(map(len, rows), default=0) if isinstance(rows, list) else rows.max_length
+
+
 def row_lengths(rows: Rows) -> Ints:
-    return np.array([len(row) for row in rows], dtype=np.int32) if isinstance(rows, list) else rows.lengths
+    return np.array(list(map(len, rows)), dtype=np.int32) if isinstance(rows, list) else rows.lengths
 
 
 def flat_ids(rows: Rows) -> Ints:
