@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Iterable
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -402,6 +402,11 @@ def client_of(scope: Scope) -> str:
     machine. Clients share the device by this name."""
     if not (peer := scope.get("client")):  # a Unix socket
         return ""
+    return _name_of(peer)
+
+
+@lru_cache(maxsize=4096)
+def _name_of(peer: tuple[str, int]) -> str:
     host, port = peer
     return f"{host}:{port}" if host in _THIS_MACHINE else str(host)
 

@@ -253,7 +253,8 @@ class InputProcessor:
         """Truncate rows of token ids to the limit and join them into one flat request."""
         if from_text and self.late is not None and params.task is Task.TOKEN_EMBED:
             return self._late_request(self.late, request_id, list(rows), params, options)
-        limit = self.spec.max_model_len
+        spec = self.spec
+        limit = spec.max_model_len
         cut_at = truncation_limit(options.truncate_prompt_tokens, limit)
         has_special_tokens = from_text and options.add_special_tokens
         num_truncated = 0
@@ -268,8 +269,8 @@ class InputProcessor:
         _check_not_empty(lengths)
         if not from_text:
             self._check_range(token_ids)
-        if self.spec.dual is not None:
-            token_ids, lengths = frame_texts(token_ids, lengths, self.spec.dual)
+        if spec.dual is not None:
+            token_ids, lengths = frame_texts(token_ids, lengths, spec.dual)
         params = self.engine_params(params)
         return Request(
             request_id,
@@ -485,7 +486,7 @@ def split_inputs(inputs: Any, *, allow_empty_text: bool = True) -> tuple[list[st
 
 
 def _check_not_empty(lengths: Ints) -> None:
-    if np.count_nonzero(lengths) < len(lengths):
+    if 0 in lengths.tolist():
         raise BadValue(f"input {int(np.argmin(lengths))} has no tokens; give at least one", param="input")
 
 

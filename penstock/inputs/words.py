@@ -68,6 +68,7 @@ class WordTokenizer:
         self._marks = bytes({ord(next(char for char in token if char in _MARKS)) for token in added})
         self._unmarked = bytes(set(_PLAIN) - set(self._marks))
         self._added = re.compile("|".join(map(re.escape, added)) or "(?!)", re.IGNORECASE)
+        self._lower_added = [token.lower() for token in added]
         codes = _PLAIN if matches_raw_text else self._unmarked
         plain = "".join(re.escape(chr(code)) for code in codes)
         self._not_plain = re.compile(f"[^{plain}{_LETTERS}]")
@@ -128,7 +129,15 @@ class WordTokenizer:
             return self._not_plain.search(text) is None and self._added.search(text) is None
         if not (rest := text.encode("ascii").translate(None, self._unmarked)):
             return True
-        return not rest.translate(None, self._marks) and self._added.search(text) is None
+        return not rest.translate(None, self._marks) and not self._has_added(text)
+
+    def _has_added(self, text: str) -> bool:
+        """What `_added` finds in a text in ASCII. Four times as fast, and many texts have a bracket."""
+        lower = text.lower()
+        for token in self._lower_added:  # noqa: SIM110 — `any` would take twice as long
+            if token in lower:
+                return True
+        return False
 
     def _fill(
         self, texts: Sequence[str], rows: list[bytes], missing: list[tuple[int, list[str] | None]]
