@@ -217,14 +217,14 @@ def engine_process(num_steps: int) -> Figures:
         counted = EngineLoad(size, 20)
         with cProfile.Profile(builtins=False) as profile:
             counted.run()
-        own = [
-            entry
-            for entry in profile.getstats()
-            if "/penstock/" in str(getattr(entry.code, "co_filename", ""))
-        ]
-        calls = sum(entry.callcount for entry in own) / 20 / size
-        out.setdefault("calls of Python functions", {})[str(size)] = calls
+        out.setdefault("calls of Python functions", {})[str(size)] = own_calls(profile) / 20 / size
     return out
+
+
+def own_calls(profile: cProfile.Profile) -> int:
+    """How often functions of Penstock were called."""
+    files = ((str(getattr(entry.code, "co_filename", "")), entry.callcount) for entry in profile.getstats())
+    return sum(count for file, count in files if "/penstock/" in file)
 
 
 class NullClient:
@@ -422,22 +422,36 @@ def http_request(body: bytes) -> bytes:
 
 
 def http_stages(rounds: int) -> Figures:
-    """CPU time of an API process for a request of one input, with its HTTP parser but without a socket."""
+    """CPU time of an API process for a request of one input, with its HTTP parser but without a socket; how
+    many functions of Penstock it calls; and how many objects are left to the garbage collector."""
     import uvloop
 
     out: Figures = {}
     for name, requests in natural_requests(1280).items():
         for concurrent in (1, 64):
 
-            async def measure(requests: list[bytes] = requests, concurrent: int = concurrent) -> float:
+            async def measure(
+                requests: list[bytes] = requests, concurrent: int = concurrent
+            ) -> dict[str, float]:
                 make = http_maker(NullClient(64, WIDTH))
                 await http_load(make, requests, concurrent)
                 gc.collect()
                 gc.freeze()  # as an API process does before it serves
                 spent = [await http_load(make, requests, concurrent) for _ in range(rounds)]
-                return statistics.median(spent)
+                gc.collect()
+                gc.disable()
+                with cProfile.Profile(builtins=False) as profile:
+                    await http_load(make, requests, concurrent)
+                num_left = gc.collect()
+                gc.enable()
+                return {
+                    "": statistics.median(spent),
+                    ": calls": own_calls(profile) / len(requests),
+                    ": objects left to the garbage collector": num_left / len(requests),
+                }
 
-            out.setdefault(name, {})[str(concurrent)] = uvloop.run(measure())
+            for kind, value in uvloop.run(measure()).items():
+                out.setdefault(name + kind, {})[str(concurrent)] = value
     return out
 
 
@@ -561,6 +575,33 @@ def served(count: int) -> Figures:
     return out
 
 
+def load_client(rounds: int) -> Figures:
+    """CPU time of a process of `penstock bench serve` for a request, system calls included, against a server
+    that computes nothing; the least of several rounds. Natural texts, answers of 768 numbers."""
+    from penstock.bench.load.fleet import run_load
+    from penstock.bench.load.plan import Address, Traffic
+    from penstock.bench.nullserver import null_server
+
+    vector = np.random.default_rng(0).standard_normal(WIDTH, dtype=np.float32)
+    usage = {"prompt_tokens": 100, "total_tokens": 100}
+    answers = {
+        "floats": {"data": [{"index": 0, "embedding": (vector / 30).tolist()}], "usage": usage},
+        "base64": {"data": [{"index": 0, "embedding": "a" * (WIDTH * 4 * 4 // 3)}], "usage": usage},
+    }
+    requests = natural_requests(2000)["natural text, float"]
+    out: Figures = {}
+    for name, answer in answers.items():
+        with null_server([json.dumps(answer).encode()]) as port:
+            for connections in (1, 64, 256):
+                traffic = Traffic(max_concurrency=connections, duration_s=2.0)
+                costs = []
+                for _ in range(rounds):
+                    (cost,) = run_load(requests, Address("127.0.0.1", port), "body", traffic, 1).costs
+                    costs.append(cost.cpu_s / cost.completed * 1e6)
+                out.setdefault(name, {})[str(connections)] = min(costs)
+    return out
+
+
 def cpu_of_children(pid: int) -> dict[str, float]:
     """Seconds of CPU that the engine and API processes of a server have used."""
     spent: dict[str, float] = {}
@@ -614,6 +655,9 @@ def main() -> None:
         ),
         "API process, CPU µs a request, by concurrent requests": lambda: api_stages(options.rounds),
         "API process with HTTP, CPU µs a request, by connections": lambda: http_stages(options.rounds),
+        "A load process of penstock bench, CPU µs a request, by connections": lambda: load_client(
+            options.rounds
+        ),
         "A large answer": lambda: big_answer(options.rounds),
         "A server on the null device, µs a request, by clients": lambda: served(options.requests),
     }
