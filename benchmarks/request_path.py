@@ -547,31 +547,34 @@ def big_answer(rounds: int) -> Figures:
     }
 
 
-def served(count: int) -> Figures:
-    """A real server on the null device: CPU time of its processes per request, sockets included. Texts of 28
-    words, and natural ones of 110 tokens."""
-    from http_load import run_load, start
-    from texts import mixed_texts
+def served(count: int, rounds: int) -> Figures:
+    """A real server on the null device under a load process of `penstock bench`: CPU time of their processes
+    for a request, sockets and all threads included; the least of several rounds."""
+    from http_load import start
 
-    rng = np.random.default_rng(0)
-    words = ["water", "stone", "gate", "mill", "turbine", "river", "lake", "field", "wheel", "north"]
-    kinds = {
-        "": [" ".join(rng.choice(words, 28)) for _ in range(count)],
-        ", natural texts": mixed_texts(count),
-    }
+    from penstock.bench.load.fleet import run_load
+    from penstock.bench.load.plan import Address, Traffic
+
+    kinds = natural_requests(count)
     out: Figures = {}
     with start(["--device", "null", "--api-server-count", "1"]) as server:
-        for kind, texts in kinds.items():
-            run_load(server.port, texts, 64)
+        address = Address("127.0.0.1", server.port)
+        for kind, requests in kinds.items():
+            run_load(requests, address, "body", Traffic(max_concurrency=64), 1)
             for clients in (1, 64, 256):
-                before = cpu_of_children(server.pid)
-                seconds = run_load(server.port, texts, clients)
-                after = cpu_of_children(server.pid)
-                for name in ("engine", "api"):
-                    row = out.setdefault(f"{name} process{kind}", {})
-                    row[str(clients)] = (after[name] - before[name]) / count * 1e6
-                row = out.setdefault(f"from end to end, client too{kind}", {})
-                row[str(clients)] = seconds / count * 1e6
+                costs: dict[str, list[float]] = {}
+                for _ in range(rounds):
+                    before = cpu_of_children(server.pid)
+                    outcome = run_load(requests, address, "body", Traffic(max_concurrency=clients), 1)
+                    after = cpu_of_children(server.pid)
+                    if int(outcome.samples.ok.sum()) != count:
+                        raise SystemExit(f"not all requests succeeded: {outcome.samples.errors()}")
+                    costs.setdefault("load process", []).append(outcome.costs[0].cpu_s)
+                    for name in ("engine", "api"):
+                        costs.setdefault(f"{name} process", []).append(after[name] - before[name])
+                for name, seconds in costs.items():
+                    row = out.setdefault(f"{name}, {kind}", {})
+                    row[str(clients)] = min(seconds) / count * 1e6
     return out
 
 
@@ -615,8 +618,8 @@ def cpu_of_children(pid: int) -> dict[str, float]:
             continue
         if int(fields[1]) == pid:
             name = "engine" if b"engine_process" in command or b"penstock.engine" in command else "api"
-            ticks = int(fields[11]) + int(fields[12])
-            spent[name] = spent.get(name, 0.0) + ticks / os.sysconf("SC_CLK_TCK")
+            threads = [each.read_text().split() for each in folder.glob("task/*/schedstat")]
+            spent[name] = spent.get(name, 0.0) + sum(int(each[0]) for each in threads) / 1e9
     return spent
 
 
@@ -659,7 +662,9 @@ def main() -> None:
             options.rounds
         ),
         "A large answer": lambda: big_answer(options.rounds),
-        "A server on the null device, µs a request, by clients": lambda: served(options.requests),
+        "A server on the null device, CPU µs a request, by connections": lambda: served(
+            options.requests, options.rounds
+        ),
     }
     figures = {title: measure() for title, measure in parts.items() if options.only in title}
     before = json.loads(options.against.read_text()) if options.against else {}
