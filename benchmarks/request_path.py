@@ -217,14 +217,14 @@ def engine_process(num_steps: int) -> Figures:
         counted = EngineLoad(size, 20)
         with cProfile.Profile(builtins=False) as profile:
             counted.run()
-        own = [
-            entry
-            for entry in profile.getstats()
-            if "/penstock/" in str(getattr(entry.code, "co_filename", ""))
-        ]
-        calls = sum(entry.callcount for entry in own) / 20 / size
-        out.setdefault("calls of Python functions", {})[str(size)] = calls
+        out.setdefault("calls of Python functions", {})[str(size)] = own_calls(profile) / 20 / size
     return out
+
+
+def own_calls(profile: cProfile.Profile) -> int:
+    """How often functions of Penstock were called."""
+    files = ((str(getattr(entry.code, "co_filename", "")), entry.callcount) for entry in profile.getstats())
+    return sum(count for file, count in files if "/penstock/" in file)
 
 
 class NullClient:
@@ -422,22 +422,36 @@ def http_request(body: bytes) -> bytes:
 
 
 def http_stages(rounds: int) -> Figures:
-    """CPU time of an API process per request of one input, with its HTTP parser but without a socket."""
+    """CPU time of an API process for a request of one input, with its HTTP parser but without a socket; how
+    many functions of Penstock it calls; and how many objects are left to the garbage collector."""
     import uvloop
 
     out: Figures = {}
     for name, requests in natural_requests(1280).items():
         for concurrent in (1, 64):
 
-            async def measure(requests: list[bytes] = requests, concurrent: int = concurrent) -> float:
+            async def measure(
+                requests: list[bytes] = requests, concurrent: int = concurrent
+            ) -> dict[str, float]:
                 make = http_maker(NullClient(64, WIDTH))
                 await http_load(make, requests, concurrent)
                 gc.collect()
                 gc.freeze()  # like an API process before it serves
                 spent = [await http_load(make, requests, concurrent) for _ in range(rounds)]
-                return statistics.median(spent)
+                gc.collect()
+                gc.disable()
+                with cProfile.Profile(builtins=False) as profile:
+                    await http_load(make, requests, concurrent)
+                num_left = gc.collect()
+                gc.enable()
+                return {
+                    "": statistics.median(spent),
+                    ": calls": own_calls(profile) / len(requests),
+                    ": objects left to the garbage collector": num_left / len(requests),
+                }
 
-            out.setdefault(name, {})[str(concurrent)] = uvloop.run(measure())
+            for kind, value in uvloop.run(measure()).items():
+                out.setdefault(name + kind, {})[str(concurrent)] = value
     return out
 
 
@@ -535,31 +549,61 @@ def big_answer(rounds: int) -> Figures:
     }
 
 
-def served(count: int) -> Figures:
-    """A real server on the null device: CPU time of its processes per request, sockets included. Texts have
-    28 words, or are natural texts of 110 tokens."""
-    from http_load import run_load, start
-    from texts import mixed_texts
+def served(count: int, rounds: int) -> Figures:
+    """A real server on the null device under a load process of `penstock bench`: CPU time of their processes
+    for a request, sockets and all threads included; the least of several rounds."""
+    from http_load import start
 
-    rng = np.random.default_rng(0)
-    words = ["water", "stone", "gate", "mill", "turbine", "river", "lake", "field", "wheel", "north"]
-    kinds = {
-        "": [" ".join(rng.choice(words, 28)) for _ in range(count)],
-        ", natural texts": mixed_texts(count),
-    }
+    from penstock.bench.load.fleet import run_load
+    from penstock.bench.load.plan import Address, Traffic
+
+    kinds = natural_requests(count)
     out: Figures = {}
     with start(["--device", "null", "--api-server-count", "1"]) as server:
-        for kind, texts in kinds.items():
-            run_load(server.port, texts, 64)
+        address = Address("127.0.0.1", server.port)
+        for kind, requests in kinds.items():
+            run_load(requests, address, "body", Traffic(max_concurrency=64), 1)
             for clients in (1, 64, 256):
-                before = cpu_of_children(server.pid)
-                seconds = run_load(server.port, texts, clients)
-                after = cpu_of_children(server.pid)
-                for name in ("engine", "api"):
-                    row = out.setdefault(f"{name} process{kind}", {})
-                    row[str(clients)] = (after[name] - before[name]) / count * 1e6
-                row = out.setdefault(f"from end to end, client too{kind}", {})
-                row[str(clients)] = seconds / count * 1e6
+                costs: dict[str, list[float]] = {}
+                for _ in range(rounds):
+                    before = cpu_of_children(server.pid)
+                    outcome = run_load(requests, address, "body", Traffic(max_concurrency=clients), 1)
+                    after = cpu_of_children(server.pid)
+                    if int(outcome.samples.ok.sum()) != count:
+                        raise SystemExit(f"not all requests succeeded: {outcome.samples.errors()}")
+                    costs.setdefault("load process", []).append(outcome.costs[0].cpu_s)
+                    for name in ("engine", "api"):
+                        costs.setdefault(f"{name} process", []).append(after[name] - before[name])
+                for name, seconds in costs.items():
+                    row = out.setdefault(f"{name}, {kind}", {})
+                    row[str(clients)] = min(seconds) / count * 1e6
+    return out
+
+
+def load_client(rounds: int) -> Figures:
+    """CPU time of a process of `penstock bench serve` for a request, system calls included, against a server
+    that computes nothing; the least of several rounds. Natural texts, answers of 768 numbers."""
+    from penstock.bench.load.fleet import run_load
+    from penstock.bench.load.plan import Address, Traffic
+    from penstock.bench.nullserver import null_server
+
+    vector = np.random.default_rng(0).standard_normal(WIDTH, dtype=np.float32)
+    usage = {"prompt_tokens": 100, "total_tokens": 100}
+    answers = {
+        "floats": {"data": [{"index": 0, "embedding": (vector / 30).tolist()}], "usage": usage},
+        "base64": {"data": [{"index": 0, "embedding": "a" * (WIDTH * 4 * 4 // 3)}], "usage": usage},
+    }
+    requests = natural_requests(2000)["natural text, float"]
+    out: Figures = {}
+    for name, answer in answers.items():
+        with null_server([json.dumps(answer).encode()]) as port:
+            for connections in (1, 64, 256):
+                traffic = Traffic(max_concurrency=connections, duration_s=2.0)
+                costs = []
+                for _ in range(rounds):
+                    (cost,) = run_load(requests, Address("127.0.0.1", port), "body", traffic, 1).costs
+                    costs.append(cost.cpu_s / cost.completed * 1e6)
+                out.setdefault(name, {})[str(connections)] = min(costs)
     return out
 
 
@@ -576,8 +620,8 @@ def cpu_of_children(pid: int) -> dict[str, float]:
             continue
         if int(fields[1]) == pid:
             name = "engine" if b"engine_process" in command or b"penstock.engine" in command else "api"
-            ticks = int(fields[11]) + int(fields[12])
-            spent[name] = spent.get(name, 0.0) + ticks / os.sysconf("SC_CLK_TCK")
+            threads = [each.read_text().split() for each in folder.glob("task/*/schedstat")]
+            spent[name] = spent.get(name, 0.0) + sum(int(each[0]) for each in threads) / 1e9
     return spent
 
 
@@ -616,8 +660,13 @@ def main() -> None:
         ),
         "API process, CPU µs a request, by concurrent requests": lambda: api_stages(options.rounds),
         "API process with HTTP, CPU µs a request, by connections": lambda: http_stages(options.rounds),
+        "A load process of penstock bench, CPU µs a request, by connections": lambda: load_client(
+            options.rounds
+        ),
         "A large answer": lambda: big_answer(options.rounds),
-        "A server on the null device, µs a request, by clients": lambda: served(options.requests),
+        "A server on the null device, CPU µs a request, by connections": lambda: served(
+            options.requests, options.rounds
+        ),
     }
     figures = {title: measure() for title, measure in parts.items() if options.only in title}
     before = json.loads(options.against.read_text()) if options.against else {}

@@ -23,6 +23,12 @@ _MIN_PIECE_BYTES = 1 << 16  # smaller pieces are sent together
 
 def json_body(content: Any) -> Body:
     """JSON of plain values, NumPy arrays and large rows, which are not copied into it."""
+    has_many_items = isinstance(content, dict) and len(content.get("data", ())) > _MAX_ITEMS
+    if not has_many_items:
+        try:
+            return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+        except orjson.JSONEncodeError:  # it has a large row
+            pass
     large: list[LargeRow] = []
 
     def defer(value: Any) -> str:
@@ -31,7 +37,7 @@ def json_body(content: Any) -> Body:
         large.append(value)
         return _PLACEHOLDER
 
-    if isinstance(content, dict) and len(content.get("data", ())) > _MAX_ITEMS:
+    if has_many_items:
         items = [orjson.Fragment(_encode(item, defer)) for item in content["data"]]
         content = {**content, "data": items}  # one by one, so that other threads run in between
     raw = _encode(content, defer)

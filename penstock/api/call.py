@@ -20,6 +20,8 @@ from penstock.errors import BadValue, ModelNotAllowed, ModelNotFound, NotPossibl
 
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
+_TIME_HEADERS = (b"x-tokenize-ms", b"x-queue-ms", b"x-device-ms", b"x-total-ms")
+_TIME_LINES = b"".join(b"%b: %%.3f\r\n" % name for name in _TIME_HEADERS)
 _MAX_IGNORED_CHARS = 1024  # of the header that names ignored fields
 
 
@@ -253,13 +255,24 @@ class Call:
             self.metrics.key_tokens(key.name, num_tokens)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers of an answer that tell about the request."""
+        return [*self.time_headers(), *self.rare_headers()]
+
+    def time_headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers that every answer has."""
+        return [(name, b"%.3f" % ms) for name, ms in zip(_TIME_HEADERS, self._times_ms(), strict=True)]
+
+    def time_lines(self) -> bytes:
+        """The same, as they are sent."""
+        return _TIME_LINES % self._times_ms()
+
+    def _times_ms(self) -> tuple[float, float, float, float]:
         total_s = time.monotonic() - self.began_s
-        out = [
-            (b"x-tokenize-ms", b"%.3f" % (self.tokenize_s * 1000)),
-            (b"x-queue-ms", b"%.3f" % (self.queue_s * 1000)),
-            (b"x-device-ms", b"%.3f" % (self.device_s * 1000)),
-            (b"x-total-ms", b"%.3f" % (total_s * 1000)),
-        ]
+        return self.tokenize_s * 1000, self.queue_s * 1000, self.device_s * 1000, total_s * 1000
+
+    def rare_headers(self) -> list[tuple[bytes, bytes]]:
+        """The others, of which most answers have none."""
+        out = []
         if self.request_id is not None:
             out.append((b"x-request-id", self.request_id.encode("latin-1", "replace")))
         if self.ignored_fields:

@@ -12,7 +12,8 @@ import asyncio
 import urllib.parse
 from collections import deque
 from collections.abc import Coroutine, Sequence
-from typing import Any, cast
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
 
 import httptools
 import msgspec
@@ -29,7 +30,7 @@ from uvicorn.server import ServerState as UvicornState
 from penstock.api.access_log import SCOPE_KEY, Claim, log_unrouted
 from penstock.api.call import JSON
 from penstock.api.connection_table import ConnectionTable
-from penstock.api.direct import Header, OnEnd, offer
+from penstock.api.direct import Header, OnEnd, offer, withdraw
 from penstock.api.error_styles import OPENAI_ERRORS
 from penstock.api.metrics import REQUESTS
 from penstock.api.uploads import STREAM_BODY
@@ -50,6 +51,7 @@ MAX_DISCARDED_BYTES = 1 << 30  # that a client may still send after its answer, 
 MAX_WAITING_BYTES = 1 << 19  # of an upload, before no more is read from its client
 UPLOAD_PATH = "/files"  # what paths that take uploads end with
 LINGER_S = 2.0  # for a client to read why its connection ends
+MAX_KNOWN_URLS, MAX_KNOWN_URL_BYTES = 256, 256  # that are not parsed again
 _FRAMING = (b"content-length", b"transfer-encoding")  # headers that tell where a body ends
 _STATUS_PREFIX = b"HTTP/1.1 "  # every answer begins with it
 
@@ -76,20 +78,59 @@ class Exchange(RequestResponseCycle):
     _is_delivered = False
     _is_streamed = False
     _on_end: OnEnd | None = None  # called if the request ends without an answer
+    _change: asyncio.Event | None = None  # see `message_event`
+    task: asyncio.Task[None] | None = None  # that runs the application
 
     def __init__(self, connection: Connection, *, expect_100_continue: bool, keep_alive: bool) -> None:
-        """Set all attributes that uvicorn's own class sets."""
+        """Set all attributes that uvicorn's own class sets and that are not properties here."""
         self.connection = connection
         self.scope = connection.scope
         self.transport = connection.transport
         self.flow = connection.flow
         self.logger = connection.logger
-        self.access_logger = connection.access_logger
         self.default_headers = connection.server_state.default_headers
-        self.message_event = asyncio.Event()
         self.waiting_for_100_continue = expect_100_continue
         self.keep_alive = keep_alive
         self.on_response = connection.on_response_complete
+
+    @property
+    def message_event(self) -> asyncio.Event:  # type: ignore[override]
+        """Set whenever `receive` should look again. Most bodies are complete before the application asks for
+        them, so it is made when it is first used."""
+        if self._change is None:
+            self._change = asyncio.Event()
+        return self._change
+
+    def _wake(self) -> None:
+        """Let `receive` look again, if it waits."""
+        if self._change is not None:
+            self._change.set()
+
+    def start(self, app: ASGI3Application) -> None:
+        """Run the application in a task of its own."""
+        self.task = task = self.connection.loop.create_task(self.run_asgi(app))
+        self.connection.tasks.add(task)
+
+    async def run_asgi(self, app: ASGI3Application) -> None:
+        """Like uvicorn's. The task forgets itself: a callback for that would cost a turn of the loop."""
+        try:
+            await app(self.scope, self.receive, self.send)
+        except BaseException as error:
+            await self._end_badly("Exception in ASGI application\n", error)
+        else:
+            if not self.response_complete and not self.disconnected:
+                await self._end_badly("the application has returned without a complete answer")
+        finally:
+            if self.task is not None:
+                self.connection.tasks.discard(self.task)
+
+    async def _end_badly(self, message: str, error: BaseException | None = None) -> None:
+        """Log a fault of the application, and answer with 500 if it has not begun to answer."""
+        self.logger.error(message, exc_info=error)
+        if self.response_started:
+            self.transport.close()
+        else:
+            await self.send_500_response()
 
     def stream_body(self) -> None:
         """Deliver the body in pieces as it arrives. Few of its bytes wait here; the reader has a limit."""
@@ -117,7 +158,7 @@ class Exchange(RequestResponseCycle):
             self.body = bytearray(self.body)
             self.body += piece
         if self._is_streamed:
-            self.message_event.set()
+            self._wake()
             if len(self.body) > MAX_WAITING_BYTES:
                 self.connection.flow.pause_reading()
 
@@ -137,7 +178,7 @@ class Exchange(RequestResponseCycle):
             self.keep_alive = False
             if self.more_body and not isinstance(self.transport, _Detour):
                 self.transport = cast(asyncio.Transport, _Detour(self.connection))
-        self.message_event.set()
+        self._wake()
         self._end()
 
     def release(self) -> None:
@@ -150,7 +191,7 @@ class Exchange(RequestResponseCycle):
         if not self.response_complete:
             self.disconnected = True
         self.release()
-        self.message_event.set()
+        self._wake()
         self._end()
 
     def on_end(self, callback: OnEnd | None) -> None:
@@ -176,6 +217,15 @@ class Exchange(RequestResponseCycle):
         elif self.chunked_encoding and not self.response_complete:
             self.transport.write(b"0")
 
+    def take_body(self) -> bytes | bytearray | None:
+        """What `receive` would return at once, if that is the whole body."""
+        has_ended = self.failure is not None or self.disconnected
+        if has_ended or self.more_body or self._is_delivered or self.waiting_for_100_continue:
+            return None
+        self._is_delivered = True
+        body, self.body = self.body, b""
+        return body
+
     async def receive(self) -> ASGIReceiveEvent:
         """The whole body, or a piece of an upload; after that, the disconnect. Raises what has failed the
         request."""
@@ -195,26 +245,26 @@ class Exchange(RequestResponseCycle):
             self.message_event.clear()
         return {"type": "http.disconnect"}
 
-    def respond(self, status: int, headers: Sequence[Header], body: bytes, *, head_only: bool) -> bool:
+    def respond(
+        self, status: int, lines: bytes, headers: Sequence[Header], body: bytes, *, head_only: bool
+    ) -> bool:
         """Send a whole answer in one write. The endpoint has logged the request."""
         if self.disconnected:
             return True
         if self.flow.write_paused or self.response_started:
             return False
-        if HEADER_VALUE_RE.search(b"".join([value for _, value in headers])) is not None:
-            return False  # `send` reports what is wrong
-        lines = [STATUS_LINE[status]]
-        for name, value in headers:
-            lines += (name, b": ", value, b"\r\n")
+        if headers:
+            if HEADER_VALUE_RE.search(b"".join([value for _, value in headers])) is not None:
+                return False  # `send` reports what is wrong
+            lines += b"".join([b"%b: %b\r\n" % header for header in headers])
         if self.waiting_for_100_continue and self.more_body:
             self.keep_alive = False  # the client may or may not still send its body
         self.response_started = self.response_complete = True
         self.waiting_for_100_continue = False
         if not self.keep_alive:
-            lines.append(b"connection: close\r\n")
-        lines += (b"\r\n", b"" if head_only else body)
-        self.transport.write(b"".join(lines))
-        self.message_event.set()
+            lines += b"connection: close\r\n"
+        self.transport.write(b"".join((STATUS_LINE[status], lines, b"\r\n", b"" if head_only else body)))
+        self._wake()
         if not self.keep_alive:
             self.transport.close()
         self.on_response()
@@ -455,12 +505,13 @@ class Connection(HttpToolsProtocol):
         self._has_progress = True
         self._since_s = self._chunk_s
         self.cycle.more_body = False
-        self.cycle.message_event.set()
+        self.cycle._wake()
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
         if self._running is not None:
             self._running.release()
+            withdraw(self._running.scope)
             self._running = None
         if self.transport.is_closing() or self._lingering_s is not None:
             return
@@ -615,8 +666,7 @@ class Connection(HttpToolsProtocol):
 
     def _make_scope(self) -> ASGI3Application:
         """Make the request's scope; return the application that answers it."""
-        url = httptools.parse_url(self.url)
-        path = url.path.decode("ascii")
+        target = _known_target(self.url) if len(self.url) <= MAX_KNOWN_URL_BYTES else _target(self.url)
         self.scope = {
             "type": "http",
             "asgi": self._asgi,
@@ -626,9 +676,9 @@ class Connection(HttpToolsProtocol):
             "scheme": self.scheme or "http",
             "method": self.parser.get_method().decode("ascii"),
             "root_path": "",
-            "path": urllib.parse.unquote(path) if "%" in path else path,
-            "raw_path": url.path,
-            "query_string": url.query or b"",
+            "path": target.path,
+            "raw_path": target.raw_path,
+            "query_string": target.query,
             "headers": self.headers,
         }
         if self.logs_access:
@@ -642,9 +692,7 @@ class Connection(HttpToolsProtocol):
         self._running = exchange
         if self._has_ended:
             exchange.probe()
-        task = self.loop.create_task(exchange.run_asgi(app))
-        task.add_done_callback(self.tasks.discard)
-        self.tasks.add(task)
+        exchange.start(app)
 
     def _stop(self, error: PenstockError) -> None:
         """Read no further. The request at fault gets the error; after it the connection ends."""
@@ -674,6 +722,23 @@ class Connection(HttpToolsProtocol):
         lines = [b"%s: %s\r\n" % header for header in (*headers, (b"connection", b"close"))]
         self.transport.write(b"".join((STATUS_LINE[error.status], *lines, b"\r\n", body)))
         self.linger()
+
+
+class _Target(NamedTuple):
+    """What a request's URL names."""
+
+    path: str
+    raw_path: bytes
+    query: bytes
+
+
+def _target(url: bytes) -> _Target:
+    parsed = httptools.parse_url(url)
+    path = parsed.path.decode("ascii")
+    return _Target(urllib.parse.unquote(path) if "%" in path else path, parsed.path, parsed.query or b"")
+
+
+_known_target = lru_cache(MAX_KNOWN_URLS)(_target)
 
 
 def _error_parts(error: PenstockError) -> tuple[list[tuple[bytes, bytes]], bytes]:

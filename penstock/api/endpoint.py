@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
-from functools import cached_property
+from collections.abc import Awaitable, Iterable
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -42,6 +42,8 @@ Answered = TypeVar("Answered")
 MAX_REQUEST_ID = 256  # characters
 RETRIED_STATUSES = (429, 503)  # of errors that pass by themselves
 _THIS_MACHINE = ("127.0.0.1", "::1")  # addresses that tell nothing about who sends
+_LINES = b"content-type: %b\r\ncontent-length: %d\r\n"  # the first headers of an answer
+_READ_HEADERS = frozenset((b"x-request-id", b"content-length", b"cache-control", b"content-encoding"))
 _MAX_DIGITS = 18  # of a declared size; longer ones are too large in any case
 
 
@@ -93,17 +95,16 @@ class Endpoint:
                 else:
                     reply = await self._plain(call, scope, receive, send)
             if isinstance(reply, Reply):
-                reply.headers += call.headers()
+                reply.headers += call.rare_headers()
         except PenstockError as error:
             reply = self._error(error, call)
         except Exception:
             log.exception("%s failed", self.path, extra={"fields": call.log_fields()})
             reply = self._error(PenstockError("internal error; the server's log has the details"), call)
-        if isinstance(reply, Reply):
-            direct = offered(scope) if self.responds_directly else None
-            await self._send(call, reply, send, direct, head_only=scope["method"] == "HEAD")
-        else:
+        if not isinstance(reply, Reply):
             self._count(call, reply.status)
+        elif not self._respond(call, reply, scope):
+            await self._send(call, reply, send, head_only=scope["method"] == "HEAD")
         if self.observer is not None:
             self.observer.end(call, scope)
 
@@ -113,9 +114,24 @@ class Endpoint:
         if call.key is not None:
             self.metrics.key_request(call.key.name)
 
-    async def _send(
-        self, call: Call, reply: Reply, send: Send, direct: DirectExchange | None = None, *, head_only: bool
-    ) -> None:
+    def _respond(self, call: Call, reply: Reply, scope: Scope) -> bool:
+        """Send a small answer through the connection at once. False: it takes ASGI messages."""
+        direct, body = offered(scope), reply.body
+        if direct is None or not self.responds_directly:
+            return False
+        if not isinstance(body, bytes) or len(body) > PIECE_BYTES:
+            return False
+        if reply.status == Cancelled.status:
+            self._count(call, reply.status)
+            return True
+        lines = _LINES % (reply.content_type, len(body)) + call.time_lines()
+        head_only = scope["method"] == "HEAD"
+        if direct.respond(reply.status, lines, reply.headers, body, head_only=head_only):
+            self._count(call, reply.status)
+            return True
+        return False
+
+    async def _send(self, call: Call, reply: Reply, send: Send, *, head_only: bool) -> None:
         body = reply.body
         if not isinstance(body, bytes) or len(body) > PIECE_BYTES:
             await self._send_large(call, reply, send, head_only)
@@ -123,10 +139,9 @@ class Endpoint:
         self._count(call, reply.status)
         if reply.status == Cancelled.status:
             return
-        headers = _headers(reply, len(body))
-        if direct is None or not direct.respond(reply.status, headers, body, head_only=head_only):
-            await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-            await send({"type": "http.response.body", "body": b"" if head_only else body})
+        headers = _headers(call, reply, len(body))
+        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        await send({"type": "http.response.body", "body": b"" if head_only else body})
 
     async def _send_large(self, call: Call, reply: Reply, send: Send, head_only: bool) -> None:
         """Send piece by piece, no faster than the client reads. The server holds the answer meanwhile."""
@@ -139,7 +154,7 @@ class Endpoint:
         self._count(call, reply.status)
         buffered.held += size
         try:
-            headers = _headers(reply, size)
+            headers = _headers(call, reply, size)
             await send({"type": "http.response.start", "status": reply.status, "headers": headers})
             for piece in () if head_only else pieces:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -167,7 +182,10 @@ class Endpoint:
         state.check_room(client)  # before the body, so that a refused client need not send it
         if key is not None and (limits := key.limits) is not None:
             limits.check()
-        raw = await self._read(call, scope, receive)
+        direct = offered(scope)
+        self._check_headers(call, scope["headers"])
+        if direct is None or (raw := direct.take_body()) is None:
+            raw = await self._read(receive)
         call.body_bytes = len(raw)
         if self.observer is not None and self.observer.shows_bodies:
             call.shown_body = shown_body(raw)
@@ -180,9 +198,9 @@ class Endpoint:
                 raise
         try:
             if self.decoder is None:
-                return await unless_gone(self.handler(call), receive, offered(scope))
+                return await unless_gone(self.handler(call), receive, direct)
             work = self._work(call, self.decoder, raw)
-            reply: Reply | Streamed = await unless_gone(work, receive, offered(scope))
+            reply: Reply | Streamed = await unless_gone(work, receive, direct)
             if isinstance(reply, Streamed):
                 call.is_streamed = True
                 reply.headers += call.headers()
@@ -323,9 +341,12 @@ class Endpoint:
         errors = call.errors or self.errors
         return b"data: " + msgspec.json.encode(errors.body(error)) + b"\n\ndata: [DONE]\n\n"
 
-    async def _read(self, call: Call, scope: Scope, receive: Receive) -> bytes | bytearray:
+    def _check_headers(self, call: Call, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Take what the headers tell about the request, or refuse it."""
         limit = self.state.config.max_body_bytes
-        for name, value in scope["headers"]:
+        for name, value in headers:
+            if name not in _READ_HEADERS:
+                continue
             if name == b"x-request-id":
                 if is_request_id(given := value.decode("latin-1").strip()):
                     call.request_id = given or None
@@ -334,10 +355,14 @@ class Endpoint:
                     raise BodyTooLarge(f"the body has {value[:24].decode()} bytes; the limit is {limit}")
             elif name == b"cache-control":
                 call.cache_control = cache_control_of(value)
-            elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            elif value.strip().lower() not in (b"", b"identity"):
                 raise UnsupportedEncoding(
                     f"Content-Encoding is {value.decode('latin-1')[:100]!r}; send the body uncompressed"
                 )
+
+    async def _read(self, receive: Receive) -> bytes | bytearray:
+        """The body, from ASGI messages."""
+        limit = self.state.config.max_body_bytes
         body: bytes | bytearray = b""
         while True:
             message = await receive()
@@ -358,7 +383,7 @@ class Endpoint:
 
     def _error(self, error: PenstockError, call: Call) -> Reply:
         call.error_code = error.code
-        headers = call.headers()
+        headers = call.rare_headers()
         if (retry_s := getattr(error, "retry_after_s", None)) is not None:
             headers.append((b"retry-after", str(retry_s).encode()))
         if isinstance(error, MethodNotAllowed):
@@ -377,6 +402,11 @@ def client_of(scope: Scope) -> str:
     machine. Clients share the device by this name."""
     if not (peer := scope.get("client")):  # a Unix socket
         return ""
+    return _name_of(peer)
+
+
+@lru_cache(maxsize=4096)
+def _name_of(peer: tuple[str, int]) -> str:
     host, port = peer
     return f"{host}:{port}" if host in _THIS_MACHINE else str(host)
 
@@ -412,7 +442,7 @@ async def unless_gone(
 ) -> Answered:
     """The handler's reply. If the client disconnects or the server stops first, the handler is cancelled.
     With `direct` the connection calls back; without it a task waits for the ASGI message."""
-    handling = asyncio.current_task()
+    handling = asyncio.current_task() if direct is None else direct.task
     assert handling is not None
     if direct is None:
         return await _unless_disconnected(work, receive, handling)
@@ -465,5 +495,7 @@ async def _unless_disconnected(
             watcher.cancel()
 
 
-def _headers(reply: Reply, size: int) -> list[tuple[bytes, bytes]]:
-    return [(b"content-type", reply.content_type), (b"content-length", b"%d" % size), *reply.headers]
+def _headers(call: Call, reply: Reply, size: int) -> list[tuple[bytes, bytes]]:
+    """The same headers as `_respond` sends."""
+    framing = [(b"content-type", reply.content_type), (b"content-length", b"%d" % size)]
+    return [*framing, *call.time_headers(), *reply.headers]

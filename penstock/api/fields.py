@@ -108,7 +108,9 @@ class VectorFields(InputFields, kw_only=True):
         return self.encoding_format in ("bytes", "bytes_only")
 
     def params(self, task: Task) -> PoolingParams:
-        normalize = agreed(self.normalize, self.use_activation)
+        normalize = self.normalize
+        if self.use_activation is not None:
+            normalize = agreed(normalize, self.use_activation)
         return PoolingParams(task, self.dimensions, normalize, self.embed_dtype)
 
 

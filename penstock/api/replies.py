@@ -49,7 +49,8 @@ def vector_reply(call: Call, body: VectorFields, result: Result[Any], *, prefix:
         reply = _bytes_reply(body, result, rows, head)
     else:
         encoded = encode_rows(rows, body.encoding_format, body.embed_dtype, body.endianness)
-        reply = json_reply({"object": "list", **head, "data": items(encoded), "usage": result.usage})
+        content = {"object": "list", **head, "data": items(encoded), "usage": result.usage}
+        reply = Reply(json_body(content))
     record_phases(call, began)
     return reply
 

@@ -80,7 +80,8 @@ async def run(
     call.device_s = output.timings.device_s
     if call.trace is not None:
         call.trace.stepped(call.began_s + output.timings.queue_s, call.device_s)
-    return Result(model, request, output, await finish(prepared, output))
+    value = await finish(prepared, output) if prepared.is_slow_to_finish else prepared.finish(output)
+    return Result(model, request, output, value)
 
 
 async def _prepare(call: Call, model: ServedModel, task: PoolingTask[R]) -> Prepared[R]:

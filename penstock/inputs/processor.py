@@ -34,7 +34,7 @@ from penstock.inputs.late import Framing, LateInputs
 from penstock.inputs.long_texts import ExpandedTexts, RowLimit, check_expanded
 from penstock.inputs.prompts import choose_adapter, choose_prompt, is_query
 from penstock.inputs.static import StaticInputs
-from penstock.inputs.token_rows import Rows, flat_ids, row_lengths
+from penstock.inputs.token_rows import Rows, flat_ids, longest, row_lengths
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.inputs.truncation import Side, num_longer, truncate_rows, truncation_limit
 from penstock.types import (
@@ -221,6 +221,8 @@ class InputProcessor:
 
     def _text_end(self, options: InputOptions) -> str:
         """The text to append to each text before it is tokenised."""
+        if self.late is None and not self.spec.query_end:
+            return self.spec.text_end
         if is_query(options.input_type or options.prompt_name):
             if self.late is not None:
                 return self.late.late.query_end
@@ -251,23 +253,24 @@ class InputProcessor:
         """Truncate rows of token ids to the limit and join them into one flat request."""
         if from_text and self.late is not None and params.task is Task.TOKEN_EMBED:
             return self._late_request(self.late, request_id, list(rows), params, options)
-        limit = self.spec.max_model_len
+        spec = self.spec
+        limit = spec.max_model_len
         cut_at = truncation_limit(options.truncate_prompt_tokens, limit)
         has_special_tokens = from_text and options.add_special_tokens
-        frame = (self.tokenizer.prefix, self.tokenizer.suffix) if has_special_tokens else (0, 0)
         num_truncated = 0
-        if isinstance(rows, list) or rows.max_length > (limit if cut_at is None else cut_at):
+        if longest(rows) > (limit if cut_at is None else cut_at):
+            frame = (self.tokenizer.prefix, self.tokenizer.suffix) if has_special_tokens else (0, 0)
             whole = list(rows)
             rows = truncate_rows(whole, cut_at, limit, frame, options.truncation_side)
-            num_truncated = 0 if rows is whole else num_longer(whole, cut_at)
+            num_truncated = num_longer(whole, cut_at)
         token_ids, lengths = flat_ids(rows), row_lengths(rows)
         if self.static is not None and from_text:
             token_ids, lengths = self.static(token_ids, lengths)
         _check_not_empty(lengths)
         if not from_text:
             self._check_range(token_ids)
-        if self.spec.dual is not None:
-            token_ids, lengths = frame_texts(token_ids, lengths, self.spec.dual)
+        if spec.dual is not None:
+            token_ids, lengths = frame_texts(token_ids, lengths, spec.dual)
         params = self.engine_params(params)
         return Request(
             request_id,
@@ -484,7 +487,7 @@ def split_inputs(inputs: Any, *, allow_empty_text: bool = True) -> tuple[list[st
 
 
 def _check_not_empty(lengths: Ints) -> None:
-    if np.count_nonzero(lengths) < len(lengths):
+    if 0 in lengths.tolist():
         raise BadValue(f"input {int(np.argmin(lengths))} has no tokens; give at least one", param="input")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import overload
 
 import numpy as np
@@ -49,8 +49,24 @@ def num_tokens(rows: Rows) -> int:
     return sum(map(len, rows)) if isinstance(rows, list) else len(rows.token_ids)
 
 
+def longest(rows: Rows) -> int:
+    """Tokens of the longest row."""
+    return max(map(len, rows), default=0) if isinstance(rows, list) else rows.max_length
+
+
 def row_lengths(rows: Rows) -> Ints:
-    return np.array([len(row) for row in rows], dtype=np.int32) if isinstance(rows, list) else rows.lengths
+    if not isinstance(rows, list):
+        return rows.lengths
+    return _one_length(len(rows[0])) if len(rows) == 1 else np.array(list(map(len, rows)), dtype=np.int32)
+
+
+@lru_cache(maxsize=1024)
+def _one_length(length: int) -> Ints:
+    """The lengths of a request of one row, which most have. Requests share the array, so nothing may write to
+    it."""
+    lengths = np.array([length], dtype=np.int32)
+    lengths.flags.writeable = False
+    return lengths
 
 
 def flat_ids(rows: Rows) -> Ints:

@@ -39,7 +39,7 @@ def truncate_rows(
 ) -> list[Ints]:
     """Truncate rows longer than `cut_at`, keeping `frame` = (leading, trailing) special tokens."""
     limit = model_limit if cut_at is None else cut_at
-    if all(len(row) <= limit for row in rows):
+    if max(map(len, rows), default=0) <= limit:
         return rows
     if cut_at is None:
         index, row = next((i, row) for i, row in enumerate(rows) if len(row) > limit)

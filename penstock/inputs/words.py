@@ -69,8 +69,10 @@ class WordTokenizer:
         self._encode = encode
         added = sorted(added)
         self._marks = bytes({ord(next(char for char in token if char in _MARKS)) for token in added})
+        self._mark_chars = self._marks.decode("ascii")
         self._unmarked = bytes(set(_PLAIN) - set(self._marks))
         self._added = re.compile("|".join(map(re.escape, added)) or "(?!)", re.IGNORECASE)
+        self._lower_added = [token.lower() for token in added]
         codes = _PLAIN if matches_raw_text else self._unmarked
         plain = "".join(re.escape(chr(code)) for code in codes)
         self._not_plain = re.compile(f"[^{plain}{_LETTERS}]")
@@ -129,9 +131,23 @@ class WordTokenizer:
         """Whether the tokens of a text certainly are those of its words."""
         if not text.isascii():
             return self._not_plain.search(text) is None and self._added.search(text) is None
-        if not (rest := text.encode("ascii").translate(None, self._unmarked)):
-            return True
-        return not rest.translate(None, self._marks) and self._added.search(text) is None
+        if text.isprintable():  # of ASCII: no control characters
+            return not self._has_added(text)
+        rest = text.encode("ascii").translate(None, self._unmarked)
+        return not rest or (not rest.translate(None, self._marks) and not self._has_added(text))
+
+    def _has_added(self, text: str) -> bool:
+        """Whether `_added` finds something in a text in ASCII, in a quarter of its time."""
+        for mark in self._mark_chars:
+            if mark in text:
+                break
+        else:
+            return False
+        lower = text.lower()
+        for token in self._lower_added:  # noqa: SIM110 — `any` would take twice as long
+            if token in lower:
+                return True
+        return False
 
     def _fill(
         self, texts: Sequence[str], rows: list[bytes], missing: list[tuple[int, list[str] | None]]

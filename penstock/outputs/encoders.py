@@ -83,7 +83,7 @@ def encode_rows(
     rows: Sequence[Array], encoding: EncodingFormat, dtype: OutputDtype, endianness: Endianness = "native"
 ) -> list[Any]:
     """Encode rows as arrays of numbers or as base64; the rows of a large answer as `LargeRow`s."""
-    if sum(row.nbytes for row in rows) >= MIN_LARGE_BYTES:
+    if sum([row.nbytes for row in rows]) >= MIN_LARGE_BYTES:
         return [LargeRow(row, encoding, dtype, endianness) for row in rows]
     if encoding == "base64":
         return [_base64(row, endianness) for row in rows]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -57,11 +57,11 @@ class TextTask(ABC, Generic[R]):
     @abstractmethod
     async def prepare(self, model: TextModel, request_id: str) -> Prepared[R]: ...
 
-    async def request(self, model: TextModel, request_id: str) -> Request:
+    def request(self, model: TextModel, request_id: str) -> Coroutine[Any, Any, Request]:
         """One row for each input, after its prompt."""
         if has_images(self.inputs):
-            return await self._image_request(model, request_id)
-        return await self._text_request(model, request_id)
+            return self._image_request(model, request_id)
+        return self._text_request(model, request_id)
 
     async def _image_request(self, model: TextModel, request_id: str) -> Request:
         """Inputs with images; texts among them are prepared like any text."""

@@ -11,9 +11,9 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from penstock.errors import DeadlineExceeded
 from penstock.handle import EngineHandle
@@ -70,21 +70,27 @@ class Scheduling:
 DEFAULT_SCHEDULING = Scheduling()
 
 
-async def submit(engine: EngineHandle, request: Request, scheduling: Scheduling) -> PooledOutput:
+def submit(
+    engine: EngineHandle, request: Request, scheduling: Scheduling
+) -> Coroutine[Any, Any, PooledOutput]:
     """Run a request; `DeadlineExceeded` once its timeout has passed."""
     request.priority = scheduling.priority
     request.client, request.weight = scheduling.client, scheduling.weight
     request.is_background = scheduling.is_background
     request.arrival_s = time.monotonic() if scheduling.arrival_s is None else scheduling.arrival_s
     if scheduling.timeout_s is None:
-        return await engine.run(request)
-    request.deadline_s = request.arrival_s + scheduling.timeout_s
+        return engine.run(request)
+    return _run_within(engine, request, scheduling.timeout_s)
+
+
+async def _run_within(engine: EngineHandle, request: Request, timeout_s: float) -> PooledOutput:
+    request.deadline_s = request.arrival_s + timeout_s
     left_s = request.deadline_s - time.monotonic()
     try:
         async with asyncio.timeout(left_s):
             return await engine.run(request)
     except TimeoutError:
-        raise DeadlineExceeded(f"not finished within the timeout of {scheduling.timeout_s:g} s") from None
+        raise DeadlineExceeded(f"not finished within the timeout of {timeout_s:g} s") from None
 
 
 async def run_prepared(engine: EngineHandle, prepared: Prepared[R], scheduling: Scheduling) -> PooledOutput:

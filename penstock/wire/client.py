@@ -23,6 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 from penstock.errors import BadValue, EngineError, EngineUnavailable
 from penstock.handle import EngineHandle, EngineStats, StreamListener, Unsubscribe
 from penstock.types import Comparison, PooledOutput, Request, SequenceIds
+from penstock.wire.frames import is_readable, receive_frames, send_frames
 from penstock.wire.liveness import HangLimits, LivenessWatch
 from penstock.wire.messages import (
     BlocksReleased,
@@ -143,20 +144,27 @@ class EngineClient(EngineHandle):
         self._context.destroy(linger=0)
 
     async def run(self, request: Request) -> PooledOutput:
-        return await self._await_output(request.id, lambda: self._enqueue(request))
+        future = self._expect(request.id)
+        self._enqueue(request)
+        return await self._outcome(request.id, future)
 
     async def compare(self, comparison: Comparison) -> PooledOutput:
         try:
             frames = pack_comparison(comparison)
         except Exception as error:
             raise _unsendable(error) from None
-        return await self._await_output(comparison.id, lambda: self._send_comparison(frames))
+        future = self._expect(comparison.id)
+        self._send_comparison(frames)
+        return await self._outcome(comparison.id, future)
 
-    async def _await_output(self, request_id: str, send: Callable[[], None]) -> PooledOutput:
+    def _expect(self, request_id: str) -> asyncio.Future[PooledOutput]:
+        """What the output of a request that is about to be sent completes."""
         self._check(request_id)
         future: asyncio.Future[PooledOutput] = self._loop.create_future()
         self._subscribers.add_future(request_id, future)
-        send()
+        return future
+
+    async def _outcome(self, request_id: str, future: asyncio.Future[PooledOutput]) -> PooledOutput:
         try:
             return await future
         except asyncio.CancelledError:
@@ -256,12 +264,12 @@ class EngineClient(EngineHandle):
     def _send(self, frames: list[Any]) -> None:
         if self._engine is None:
             return  # all pending requests have failed
-        self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        send_frames(self._socket, frames)
         self._on_readable()  # a send may consume the edge that announces a received message
 
     def _on_readable(self) -> None:
-        while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            header, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        while is_readable(self._socket):
+            header, *frames = receive_frames(self._socket)
             try:
                 self._handle(decode_from_engine(header.buffer), [frame.buffer for frame in frames])
             except Exception as error:  # whose outcomes it had is not known: none may wait for ever
@@ -332,7 +340,7 @@ class EngineClient(EngineHandle):
         self._subscribers.deliver(outcomes)
 
     def _on_monitor(self) -> None:
-        while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        while is_readable(self._monitor):
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._send_hello()
@@ -365,7 +373,7 @@ class EngineClient(EngineHandle):
 
     def _send_hello(self) -> None:
         """Ask a new engine whether it is ready; it answers as soon as it is."""
-        self._socket.send_multipart([encode(Hello(self._name, os.getpid()))], zmq.NOBLOCK)
+        send_frames(self._socket, [encode(Hello(self._name, os.getpid()))])
         self._on_readable()
 
     def _fail_all(self, reason: str) -> None:

@@ -224,34 +224,20 @@ class EngineGroup(EngineHandle):
     async def run(self, request: Request) -> PooledOutput:
         if request.num_tokens >= SPLIT_STEPS * self._step_tokens and len(ranges := self._split(request)) > 1:
             return await self._run_parts(request, ranges)
-        return await self._run_whole(request)
+        member = self._choose(self._affinity(request), is_background=request.is_background)
+        return await self._run_twice(request, request.num_tokens, member, is_background=request.is_background)
 
     async def compare(self, comparison: Comparison) -> PooledOutput:
         num_vectors = len(comparison.queries) + len(comparison.documents)
-        return await self._run_twice(
-            lambda member: member.client.compare(comparison), num_vectors, self._choose()
-        )
-
-    async def _run_whole(self, request: Request, member: _Member | None = None) -> PooledOutput:
-        is_background = request.is_background
-        if member is None:
-            member = self._choose(self._affinity(request), is_background=is_background)
-        return await self._run_twice(
-            lambda each: each.client.run(request), request.num_tokens, member, is_background=is_background
-        )
+        return await self._run_twice(comparison, num_vectors, self._choose())
 
     async def _run_twice(
-        self,
-        run: Callable[[_Member], Awaitable[PooledOutput]],
-        num_tokens: int,
-        member: _Member,
-        *,
-        is_background: bool = False,
+        self, work: Request | Comparison, num_tokens: int, member: _Member, *, is_background: bool = False
     ) -> PooledOutput:
         """Run on an engine, and on another one if it is lost meanwhile."""
         member.count(num_tokens, is_background)
         try:
-            return await run(member)
+            return await _run_on(member, work)
         except EngineUnavailable as error:
             another = await self._another(member, error, is_background)
         finally:
@@ -259,7 +245,7 @@ class EngineGroup(EngineHandle):
         self.on_retry()
         another.count(num_tokens, is_background)
         try:
-            return await run(another)
+            return await _run_on(another, work)
         finally:
             another.count(-num_tokens, is_background)
 
@@ -304,9 +290,14 @@ class EngineGroup(EngineHandle):
     async def _run_parts(self, request: Request, ranges: Sequence[tuple[_Member, int, int]]) -> PooledOutput:
         """Run a request in parts, each on its engine, and put the outputs together."""
         revision = self.revision
+        parts = [
+            (member, _part(request, begin, end, number)) for number, (member, begin, end) in enumerate(ranges)
+        ]
         tasks = [
-            asyncio.ensure_future(self._run_whole(_part(request, begin, end, number), member))
-            for number, (member, begin, end) in enumerate(ranges)
+            asyncio.ensure_future(
+                self._run_twice(part, part.num_tokens, member, is_background=part.is_background)
+            )
+            for member, part in parts
         ]
         try:
             outputs = await asyncio.gather(*tasks)
@@ -374,6 +365,11 @@ class _GroupStream(StreamListener):
             self._listener.on_error(final)
         else:
             self._group.on_retry()
+
+
+def _run_on(member: _Member, work: Request | Comparison) -> Awaitable[PooledOutput]:
+    client = member.client
+    return client.compare(work) if isinstance(work, Comparison) else client.run(work)
 
 
 def _part(request: Request, begin: int, end: int, number: int) -> Request:

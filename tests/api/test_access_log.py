@@ -60,8 +60,7 @@ def test_nothing_is_logged_by_default(folder: Path, caplog: pytest.LogCaptureFix
 def test_a_bug_is_logged_with_the_id_of_its_request(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.tasks.run.finish", None)
-    monkeypatch.setattr("penstock.api.run.finish", None)
+    monkeypatch.setattr("penstock.api.run.Result", None)
     (line,) = logged(folder, caplog, {"input": SECRET})
     assert line.json_fields["status"] == 500 and line.fields["error"] == "internal_error"
     records = [each for each in caplog.records if each.name.startswith("penstock")]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 from uvicorn.server import ServerState as UvicornState
 
+from penstock.api import connections
 from penstock.api.connections import Connection
 from penstock.api.endpoint import unless_gone
 from penstock.api.process import http_config
@@ -146,10 +149,51 @@ def test_an_answer_waits_for_a_client_that_reads_slowly(folder: Path) -> None:
     connected(folder, use)
 
 
+def header_names(written: list[bytes]) -> list[bytes]:
+    _, *lines = b"".join(written).partition(b"\r\n\r\n")[0].split(b"\r\n")
+    return [line.partition(b": ")[0] for line in lines]
+
+
+@pytest.mark.parametrize("body", [BODY, b"{"], ids=["answer", "error"])
+def test_an_answer_in_one_write_has_the_headers_of_one_in_messages(
+    folder: Path, body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(connection: Connection, transport: Transport) -> None:
+        connection.data_received(request(body=body, **{"x-request-id": "mine"}))
+        await until(lambda: transport.written)
+        in_one_write = header_names(transport.written)
+        transport.written.clear()
+        monkeypatch.setattr(connections.Exchange, "respond", lambda *given, **more: False)
+        connection.data_received(request(body=body, **{"x-request-id": "mine"}))
+        await until(lambda: len(transport.written) == 2)
+        assert header_names(transport.written) == in_one_write
+        assert {b"x-request-id", b"x-tokenize-ms", b"x-total-ms", b"content-type"} <= set(in_one_write)
+
+    connected(folder, use)
+
+
+def test_an_answered_request_leaves_nothing_to_the_garbage_collector(folder: Path) -> None:
+    async def use(connection: Connection, transport: Transport) -> None:
+        connection.data_received(request())
+        await until(lambda: transport.written)
+        answered = weakref.ref(connection.cycle)
+        gc.collect()
+        gc.disable()
+        try:
+            connection.data_received(request("GET", "/health", b""))
+            await until(lambda: len(transport.written) > 1)
+            assert answered() is None
+        finally:
+            gc.enable()
+
+    connected(folder, use)
+
+
 def test_a_header_value_with_a_line_break_is_refused(folder: Path) -> None:
     async def use(connection: Connection, transport: Transport) -> None:
         connection.data_received(request(body=BODY)[:-1])  # incomplete, so that no handler answers it
-        assert not connection.cycle.respond(200, [(b"x-name", b"a\r\nset-cookie: b")], b"{}", head_only=False)
+        headers = [(b"x-name", b"a\r\nset-cookie: b")]
+        assert not connection.cycle.respond(200, b"", headers, b"{}", head_only=False)
         assert not transport.written and not connection.cycle.response_started
 
     connected(folder, use)
@@ -177,6 +221,13 @@ class Exchange:
 
     def respond(self, *given: Any, **more: Any) -> bool:
         return False
+
+    @property
+    def task(self) -> Any:
+        return asyncio.current_task()
+
+    def take_body(self) -> None:
+        return None
 
     def on_end(self, callback: Any) -> None:
         self.callback = callback

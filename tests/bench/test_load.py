@@ -20,6 +20,7 @@ from penstock.bench.load.plan import Address, Reader, Traffic, WorkerPlan
 from penstock.bench.load.samples import Block, Recorder
 from penstock.bench.load.sender import Sender
 from penstock.bench.load.store import Store, write_store, write_tickets
+from penstock.bench.load.wire import Connection, whole_body
 from penstock.errors import BadValue
 from tests.bench.stub import Stub, stub
 from tests.waiting import PATIENCE_S
@@ -273,3 +274,76 @@ def test_a_connection_that_is_refused_late_is_a_failure(monkeypatch: pytest.Monk
     monkeypatch.setattr("penstock.bench.load.sender.socket.socket", Slow)
     sender, _ = asyncio.run(sent_here(Address("127.0.0.1", port), 3))
     assert sender.completed == 0
+
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+WHOLE = (
+    OK + b"content-length: 4\r\n\r\n{..}",
+    OK.upper() + b"Content-Length:4 \r\nX-A: b\r\n\r\n{..}",
+)
+
+
+@pytest.mark.parametrize("answer", WHOLE)
+def test_an_answer_in_one_piece_is_read_without_the_parser(answer: bytes) -> None:
+    assert whole_body(answer) == b"{..}"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        OK + b"content-length: 5\r\n\r\n{..}",
+        OK + b"content-length: 3\r\n\r\n{..}",
+        OK + b"content-length: 4\r\nconnection: close\r\n\r\n{..}",
+        OK + b"content-length: 4\r\nTransfer-Encoding: chunked\r\n\r\n{..}",
+        OK + b"content-length: +4\r\n\r\n{..}",
+        OK + b"x-length: 4\r\n\r\n{..}",
+        OK + b"content-length: 0\r\n",
+        OK.replace(b"1.1", b"1.0") + b"content-length: 4\r\n\r\n{..}",
+        OK.replace(b"200", b"429") + b"content-length: 4\r\n\r\n{..}",
+        b"HTTP/1.1 200 OK",
+        b"",
+    ],
+)
+def test_any_other_answer_is_left_to_the_parser(answer: bytes) -> None:
+    assert whole_body(answer) is None
+
+
+class Answers:
+    """Takes what a connection reads: the status, the size, the tokens, and whether it may be used again."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Any, ...]] = []
+
+    def connected(self, connection: Connection) -> None: ...
+
+    def lost(self, connection: Connection, reason: str) -> None:
+        self.found.append((reason,))
+
+    def answered(self, connection: Connection, now: float) -> None:
+        connection.busy = False
+        status, size, fault = connection.status, connection.body_bytes, connection.fault()
+        self.found.append((status, size, connection.tokens(), connection.reusable, fault))
+
+
+def read_in_pieces(answer: bytes, size: int) -> list[tuple[Any, ...]]:
+    answers = Answers()
+    connection = Connection(answers)
+    connection.connection_made(asyncio.Transport())
+    for _ in range(3):
+        connection.begin(0, 0.0, 0.0)
+        for at in range(0, len(answer), size):
+            connection.data_received(answer[at : at + size])
+    return answers.found
+
+
+USAGE = b'"usage":{"prompt_tokens":7,"total_tokens":9}}'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"data":[' + b"0.125," * 3000 + b"1]," + USAGE, b"{" + USAGE, b'{"total_tokens":5}', b"[]", b""],
+)
+def test_an_answer_in_one_piece_is_read_like_one_in_many(body: bytes) -> None:
+    answer = OK + b"content-length: %d\r\n\r\n" % len(body) + body
+    assert read_in_pieces(answer, 1 << 20) == read_in_pieces(answer, 64)
+    assert len(read_in_pieces(answer, 1 << 20)) == 3

@@ -54,18 +54,16 @@ Report = Ready | Block | Done
 
 
 class Recorder:
-    """Growing columns. Appending takes less than a microsecond; flushing copies."""
+    """Rows that become columns when they are flushed."""
 
     def __init__(self) -> None:
-        self._columns: dict[str, array[Any]] = {name: array(code) for name, code in COLUMNS.items()}
-        self._append = [column.append for column in self._columns.values()]
+        self._rows: list[tuple[float, ...]] = []
         self._gaps = array("f")
         self._messages: dict[str, int] = {}
 
     def add(self, values: tuple[float, ...], gaps: Sequence[float] = ()) -> None:
         """`values` in the order of COLUMNS."""
-        for append, value in zip(self._append, values, strict=True):
-            append(value)
+        self._rows.append(values)
         if gaps:
             self._gaps.extend(gaps)
 
@@ -74,16 +72,19 @@ class Recorder:
         return self._messages.setdefault(text, len(self._messages))
 
     def __len__(self) -> int:
-        return len(self._columns["request"])
+        return len(self._rows)
 
     def flush(self) -> Block:
+        columns: Iterable[Iterable[Any]] = (
+            zip(*self._rows, strict=True) if self._rows else [()] * len(COLUMNS)
+        )
+        named = zip(COLUMNS.items(), columns, strict=True)
         block = Block(
-            {name: column.tobytes() for name, column in self._columns.items()},
+            {name: array(code, values).tobytes() for (name, code), values in named},
             self._gaps.tobytes(),
             list(self._messages),
         )
-        for column in self._columns.values():
-            del column[:]
+        self._rows.clear()
         del self._gaps[:]
         self._messages.clear()
         return block

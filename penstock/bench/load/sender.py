@@ -63,19 +63,20 @@ class Sender:
 
     def _pump(self) -> None:
         """Send every request that is due and fits. Called again by a timer or when a connection is free."""
-        while not self._exhausted and (self.plan.slots is None or self._active < self.plan.slots):
+        slots, store = self.plan.slots, self.store
+        while not self._exhausted and (slots is None or self._active < slots):
             ticket = self._draw() if self._held is None else self._held
             if ticket is None:
                 self._exhausted = True
                 break
             now = time.monotonic()
-            due = self._at_s + self.store.due_s[ticket] if self._timed else now
+            due = self._at_s + store.due_s[ticket] if self._timed else now
             if due > now:
                 self._held = ticket
                 self._wake_in(due - now)
                 return
             self._held = None
-            self._send(ticket % self.store.count, due, now)
+            self._send(ticket % store.count, due, now)
         if self._exhausted and not self._active and not self._over:
             self._over = True
             for connection in list(self._live):
