@@ -125,7 +125,9 @@ class ModelRunner:
             if beside is None
             else beside.thread
         )
+        self._runners_beside: list[ModelRunner] = []  # closed together with this one
         if beside is not None:
+            beside._runners_beside.append(self)
             self.background = beside.background
         elif device.type == "cpu":
             self.background = InterruptibleSteps(self._run_guarded, self._thread)
@@ -237,6 +239,17 @@ class ModelRunner:
             self.adapters.close()
         if self.graph_history is not None:
             self.graph_history.close(self._graph_policy.most_used())
+        for runner in (self, *self._runners_beside):
+            runner.release()
+        if self.device.type == "cuda":
+            with suppress(RuntimeError):  # the device may be lost
+                torch.cuda.empty_cache()
+
+    def release(self) -> None:
+        """Free the model and its caches now: a closed engine may be referenced for longer, by its owner or by
+        cycles, and the next engine sizes its KV cache by the free memory."""
+        if hasattr(self, "model"):  # a model that sleeps may be uninstalled already
+            self.uninstall()
 
     @property
     def min_idle_s(self) -> float | None:

@@ -119,6 +119,7 @@ class FindLabelledEntities:
     def _entities(
         self, model: TextModel, request: Request, words: TextWords, output: PooledOutput
     ) -> list[list[Entity]]:
+        assert request.token_mask is not None
         entities, ends = model.spec.entities, np.cumsum(words.counts).tolist()
         is_token_level = entities is not None and entities.is_token_level
         candidates = word_candidates if is_token_level else span_candidates
