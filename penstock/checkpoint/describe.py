@@ -235,6 +235,7 @@ def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> Mode
         query_end=_query_end(checkpoint, parts, identity),
         begin_token=bos_text(files.folder) if family.begins_with_bos else None,
         is_causal=checkpoint.is_causal,
+        why_not_sliced=_why_not_sliced(files),
         eos_token_ids=eos_token_ids(files),
         why_not_generate=why_not_generate(files.folder, architecture, config),
         generates_by_default=family.generates_by_default
@@ -337,6 +338,13 @@ def _text_end(files: CheckpointFiles) -> str:
         return ""
     end = _text(files, "suffix")
     return "<|im_end|>\n" if end is None else end
+
+
+def _why_not_sliced(files: CheckpointFiles) -> str | None:
+    """Why a smaller vector is not the beginning of the whole one. zembed's code projects it."""
+    if files.has_module(CHAT_END_MODULE):
+        return "this model was trained with a projection for each size, which is not supported"
+    return None
 
 
 def _text(files: CheckpointFiles, key: str) -> str | None:

@@ -16,12 +16,15 @@ _HEADS = (_HEAD, "lm_head.weight_packed", "lm_head.qweight")  # the others are i
 
 
 def eos_token_ids(files: CheckpointFiles) -> tuple[int, ...]:
-    """The tokens that end a sequence, from generation_config.json or otherwise config.json."""
-    generation = optional_json(files.folder / "generation_config.json")
-    ids = generation.get("eos_token_id", files.config.get("eos_token_id"))
-    if ids is None:
-        return ()
-    return tuple(int(token) for token in (ids if isinstance(ids, list) else [ids]))
+    """The tokens that end a sequence, from generation_config.json and config.json."""
+    found: list[Any] = []
+    for source in (optional_json(files.folder / "generation_config.json"), files.config):
+        ids = source.get("eos_token_id")
+        found += ids if isinstance(ids, list) else [ids]
+    given = [token for token in found if token is not None]
+    if any(type(token) is not int for token in given):
+        raise ValueError(f"eos_token_id is {given}; it has to be a token id or a list of them")
+    return tuple(dict.fromkeys(given))
 
 
 def why_not_generate(folder: Path, architecture: Architecture, config: Mapping[str, Any]) -> str | None:

@@ -56,13 +56,13 @@ def max_model_len(files: CheckpointFiles, positions: int, trained: int | None = 
     that the family was `trained` with.
     """
     length = files.transformer.get("max_seq_length")
-    if isinstance(length, int):
+    if type(length) is int:
         return min(
             positions, _at_least_one(length, f"max_seq_length of the Transformer module in {files.folder}")
         )
     tokenizer = files.folder / "tokenizer_config.json"
     length = optional_json(tokenizer).get("model_max_length")
-    if isinstance(length, int) and length < _NO_LIMIT:
+    if type(length) is int and length < _NO_LIMIT:
         return min(positions, _at_least_one(length, f"model_max_length in {tokenizer}"))
     return positions if trained is None else min(positions, trained)
 

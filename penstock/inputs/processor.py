@@ -175,6 +175,11 @@ class InputProcessor:
                 f"{width}",
                 param="dimensions",
             )
+        if params.dimensions < width and (why := self.spec.why_not_sliced) is not None:
+            raise NotPossible(
+                f"dimensions is {params.dimensions}, but {why}; use {width} or leave it out",
+                param="dimensions",
+            )
 
     @staticmethod
     def _check_sparse(params: PoolingParams) -> None:

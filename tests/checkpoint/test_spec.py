@@ -443,3 +443,25 @@ def test_describing_a_model_does_not_need_its_weights_or_torch(folder: Path) -> 
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ran.stdout.strip(), ran.stderr) == ("32", "")
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({"eos_token_id": 3}, {}, (3,)),
+        ({"eos_token_id": 3}, {"eos_token_id": None}, (3,)),
+        ({"eos_token_id": [3, 4]}, {"eos_token_id": [5, 3]}, (5, 3, 4)),
+        ({}, {}, ()),
+    ],
+)
+def test_end_tokens_of_both_files_end_a_text(
+    folder: Path, config: dict[str, Any], generation: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    write_json(folder / "config.json", BERT_CONFIG | config)
+    write_json(folder / "generation_config.json", generation)
+    assert read_spec(folder, "m").eos_token_ids == expected
+
+
+def test_a_length_that_is_no_number_is_not_one_token(folder: Path) -> None:
+    write_json(folder / "tokenizer_config.json", {"model_max_length": True})
+    assert read_spec(folder, "m").max_model_len == 64

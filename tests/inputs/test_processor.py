@@ -247,6 +247,14 @@ def test_dimensions_beyond_the_models_are_rejected(processor: InputProcessor, di
     assert caught.value.param == "dimensions"
 
 
+def test_a_model_whose_smaller_vectors_are_not_slices_takes_only_its_own_size(tokenizer: Tokenizer) -> None:
+    why = "smaller vectors need a projection"
+    sized = InputProcessor(make_spec(vocab_size=VOCABULARY, why_not_sliced=why), tokenizer)
+    assert sized.prepare("id", "the", PoolingParams(dimensions=8)).params.dimensions == 8
+    with pytest.raises(NotPossible, match=f"dimensions is 4, but {why}; use 8 or leave it out"):
+        sized.prepare("id", "the", PoolingParams(dimensions=4))
+
+
 @pytest.mark.parametrize("dimensions", [1, 8])
 def test_dimensions_up_to_the_models_are_accepted(processor: InputProcessor, dimensions: int) -> None:
     request = processor.prepare("id", "the", PoolingParams(dimensions=dimensions))

@@ -36,6 +36,7 @@ class Reads:
     generates: bool = False
     answers: tuple[str | int, ...] = ()  # tokens that a decoder reranker answers with, relevant first
     markers: tuple[str, str] = ("", "")  # of queries and documents, for late interaction
+    is_sliced: bool = True  # the first values of a vector are a smaller vector
     adapters: tuple[str, ...] = ()  # that a request may choose
 
 

@@ -219,6 +219,7 @@ MORE_DECODERS = (
             causal=True,
             prompts=_ZEMBED_PROMPTS,
             default_prompt="document",
+            is_sliced=False,
             end="<|im_end|>\n",
         ),
         source="modules.json of its repository and its commit d3c9465; cohere-ai/rcp-ndcg zembed-1, which "

@@ -63,6 +63,7 @@ def test_a_model_is_read_as_its_authors_mean_it(model: Published, tmp_path: Path
     assert reads.end == (spec.text_end if spec.late is None else spec.late.query_end)
     assert with_generation(spec, None).generates == reads.generates
     assert spec.adapters == reads.adapters
+    assert (spec.why_not_sliced is None) == reads.is_sliced
     if spec.late is not None:
         assert (spec.late.query_marker, spec.late.document_marker) == reads.markers
         assert spec.token_dim == reads.dimension
