@@ -82,6 +82,6 @@ def test_texts_of_a_model_with_towers_still_use_graphs(tmp_path: Path) -> None:
     with Engine(str(tmp_path), device="cuda", dtype="bfloat16") as engine:
         runner = engine.local.engine.core.runner
         assert isinstance(runner, ModelRunner) and runner.graphs is not None
-        before = runner.graphs.replays
         engine.embed([TEXTS[0]])
-        assert runner.graphs.replays > before
+        # Whether a step is replayed depends on measured times; that graphs could be captured does not.
+        assert runner.graphs.captured and not runner.graphs.refused and not runner.graphs.gave_up
