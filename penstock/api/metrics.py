@@ -80,7 +80,7 @@ CONNECTION_LIMITS = Counter(
 class EngineUp:
     """Which engines can serve, as the process that answers a scrape sees them.
 
-    It is in no shared file: a model that was unloaded leaves nothing behind.
+    It is in no shared file, so an unloaded model leaves nothing behind.
     """
 
     _labelnames = ("model", "engine")
@@ -135,7 +135,7 @@ PUBLISH_INTERVAL_S = 0.1
 
 
 class ApiMetrics:
-    """Counts in memory, and publishes to the files that all processes share a moment later."""
+    """Counts in memory, and publishes to the shared files of all processes a moment later."""
 
     def __init__(self) -> None:
         self._buffer = BufferedMetrics()
@@ -234,8 +234,8 @@ def render(
 ) -> bytes:
     """The metrics of every process of this server, as Prometheus reads them.
 
-    `engines_up` tells of each model which of its engines can serve. `aliases` names the sets of aliases that
-    are shown too, and `kinds` what TEI would do with each model.
+    `engines_up` says for each model which engines can serve. `aliases` names the sets of aliases to include.
+    `kinds` says what TEI would do with each model.
     """
     IN_FLIGHT.set(in_flight)
     registry: CollectorRegistry = REGISTRY
