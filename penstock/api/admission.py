@@ -1,7 +1,7 @@
 """Admission: refuse a request that does not fit into the queue, before any work on it.
 
-The engine publishes its backlog and its speed. An API process adds the requests that it is tokenising,
-estimates the tokens of a new request from the size of its body, and answers 429 if a limit would be exceeded.
+The engine publishes its backlog and its speed. An API process adds the requests that it is tokenising. It
+estimates the tokens of a new request from the size of its body, and answers 429 if they would exceed a limit.
 Estimates may be wrong, so the engine checks again with the actual number.
 """
 

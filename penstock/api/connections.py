@@ -49,12 +49,12 @@ MAX_DISCARDED_BYTES = 1 << 30  # a client may send this many after its answer, w
 MAX_WAITING_BYTES = 1 << 19  # of an upload, before the server stops reading from its client
 UPLOAD_PATH = "/files"  # suffix of paths that take uploads
 LINGER_S = 2.0  # for a client to read why its connection ends
-_FRAMING = (b"content-length", b"transfer-encoding")  # headers that tell where a body ends
+_FRAMING = (b"content-length", b"transfer-encoding")  # headers that say where a body ends
 _STATUS_PREFIX = b"HTTP/1.1 "  # every answer begins with it
 
 
 class _LimitMet(Exception):
-    """Stops the parser. The connection knows the reason."""
+    """Stops the parser. The connection has the reason in `_limit_met`."""
 
 
 class Exchange(RequestResponseCycle):
@@ -476,7 +476,7 @@ class Connection(HttpToolsProtocol):
             self._since_s = self.loop.time()
         self.flow.resume_reading()
 
-    # --- what takes too long or too much ----------------------------------------------------------------
+    # --- timeouts and limits ----------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:

@@ -227,7 +227,7 @@ class Endpoint:
         return reply
 
     def _work(self, call: Call, decoder: RouteDecoder, raw: bytes | bytearray) -> Awaitable[Any]:
-        """The work of the body, not started yet."""
+        """The handler's work on the body, not started yet."""
         try:
             body, variant = decoder.decode_exact(raw), None
         except msgspec.ValidationError as error:

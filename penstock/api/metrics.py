@@ -140,7 +140,7 @@ class ApiMetrics:
     def __init__(self) -> None:
         self._buffer = BufferedMetrics()
         self._due = False
-        # What most requests use, by route, status and model, or by model alone: one look-up for each.
+        # Metrics of most requests, by route, status and model, or by model alone: one look-up for each.
         self._requests: dict[tuple[str, int, str], tuple[BufferedCounter, BufferedHistogram]] = {}
         self._work: dict[str, tuple[BufferedCounter, BufferedCounter]] = {}
         self._phases: dict[str, tuple[BufferedHistogram, ...]] = {}

@@ -225,7 +225,7 @@ class ModelDetails(msgspec.Struct, kw_only=True):
     format: str  # weight format
     family: str
     families: list[str]
-    parameter_size: str  # such as 22.7M; "" if the files do not tell
+    parameter_size: str  # such as 22.7M; "" if the files do not say
     quantization_level: str  # such as F32
 
 
