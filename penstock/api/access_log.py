@@ -1,4 +1,7 @@
-"""The access log: one line for every request, with the other log lines of the server. No inputs, no keys."""
+"""The access log: one line per request, among the other log lines of the server.
+
+Lines contain no keys, and no inputs unless --log-inputs is set.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.access")
 SCOPE_KEY = "penstock.access"
-MAX_BODY_CHARS = 1000  # of a body that --log-inputs shows
+MAX_BODY_CHARS = 1000  # shown of a body with --log-inputs
 
 
 class Claim:
-    """Tells a connection that a route logs the request. Copies of its scope share it."""
+    """Marks a request that a route logs, so that the connection does not. Copies of a scope share it."""
 
     __slots__ = ("is_claimed",)
 
@@ -53,12 +56,12 @@ class AccessLog:
 
 
 def log_unrouted(scope: Scope, status: int) -> None:
-    """Log a request that no route has seen, such as one for the name of another host."""
+    """Log a request that reaches no route, such as one whose `Host` header is refused."""
     _write(scope, status, {})
 
 
 def _write(scope: Scope, status: int, fields: dict[str, Any]) -> None:
-    """Without the query, which may hold secrets."""
+    """Write a log line, without the query string, which may contain secrets."""
     method, path = scope["method"], urllib.parse.quote(scope["path"])
     if client := scope.get("client"):
         fields["address"] = ":".join(map(str, client))

@@ -14,12 +14,12 @@ def _nobody(adapter: ServedAdapter) -> None:
 
 @dataclass(slots=True, eq=False)
 class ServedAdapter:
-    """An adapter that requests may choose. It counts them: engines keep an adapter until the last is done."""
+    """An adapter that requests may choose. Counts its users: engines keep it until the last one is done."""
 
     launch: AdapterLaunch
     num_users: int = 0
-    is_retired: bool = False  # no further request gets it
-    on_unused: Callable[[ServedAdapter], None] = _nobody  # called once, after it was retired
+    is_retired: bool = False  # new requests cannot choose it
+    on_unused: Callable[[ServedAdapter], None] = _nobody  # called once, when it is retired and has no users
 
     @property
     def name(self) -> str:
@@ -31,7 +31,7 @@ class ServedAdapter:
 
     @property
     def digest(self) -> bytes:
-        """What the keys of cached results begin with: its id and the content of its files."""
+        """The prefix of the keys of cached results: the adapter's id and the digest of its files."""
         return f"{self.id}:{self.launch.digest}:".encode()
 
     def enter(self) -> None:
@@ -42,7 +42,7 @@ class ServedAdapter:
         self._report()
 
     def retire(self, on_unused: Callable[[ServedAdapter], None]) -> None:
-        """Give it to no further request; `on_unused` is called when the last one is done, perhaps at once."""
+        """Refuse new users. Calls `on_unused` when the last user is done, which may be immediately."""
         self.is_retired, self.on_unused = True, on_unused
         self._report()
 
@@ -58,7 +58,7 @@ Adapters = dict[str, ServedAdapter]
 def updated(
     present: Adapters, wanted: Sequence[AdapterLaunch], on_unused: Callable[[ServedAdapter], None]
 ) -> Adapters:
-    """The adapters of a new table. Those that it no longer has are retired."""
+    """The adapters of a new table. Retires present adapters that the table does not contain."""
     by_id = {each.id: each for each in present.values()}
     kept = {each.name: by_id.get(each.id) or ServedAdapter(each) for each in wanted}
     for gone in by_id.keys() - {each.id for each in wanted}:

@@ -1,8 +1,8 @@
 """Admission: refuse a request that does not fit into the queue, before any work on it.
 
-The engine publishes what waits and how fast it runs. An API process adds what it is tokenising, estimates the
-tokens of a new request from the size of its body, and answers 429 where they exceed a limit. An estimate may
-be wrong, so the engine checks again with the real number.
+The engine publishes its backlog and its speed. An API process adds the requests that it is tokenising. It
+estimates the tokens of a new request from the size of its body, and answers 429 if they would exceed a limit.
+Estimates may be wrong, so the engine checks again with the actual number.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from penstock.backlog import ADMITTED_SHARE, check_wait, max_queued_of, retry_af
 from penstock.errors import QueueFull
 from penstock.wire.status import StatusPage
 
-_FIRST_RATIO = 0.25  # tokens in a byte of the body, as in English; rather too few: the engine checks again
-_FIRST_BYTES = 4096  # of the bodies that this first ratio counts for
-_SMALL_BYTES = 1024  # bodies that are tokenised at once
+_FIRST_RATIO = 0.25  # tokens per byte of body, as in English; rather low, because the engine checks again
+_FIRST_BYTES = 4096  # weight of the first ratio, as bytes of bodies already seen
+_SMALL_BYTES = 1024  # bodies up to this size may be admitted without an estimate
 _SMALL_ROWS = 8
-_TRUST_S = 0.005  # small requests that follow one that was admitted are not checked for this long
-_FADE = 0.95  # weight of what was known before, at each request
+_TRUST_S = 0.005  # how long small requests are not checked after one was admitted
+_FADE = 0.95  # decay of earlier observations at each request
 
 
 class TokenRatio:
-    """Tokens in a byte of the body: a moving average over requests, by size."""
+    """Tokens per byte of body: a moving average over requests, weighted by size."""
 
     def __init__(self) -> None:
         self._bytes = float(_FIRST_BYTES)
@@ -50,7 +50,7 @@ class Admitted:
 
 
 class Admission:
-    """The door of a model. Without a status page, as with a local engine, it is always open."""
+    """Admission control of one model. Without a status page, as with a local engine, it admits everything."""
 
     def __init__(
         self,
@@ -59,19 +59,19 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
         num_engines: Callable[[], int] = lambda: 1,
     ) -> None:
-        """`settings` gives an engine's resolved settings; none while no engine is ready. `num_engines` tells
-        how many engines serve: as many queues may be full."""
+        """`settings` returns the resolved settings of an engine; empty while no engine is ready.
+        `num_engines` returns how many engines serve. The limit of queued tokens applies to each of them."""
         self._num_engines = num_engines
         self._status = status
         self._settings = settings
         self._ratios: defaultdict[str, TokenRatio] = defaultdict(TokenRatio)
-        self._tokenising = [0, 0]  # estimated tokens of requests that are tokenised: small, large
+        self._tokenising = [0, 0]  # estimated tokens of requests being tokenised: small, large
         self._clock = clock
         self._trusted_until_s = [0.0, 0.0]  # pooling, generation
 
     def takes(self, num_bytes: int, num_rows: int) -> bool:
-        """Whether a pooling request is taken without an estimate: it is small, and nothing waits or another
-        small request has just been admitted."""
+        """Whether to admit a pooling request without an estimate: it is small, and either there is no backlog
+        or another small request was just admitted."""
         if num_bytes > _SMALL_BYTES or num_rows > _SMALL_ROWS:
             return False
         if self._status is None or not self._status.has_backlog:
@@ -87,10 +87,11 @@ class Admission:
         generates: bool = False,
         light_weight: float = 0.0,
     ) -> Admitted:
-        """Count a request in, or raise `QueueFull`. Call `tokenised` when it is ready to be submitted.
+        """Admit a request, or raise `QueueFull`. Call `tokenised` when it is ready to be submitted.
 
-        `kind` names requests of similar bodies: they have about as many tokens in a byte. `light_weight` is
-        the weight of a client that has no other request in flight: it does not wait for all of the others'.
+        `kind` groups requests with similar bodies, which have about the same number of tokens per byte.
+        `light_weight` is the weight of a client without another request in flight, which does not wait for
+        the whole backlog of other clients; 0 for any other client.
         """
         admitted = Admitted(num_bytes, self._ratios[kind].estimate(num_bytes), False)
         if self._status is not None:
@@ -106,13 +107,13 @@ class Admission:
         return admitted
 
     def tokenised(self, kind: str, admitted: Admitted, num_tokens: int | None) -> None:
-        """Count a request out that is submitted now; without `num_tokens`, one that failed."""
+        """Stop counting a request that is being submitted or, if `num_tokens` is None, has failed."""
         self._tokenising[admitted.is_large] -= admitted.estimated_tokens
         if num_tokens is not None:
             self._ratios[kind].learn(admitted.num_bytes, num_tokens)
 
     def with_retry_after(self, error: QueueFull) -> QueueFull:
-        """Tell in an error of the engine when to try again, by what waits now."""
+        """Add to an error of the engine when to try again, estimated from the current backlog."""
         settings = self._settings()
         if self._status is not None and settings and (limit_s := settings["max_queue_seconds"]):
             wait_s = self._status.read().backlog.wait_s(is_large=True)
@@ -148,5 +149,5 @@ class Admission:
         check_wait(wait_s, max_wait_s := settings["max_queue_seconds"])
         is_admitted_for_any = any_wait_s <= ADMITTED_SHARE * max_wait_s or not max_wait_s
         is_admitted_for_any &= waiting + admitted.estimated_tokens <= max_tokens
-        if not admitted.is_large and is_admitted_for_any:  # for any sender of small requests
+        if not admitted.is_large and is_admitted_for_any:  # true for small requests of any client
             self._trusted_until_s[generates] = self._clock() + _TRUST_S

@@ -15,7 +15,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class ListHead(msgspec.Struct, kw_only=True):
-    """What every answer with a list has beside its `data`."""
+    """The fields of every answer with a list, except `data`."""
 
     object: Literal["list"]
     id: str

@@ -59,7 +59,7 @@ DIALECTS: tuple[ModuleType, ...] = (
 
 
 def with_variants(routes: Iterable[RouteSpec], variants: VariantTable) -> tuple[RouteSpec, ...]:
-    """The routes, each with the other kinds of body that dialects add to its path."""
+    """The routes, with the variants that dialects add to the paths of others."""
     table = {route.path: route for route in routes if route.body is not None}
     for path, variant in variants:
         if path not in table:
@@ -105,7 +105,7 @@ class PathEndpoint:
 
 
 class App(Starlette):
-    """A path is looked up. Everything else goes through Starlette, which ends with "no such route"."""
+    """Looks up the endpoint of a path. Other requests fall through to Starlette and its default endpoint."""
 
     def __init__(self, endpoints: Sequence[Endpoint], **options: Any) -> None:
         super().__init__(**options)
@@ -113,7 +113,7 @@ class App(Starlette):
         for endpoint in endpoints:
             by_path.setdefault(endpoint.path, []).append(endpoint)
         self._paths: dict[str, ASGIApp] = {}
-        self._prefixes: list[tuple[str, str, ASGIApp]] = []  # longer suffixes before shorter ones
+        self._prefixes: list[tuple[str, str, ASGIApp]] = []  # (prefix, suffix, app), longest suffix first
         for path, same in by_path.items():
             found = same[0] if len(same) == 1 else PathEndpoint(same)
             if (prefix := same[0].prefix) is None:
@@ -140,7 +140,7 @@ class App(Starlette):
 
 
 def under(root: str, app: ASGIApp) -> ASGIApp:
-    """The application, which answers below a path as well."""
+    """Wrap an application so that it also answers below the path `root`."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope.get("path", "")
@@ -152,7 +152,7 @@ def under(root: str, app: ASGIApp) -> ASGIApp:
 
 
 def build_app(state: ServerState, metrics: ApiMetrics | None = None) -> ASGIApp:
-    """The application of the public port: all routes, without those that an admin port has taken over."""
+    """The application of the public port: all routes, except those that are only on an admin port."""
     metrics = metrics or ApiMetrics()
     plain = [route for route in (*public_routes(state), _schema_route(state)) if route is not INVOCATIONS]
     endpoints = [Endpoint(state, metrics, route) for route in plain]
@@ -166,7 +166,7 @@ def build_app(state: ServerState, metrics: ApiMetrics | None = None) -> ASGIApp:
 
 
 def build_admin_app(state: ServerState, metrics: ApiMetrics) -> ASGIApp:
-    """The application of the admin port. It has no lifespan: the public one is served by the same process."""
+    """The application of the admin port. Only the public one, in the same process, has a lifespan."""
     routes = [route for route in ROUTES if route.is_for_operators]
     app = App([Endpoint(state, metrics, route) for route in routes])
     paths = ", ".join(dict.fromkeys(route.path for route in routes))
@@ -181,7 +181,7 @@ def public_routes(state: ServerState) -> tuple[RouteSpec, ...]:
 
 
 def _served(state: ServerState, app: App, other: Endpoint) -> ASGIApp:
-    """The application below its root path, for pages of the allowed origins. `other` answers other paths."""
+    """Add the root path and CORS to an application. `other` answers paths without a route."""
     app.router.default = _default(other)
     app.router.redirect_slashes = False
     served: ASGIApp = under(state.config.root_path, app) if state.config.root_path else app
@@ -254,7 +254,7 @@ def _refusal(state: ServerState, metrics: ApiMetrics, path: str, message: str) -
 
 
 def _default(endpoint: Endpoint) -> ASGIApp:
-    """What answers paths that have no route."""
+    """The ASGI application for paths without a route."""
 
     async def default(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

@@ -1,7 +1,7 @@
-"""Runs one batch: its lines go through the same endpoints as HTTP requests, in the background of the engine.
+"""Runs one batch: its lines go through the same endpoints as HTTP requests, as background requests.
 
-Enough lines are in flight to fill steps, and no more. Answers are committed in groups. A line that finds the
-server full, the engine down or the model asleep waits and runs again.
+As many lines are in flight as it takes to fill the engine's steps. Answers are committed in groups. If the
+server is full, the engine is down or the model is asleep, a line waits and is retried.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 COMMIT_S = 0.5  # between two commits
 MAX_UNCOMMITTED = 4096  # answers
 MAX_UNCOMMITTED_BYTES = 32 << 20
-STEPS_IN_FLIGHT = 3  # tokens of the lines in flight, in steps of the engine
+STEPS_IN_FLIGHT = 3  # engine steps that the lines in flight fill
 MAX_LINES_IN_FLIGHT = 4096
 MAX_BYTES_IN_FLIGHT = 64 << 20
-READ_LINES = 64  # at a time
-CHECK_S = 0.5  # between two looks whether the batch is cancelled or has expired
-FIRST_DELAY_S, MAX_DELAY_S = 0.25, 5.0  # before a line runs again
-MAX_CRASHES_SHARED = 2  # of the engine with a line in flight, before the line runs alone
-MAX_CRASHES_ALONE = 2  # before it is given up
-_FIRST_BYTES = 4096  # that count before any line is answered, with four to a token
-_CLIENT = "batch "  # before the owner's name: batches and requests of a key have shares of their own
+READ_LINES = 64  # read from the file at a time
+CHECK_S = 0.5  # between checks whether the batch is cancelled or has expired
+FIRST_DELAY_S, MAX_DELAY_S = 0.25, 5.0  # before a line is retried
+MAX_CRASHES_SHARED = 2  # engine crashes with a line in flight, before the line is retried alone
+MAX_CRASHES_ALONE = 2  # further crashes, before the line fails
+_FIRST_BYTES = 4096  # assumed before any line is answered, at four bytes per token
+_CLIENT = "batch "  # prefix of the owner's name: batches and requests of a key get separate fair shares
 _ENDINGS = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this line was answered"),
     "expired": ("batch_expired", "the completion window ended before this line was answered"),
@@ -58,7 +58,7 @@ _ENDINGS = {
 
 
 class _Streams(msgspec.Struct):
-    """The field of a body that asks for a stream."""
+    """The field of a body that requests a stream."""
 
     stream: bool | None = None
 
@@ -102,10 +102,11 @@ class BatchRun:
         self._append: asyncio.Future[BatchRecord] | None = None  # the last commit, on its thread
         self._failure: BaseException | None = None  # why the batch cannot continue
         self._waiting = BATCH_LINES_WAITING.labels(batch.endpoint)
-        self._num_known_bytes, self._num_known_tokens = _FIRST_BYTES, _FIRST_BYTES / 4  # of answered lines
+        # Totals over answered lines, for an estimate of bytes per token.
+        self._num_known_bytes, self._num_known_tokens = _FIRST_BYTES, _FIRST_BYTES / 4
         self._changed = asyncio.Event()  # a line was answered, or the batch must stop
-        self._ending = ""  # why no further line runs
-        self._num_suspects = 0  # lines that were in flight when the engine died, more than once
+        self._ending = ""  # why the batch ends early: a key of `_ENDINGS`
+        self._num_suspects = 0  # lines that were in flight in several crashes; they run alone
         self._alone = asyncio.Lock()
 
     async def run(self) -> None:
@@ -145,7 +146,7 @@ class BatchRun:
 
     @property
     def _num_left(self) -> int:
-        """Lines that are not answered."""
+        """The number of unanswered lines."""
         return self.batch.total - self.batch.completed - self.batch.failed
 
     # --- lines ------------------------------------------------------------------------------------------
@@ -153,7 +154,7 @@ class BatchRun:
     async def _left(
         self, lines: Iterator[tuple[int, bytes | None]], done: set[int]
     ) -> AsyncIterator[tuple[int, bytes]]:
-        """The lines that are not answered, read a few at a time."""
+        """Yield the unanswered lines, read a few at a time."""
         while block := await asyncio.to_thread(lambda: list(islice(lines, READ_LINES))):
             for number, raw in block:
                 if raw is not None and number not in done:
@@ -270,7 +271,7 @@ class BatchRun:
     # --- the end ----------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Notice that the batch is cancelled or has expired, also while no line is answered."""
+        """Check whether the batch is cancelled or has expired, even while no line is answered."""
         while not self._ending:
             await asyncio.sleep(CHECK_S)
             self.batch = await asyncio.to_thread(self._service.store.batch, self.batch.id)
@@ -288,7 +289,7 @@ class BatchRun:
         await _stop(list(self._tasks))
 
     async def _end_lines(self, journal: Journal, done: set[int]) -> None:
-        """Answer every line that is left with the reason why it does not run."""
+        """Answer every remaining line with the reason why it does not run."""
         code, message = _ENDINGS[self._ending]
         lines = read_lines(
             self._service.store.path(self.batch.input_file_id), self._service.config.max_body_bytes
@@ -340,7 +341,7 @@ class BatchRun:
             raise self._failure
 
     async def _commit_often(self, journal: Journal) -> None:
-        """Commit what is answered, while further lines run. A failure ends the batch."""
+        """Commit answers regularly while lines run. A failure ends the batch."""
         try:
             while True:
                 await asyncio.sleep(COMMIT_S)
@@ -350,7 +351,7 @@ class BatchRun:
             self._changed.set()
 
     async def _commit(self, journal: Journal) -> None:
-        """Commit all answers so far. Its thread is not stopped with its task: only one writes at a time."""
+        """Commit all answers so far. Waits for an earlier one first: its thread outlives a cancelled task."""
         await self._settled()
         answers, self._answers, self._answer_bytes = self._answers, [], 0
         if not answers:
@@ -380,7 +381,7 @@ def _asks_for_stream(body: bytes) -> bool:
     try:
         return _decode_streams(body).stream is True
     except UNREADABLE:
-        return False  # the route says what is wrong with it
+        return False  # the route reports what is wrong
 
 
 async def _answered(number: int, line: RequestLine, reply: Reply, usage: Usage) -> LineAnswer:

@@ -27,18 +27,18 @@ log = logging.getLogger("penstock.api")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MAX_RUNNING = 4  # batches at a time; of owners in turn
-POLL_S = 0.5  # between two looks at the folder, which other API processes change too
-SWEEP_S = 60.0  # between two looks for what has expired
+MAX_RUNNING = 4  # batches at a time, spread over their owners
+POLL_S = 0.5  # between checks of the folder, which other API processes change too
+SWEEP_S = 60.0  # between sweeps for expired files and batches
 ORPHAN_S = 86_400  # age at which an unfinished upload is deleted
-_STOP_S = 5.0  # for batches to stop when the server does
+_STOP_S = 5.0  # time for batches to stop when the server stops
 
 
 class BatchService:
-    """Opens the folder in this process, and runs its batches if this process is the one to do so."""
+    """The batch folder in this process. Runs its batches if this process is the leader."""
 
     def __init__(self, state: ServerState, metrics: ApiMetrics, endpoints: Mapping[str, Endpoint]) -> None:
-        """`endpoints` are those that lines may name, by path."""
+        """`endpoints` are the endpoints that lines may name, by path."""
         assert state.config.batch_folder is not None
         self.state = state
         self.metrics = metrics
@@ -49,7 +49,7 @@ class BatchService:
         self._leader = LeaderLock(self.store.folder, f"{socket.gethostname()}, process {os.getppid()}")
         self._wake = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._owners: dict[str, str] = {}  # of the running batches
+        self._owners: dict[str, str] = {}  # of running batches, by batch id
         self._swept_s = 0.0
         self._task: asyncio.Task[None] | None = None
         self.num_uploads = 0  # in progress
@@ -74,7 +74,7 @@ class BatchService:
         self._task = asyncio.create_task(self._lead())
 
     async def close(self) -> None:
-        """Stop. Lines that run are given up; they run again when a server opens the folder."""
+        """Stop. Lines in flight are abandoned, and run again when a server opens the folder."""
         tasks = [each for each in (self._task, *self._running.values()) if each is not None]
         for task in tasks:
             task.cancel()
@@ -84,11 +84,11 @@ class BatchService:
         self.store.close()
 
     def wake(self) -> None:
-        """Look at the folder at once."""
+        """Check the folder now, without waiting for the next poll."""
         self._wake.set()
 
     def check(self) -> None:
-        """Refuse if another server has the folder."""
+        """Raise if another server runs the batches of the folder."""
         if self._leader.other_server:
             raise self._other_server()
 
@@ -99,7 +99,7 @@ class BatchService:
         )
 
     async def call(self, work: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
-        """Do something with the store, off the event loop."""
+        """Run a method of the store off the event loop."""
         self.check()
         return await asyncio.to_thread(work, *args, **keywords)
 
@@ -116,7 +116,7 @@ class BatchService:
                 was_leader = is_leader
                 if is_leader:
                     await self._turn()
-            except Exception:  # a full disk or a locked database passes; the server must not stop
+            except Exception:  # a full disk or a locked database may be temporary: do not stop
                 log.exception("the batches of %s could not be continued", self.store.folder)
             try:
                 await asyncio.wait_for(self._wake.wait(), POLL_S)
@@ -125,7 +125,7 @@ class BatchService:
             self._wake.clear()
 
     async def _turn(self) -> None:
-        """Begin what waits, and delete what is old."""
+        """Start waiting batches, and sometimes delete expired files and batches."""
         now_s = time.time()
         if now_s - self._swept_s > SWEEP_S:
             self._swept_s = now_s
@@ -143,7 +143,7 @@ class BatchService:
             BATCHES.labels(status).set(counts[status])
 
     def _next(self, waiting: list[BatchRecord]) -> list[BatchRecord]:
-        """The batches that begin now: owners with fewer running ones first, then the oldest."""
+        """The batches to start now: owners with the fewest running batches first, then the oldest batch."""
         chosen: list[BatchRecord] = []
         while waiting and len(self._running) + len(chosen) < MAX_RUNNING:
             owners = [*self._owners.values(), *(each.owner for each in chosen)]
@@ -167,7 +167,7 @@ class BatchService:
                 await BatchRun(self, batch).run()
         except (OSError, sqlite3.Error, PenstockError) as error:
             if isinstance(error, NotFound):
-                return  # it was deleted meanwhile
+                return  # deleted meanwhile
             log.exception("batch %s failed", batch.id)
             await asyncio.to_thread(self._fail, batch, str(error))
         except Exception as error:
@@ -175,7 +175,7 @@ class BatchService:
             await asyncio.to_thread(self._fail, batch, f"internal error: {type(error).__name__}")
 
     def _validate(self, batch: BatchRecord) -> BatchRecord:
-        """Check the input file; the batch is in progress, or has failed, afterwards."""
+        """Check the input file, and mark the batch as in progress or failed."""
         path = self.store.path(batch.input_file_id)
         found = check_file(
             path,
@@ -196,7 +196,7 @@ class BatchService:
         return self.store.update(batch.id, settle)
 
     def _fail(self, batch: BatchRecord, why: str) -> None:
-        """End a batch that cannot continue. Its answers so far can be read."""
+        """End a batch that cannot continue. Its answers so far stay readable."""
 
         def settle(record: BatchRecord) -> None:
             record.status, record.failed_at = "failed", int(time.time())
@@ -205,7 +205,7 @@ class BatchService:
         self.store.end(batch.id, settle, self.output_files(self.store.batch(batch.id)))
 
     def output_files(self, batch: BatchRecord) -> list[FileRecord]:
-        """The files that a batch has written, without empty ones."""
+        """The non-empty files that a batch has written."""
         now = int(time.time())
         kept_s = batch.output_expires_s or self.retention_s
         return [

@@ -14,15 +14,15 @@ from penstock.outputs.encoders import LargeRow
 Body = bytes | list[bytes | LargeRow]
 Piece = bytes | memoryview
 
-_PLACEHOLDER = secrets.token_hex(16)  # of a large row in the encoded JSON; no client can guess it
+_PLACEHOLDER = secrets.token_hex(16)  # stands for a large row in encoded JSON; no client can guess it
 _QUOTED = f'"{_PLACEHOLDER}"'.encode()
-_MAX_ITEMS = 128  # more of them are encoded one by one
-PIECE_BYTES = 1 << 18  # that are sent at once
-_MIN_PIECE_BYTES = 1 << 16  # smaller pieces are sent together
+_MAX_ITEMS = 128  # longer lists are encoded item by item
+PIECE_BYTES = 1 << 18  # sent at a time
+_MIN_PIECE_BYTES = 1 << 16  # smaller pieces are joined
 
 
 def json_body(content: Any) -> Body:
-    """JSON of plain values, NumPy arrays and large rows, which are not copied into it."""
+    """Encode plain values and NumPy arrays as JSON. Large rows stay separate parts, without a copy."""
     has_many_items = isinstance(content, dict) and len(content.get("data", ())) > _MAX_ITEMS
     if not has_many_items:
         try:
@@ -39,7 +39,7 @@ def json_body(content: Any) -> Body:
 
     if has_many_items:
         items = [orjson.Fragment(_encode(item, defer)) for item in content["data"]]
-        content = {**content, "data": items}  # one by one, so that other threads run in between
+        content = {**content, "data": items}  # one by one, so that other threads can run in between
     raw = _encode(content, defer)
     if not large:
         return raw
@@ -55,7 +55,7 @@ def _encode(content: Any, defer: Callable[[Any], str]) -> bytes:
 
 
 async def sized(body: Body) -> tuple[int, Iterator[Piece]]:
-    """The size of the body and its pieces. Rows whose size is unknown are encoded here."""
+    """The size of the body, and its pieces. If the size of a row is unknown, all pieces are encoded here."""
     if isinstance(body, bytes):
         return len(body), iter((body,)) if len(body) <= PIECE_BYTES else _cut(body)
     sizes = [part.size if isinstance(part, LargeRow) else len(part) for part in body]
@@ -70,13 +70,13 @@ async def sized(body: Body) -> tuple[int, Iterator[Piece]]:
 
 
 def _cut(body: bytes) -> Iterator[Piece]:
-    """Pieces of a body that is encoded already: the client reads one before the next is sent."""
+    """Split an encoded body, so that it is sent no faster than the client reads."""
     whole = memoryview(body)
     return (whole[at : at + PIECE_BYTES] for at in range(0, len(body), PIECE_BYTES))
 
 
 def _joined_pieces(body: list[bytes | LargeRow]) -> Iterator[Piece]:
-    """Small neighbouring pieces joined, large pieces as they are."""
+    """Join small neighbouring pieces, and pass on large ones."""
     waiting: list[Piece] = []
     size = 0
     for part in body:

@@ -1,4 +1,4 @@
-"""Rows of an engine's output as bytes: how results are taken apart for a cache, and put together again."""
+"""Rows of an engine's output as bytes: splits outputs for a cache, and joins cached rows to outputs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ T = TypeVar("T")
 
 KEY_BYTES = 32
 MAC_BYTES = 16
-_FORMAT = 1  # of stored rows; a new number leaves old ones unread
+_FORMAT = 1  # version of stored rows; other versions are ignored
 _DTYPES = frozenset({"<f4", "<f2", "<u2", "|i1", "|u1"})
 _MAX_DIMS = 3
 
-Layout = tuple[tuple[str, tuple[int, ...]], ...]  # of each output: its dtype, the shape of a row or token
+Layout = tuple[tuple[str, tuple[int, ...]], ...]  # (dtype, shape of a row or token) of each output
 
 
 async def off_loop(is_large: bool, work: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
-    """Do work that would stall the event loop on a thread; other work at once."""
+    """Run large work on a thread, because it would stall the event loop, and small work inline."""
     return await asyncio.to_thread(work, *args, **keywords) if is_large else work(*args, **keywords)
 
 
@@ -46,8 +46,8 @@ class CachedModel(Protocol):
 
 
 class CachedRow(msgspec.Struct, frozen=True, gc=False):
-    """The result of one row: the bytes of each of its outputs. A cache has very many of them, which the
-    garbage collector need not visit."""
+    """The result of one row: the bytes of each of its outputs. Hidden from the garbage collector, because a
+    cache has very many rows."""
 
     layout: Layout
     parts: tuple[bytes, ...]
@@ -58,7 +58,7 @@ class CachedRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class _StoredRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A row as another process reads it."""
+    """A row as it is serialised for other processes."""
 
     format: int
     layout: Layout
@@ -69,7 +69,7 @@ _decoder = msgspec.msgpack.Decoder(_StoredRow)
 
 
 def row_digests(request: Request, secret: bytes = b"") -> list[bytes]:
-    """One key per row, of its content and of everything that is asked of it. The model is not part of it."""
+    """One key per row, from its content and all parameters of the request. The model is not part of it."""
     asked = msgspec.msgpack.encode((request.all_params, scope(request)))
     base = hashlib.blake2b(asked, digest_size=KEY_BYTES, key=secret)
     return [_digest(base, key) for key in row_keys(request)]
@@ -82,7 +82,7 @@ def _digest(base: hashlib.blake2b, key: bytes) -> bytes:
 
 
 def split_output(request: Request, output: PooledOutput) -> list[CachedRow] | None:
-    """The rows of an output; None if a value is not finite, which no cache may keep."""
+    """The rows of an output; None if a value is not finite, because such a result must not be cached."""
     arrays = (output.values, *output.extra_values)
     if not all(map(_is_finite, arrays)):
         return None
@@ -95,7 +95,7 @@ def split_output(request: Request, output: PooledOutput) -> list[CachedRow] | No
 
 @lru_cache(256)
 def _shared(layout: Layout) -> Layout:
-    """The same object for equal layouts, of which every row has one."""
+    """Return the same object for equal layouts, because every row refers to one."""
     return layout
 
 
@@ -104,7 +104,7 @@ def _is_finite(array: Array) -> bool:
 
 
 def _split(request: Request, params: PoolingParams, array: Array) -> list[bytes]:
-    """The bytes of each row. They are copies: the engine's memory is reused."""
+    """The bytes of each row, copied because the engine reuses its memory."""
     raw, width = array.tobytes(), array.nbytes // max(1, len(array))
     if not params.per_token:
         return [raw[at : at + width] for at in range(0, len(raw), width)]
@@ -114,7 +114,7 @@ def _split(request: Request, params: PoolingParams, array: Array) -> list[bytes]
 
 
 def join_rows(request: Request, rows: Sequence[CachedRow], timings: Timings) -> PooledOutput:
-    """The output that consists of these rows, all of one layout."""
+    """Join rows of one layout to an output."""
     arrays = [
         np.frombuffer(b"".join([row.parts[number] for row in rows]), dtype=dtype).reshape(
             request.num_tokens if params.per_token else len(rows), *shape
@@ -127,14 +127,14 @@ def join_rows(request: Request, rows: Sequence[CachedRow], timings: Timings) -> 
 
 
 def encode_row(row: CachedRow, key: bytes, secret: bytes = b"") -> bytes:
-    """A row as bytes, with a code that belongs to its key and its content."""
+    """Serialise a row, with an authentication code over its key and content."""
     content = msgspec.msgpack.encode(_StoredRow(_FORMAT, row.layout, row.parts))
     return _code(key, content, secret) + content
 
 
 def decode_row(stored: bytes, key: bytes, secret: bytes = b"") -> CachedRow | None:
-    """The row; None if it is damaged, of another format, or was written for another key or with another
-    secret."""
+    """Deserialise a row. None if it is damaged, has another format version, or was written for another key or
+    with another secret."""
     content = memoryview(stored)[MAC_BYTES:]
     if stored[:MAC_BYTES] != _code(key, content, secret):
         return None
@@ -152,7 +152,7 @@ def _code(key: bytes, content: bytes | memoryview, secret: bytes) -> bytes:
 
 
 def fits(row: CachedRow, all_params: tuple[PoolingParams, ...], num_tokens: int, embed_dim: int) -> bool:
-    """Whether a row of unknown origin has the shape of a result of `num_tokens`, for these parameters."""
+    """Whether a row of unknown origin has the shape of a result of `num_tokens` with these parameters."""
     sizes = _part_sizes(row.layout, all_params, embed_dim)
     if sizes is None or len(row.parts) != len(sizes):
         return False
@@ -166,7 +166,7 @@ def fits(row: CachedRow, all_params: tuple[PoolingParams, ...], num_tokens: int,
 def _part_sizes(
     layout: Layout, all_params: tuple[PoolingParams, ...], embed_dim: int
 ) -> tuple[int, ...] | None:
-    """Bytes of a row or token of each output; None if results of these parameters have another layout."""
+    """Bytes per row or token of each output; None if results with these parameters have another layout."""
     if len(layout) != len(all_params):
         return None
     for (dtype, shape), params in zip(layout, all_params, strict=True):
@@ -181,7 +181,7 @@ def _part_sizes(
 
 
 def are_finite(rows: Sequence[CachedRow]) -> bool:
-    """Whether all values of these rows are finite. All rows have one layout."""
+    """Whether all values of these rows, which have one layout, are finite."""
     return all(
         _is_finite(np.frombuffer(b"".join([row.parts[number] for row in rows]), dtype=dtype))
         for number, (dtype, _) in enumerate(rows[0].layout)

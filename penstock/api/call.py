@@ -35,8 +35,8 @@ class Reply:
 
 @dataclass(slots=True)
 class Streamed:
-    """A reply whose body is sent in pieces. The first piece exists already, so earlier failures have a
-    status."""
+    """A reply whose body is sent in pieces. The first piece exists already, so an earlier failure could still
+    set the status."""
 
     first: bytes
     rest: AsyncGenerator[bytes, None]
@@ -51,37 +51,37 @@ async def streamed(pieces: AsyncGenerator[bytes, None]) -> Streamed:
 
 
 class Call:
-    """One HTTP request in a handler, and where its time went. Defaults are the class's: few are ever set."""
+    """One HTTP request as a handler sees it, and its timings. Most attributes keep the class's defaults."""
 
     body_bytes: int = 0
-    num_patches: int = 0  # of the images of the request
+    num_patches: int = 0  # image patches of the request
     request_id: str | None = None
     tokenize_s: float = 0.0
     queue_s: float = 0.0
     device_s: float = 0.0
     encode_s: float = 0.0
-    errors: ErrorStyle | None = None  # of the dialect that the body turned out to be
+    errors: ErrorStyle | None = None  # of the body's dialect, if it is not the route's
     ignored_fields: tuple[str, ...] = ()
     num_truncated: int = 0  # rows that were cut to fit
     cache_control: CacheControl = CacheControl.DEFAULT
-    num_cached_rows: int | None = None  # answered by the result cache; None: it was not asked
+    num_cached_rows: int | None = None  # answered by the result cache; None: it was not used
     path_value: str = ""  # the value of the path's parameter
     model_name: str = ""  # empty until it is known
-    adapter_name: str = ""  # of the last LoRA adapter that was chosen
+    adapter_name: str = ""  # the last LoRA adapter that was chosen
     num_rows: int = 0
     num_tokens: int = 0
     num_generated: int = 0  # tokens
-    status: int = 0  # as it is counted; 0 until the request has ended
+    status: int = 0  # HTTP status for metrics; 0 until the request has ended
     error_code: str = ""
     is_streamed: bool = False
     trace: RequestTrace | None = None  # None: not traced
     shown_body: str = ""  # with --log-inputs
     use: Use | None = None  # what the route does with a model
-    query_string: bytes = b""  # of a route without a body
-    key: ApiKey | None = None  # that the client has sent; None: the route or the server needs none
-    client: str = ""  # who sent it, as `client_of` tells
+    query_string: bytes = b""  # set for routes without a body
+    key: ApiKey | None = None  # sent by the client; None: the route or the server needs none
+    client: str = ""  # who sent it, see `client_of`
     is_background: bool = False  # a line of a batch, which waits for as long as it takes
-    # Those that the request uses, each with its model. Engines keep them until the request is done.
+    # LoRA adapters in use, each with its model. Engines keep them until the request is done.
     adapters: tuple[tuple[str, ServedAdapter], ...] = ()
 
     def __init__(self, state: ServerState, metrics: ApiMetrics, began_s: float) -> None:
@@ -100,13 +100,13 @@ class Call:
         return self.weight if self.state.held.get(self.client, 0) <= 1 else 0.0
 
     def work_size(self, kind: str) -> tuple[str, int]:
-        """A name for requests of similar bodies, and the bytes from which their tokens are estimated. An
-        image's bytes tell nothing: its patches do."""
+        """A name for requests of similar bodies, and the bytes from which their tokens are estimated. For
+        images these are computed from patches, because an image's bytes say nothing about its tokens."""
         return (f"{kind} with images", 4 * self.num_patches) if self.num_patches else (kind, self.body_bytes)
 
     def model(self, body: Any, *, may_truncate: bool = True) -> ServedModel:
-        """The model that a body names. A prompt in the name, and the server's default for long texts, are
-        set in the body where it does not say otherwise."""
+        """The model that a body names. Sets in the body a prompt that the name chooses and, if the body
+        leaves it open, the server's default for long texts."""
         state = self.state
         name: str | None = body.model
         if name or self.key is not None or len(state.models) != 1:
@@ -142,7 +142,7 @@ class Call:
             elif model.adapter is None:
                 model = model.with_adapter(self._find_adapter(model, asked))
         if not self.may_use(model):
-            # In the client's own words: nothing tells whether another tenant has an adapter of this name.
+            # The error is the same whether or not another tenant has an adapter of this name.
             raise self._not_allowed(model.full_name if asked is not None else body.model)
         if found.prompt is not None:
             choose_prompt_by_name(body, model, found.prompt)
@@ -155,7 +155,7 @@ class Call:
         return model
 
     def _find_adapter(self, model: ServedModel, name: str) -> ServedAdapter:
-        """An adapter of a model. Who may not use the model is not told which adapters it has."""
+        """An adapter of a model. A client that may not use the model does not learn which adapters it has."""
         try:
             return model.find_adapter(name)
         except ModelNotFound:
@@ -173,21 +173,21 @@ class Call:
         self.adapters = (*self.adapters, (model.spec.name, adapter))
 
     def release_adapters(self) -> None:
-        """The request is done."""
+        """Release the adapters, because the request is done."""
         adapters, self.adapters = self.adapters, ()
         for model, adapter in adapters:
             self.metrics.adapter_ends(model, adapter.name)
             adapter.leave()
 
     def count_work(self, model: ServedModel, num_rows: int, num_tokens: int) -> None:
-        """Count rows and tokens that the request brings to a model."""
+        """Count the rows and tokens of the request for a model."""
         name = self.model_name = model.spec.name
         self.num_rows += num_rows
         self.num_tokens += num_tokens
         self.metrics.work(name, num_rows, num_tokens)
 
     def log_fields(self) -> dict[str, str]:
-        """How log lines about this request name it."""
+        """The fields that identify this request in log lines."""
         fields = {} if self.request_id is None else {"request_id": self.request_id}
         return fields if self.trace is None else {**fields, "trace_id": self.trace.trace_id}
 
@@ -204,7 +204,7 @@ class Call:
         return found
 
     def _resolve(self, name: str | None) -> Found:
-        """The same, where an adapter may be chosen yet, which decides whether the key allows it."""
+        """Like `resolve`, but any model is allowed, because the adapter to check may be chosen later."""
         if self.key is None or self.key.models is None:
             return self.state.find(name, self.use)
         if not name and (allowed := [each for each in self.state.models.values() if self.may_use(each)]):
@@ -220,8 +220,8 @@ class Call:
         return [name for name in self.state.names if self.may_use(self.state.find(name).model)]
 
     def may_use(self, model: ServedModel) -> bool:
-        """Whether the client's key allows a model. A key for an adapter allows it alone; one for a model
-        allows the adapters too."""
+        """Whether the client's key allows a model. A key for an adapter allows only the adapter; a key
+        for a model allows its adapters, too."""
         if self.key is None or self.key.models is None:
             return True
         aliases, allowed = self.state.aliases, self.key.models
@@ -285,13 +285,13 @@ class Call:
 
 
 def _names_header(names: Sequence[str]) -> bytes:
-    """Names that a client chose, as a header can hold them."""
+    """Names from a client, escaped for a header."""
     text = ", ".join(names).encode("ascii", "backslashreplace")[:_MAX_IGNORED_CHARS]
     return bytes(byte if 32 <= byte < 127 else 63 for byte in text).strip()
 
 
 def _leaves_open(body: Any) -> bool:
-    """Whether a body has the field that cuts long texts, and leaves open what happens to them."""
+    """Whether a body has the field that truncates long texts, but leaves them to the server's default."""
     is_open = getattr(body, "truncate_prompt_tokens", 0) is None
     return is_open and getattr(body, "chunking", None) in (None, "none")
 

@@ -1,7 +1,6 @@
-"""The open connections of an API process: how many there are, which are overdue, and how they end.
+"""The open connections of an API process: limits on their number, timeouts, and shutdown.
 
-One timer serves all of them. Each pass asks every connection whether it has kept a client waiting or has been
-kept waiting for too long.
+One timer serves all connections. At each pass, every connection checks its timeouts.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ if TYPE_CHECKING:
     from penstock.api.connections import Connection
 
 MAX_REFUSED = 128  # refused connections that stay open until their client has read the reason
-POLL_INTERVAL_S = 0.05  # how often clients that have closed their side are looked at
-DRAIN_GRACE_S = 0.5  # for a request that is on its way when the server begins to drain
-LAST_ANSWERS_S = 1.0  # for the answers of requests that the end of the drain has cut short
+POLL_INTERVAL_S = 0.05  # between checks of half-closed connections
+DRAIN_GRACE_S = 0.5  # for requests in transit when the drain begins
+LAST_ANSWERS_S = 1.0  # to send errors to requests that the end of the drain cuts short
 
 
 class ConnectionTable:
-    """Counts connections, sweeps over them, and ends them when the server stops."""
+    """Counts connections, enforces their timeouts, and ends them when the server stops."""
 
     def __init__(self, limits: ServerConfig, buffered: BufferedBytes, hosts: HostCheck | None = None) -> None:
         self.limits = limits
@@ -78,14 +77,14 @@ class ConnectionTable:
         CONNECTION_LIMITS.labels(limit).inc()
 
     def watch_half_closed(self, connection: Connection) -> None:
-        """Look whether a client that sends no more still reads."""
+        """Watch whether a client that has stopped sending still reads."""
         self._half_closed.add(connection)
         if not self._polling:
             self._polling = True
             asyncio.get_running_loop().call_later(POLL_INTERVAL_S, self._poll)
 
     def begin_drain(self) -> None:
-        """Give running requests their time, then end them with 503, then disconnect who is left."""
+        """Give running requests time to finish, then end them with 503, then disconnect remaining clients."""
         if self.is_draining:
             return
         self.is_draining = True
@@ -116,7 +115,7 @@ class ConnectionTable:
             loop.call_later(self.sweep_interval_s, self._sweep)
 
     def _poll(self) -> None:
-        """Disconnect clients that have closed both sides: their machine has refused what was sent to them."""
+        """Disconnect clients that have closed both directions: their machine has rejected what was sent."""
         poll = select.poll()
         by_number: dict[int, Connection] = {}
         for connection in self._half_closed:
@@ -145,7 +144,7 @@ class ConnectionTable:
 
 
 def _counted_address(client: tuple[str, int] | None) -> str:
-    """The address that a connection counts for: of IPv6, the network of one site; empty for loopback."""
+    """The address under which a connection is counted: for IPv6 the /64 network; empty for loopback."""
     if client is None or is_loopback(client[0]):
         return ""
     if ":" not in client[0]:

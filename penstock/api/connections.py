@@ -1,9 +1,8 @@
 """One HTTP connection: uvicorn's protocol with bounds on what a client can make the server hold or wait for.
 
-A request's body is collected here and reaches the application whole, so that half a body holds no task's
-attention and no place among the requests in flight. Only an upload reaches it in pieces. A limit that is met
-in the middle of a request is raised by `receive`, where the endpoint turns it into an answer in its dialect's
-shape.
+A request's body is collected here and passed to the application as a whole, so that an incomplete body does
+not count as a request in flight. Only an upload is passed on in pieces. If a request exceeds a limit,
+`receive` raises the error, and the endpoint turns it into an answer in its dialect's shape.
 """
 
 from __future__ import annotations
@@ -45,19 +44,19 @@ from penstock.errors import (
     UrlTooLong,
 )
 
-MAX_PIPELINED = 64  # requests of one connection that wait for the answer of another
-ALWAYS_READ_BYTES = 1 << 16  # a body of this size is read even if the server holds as many bytes as it may
-MAX_DISCARDED_BYTES = 1 << 30  # that a client may still send after its answer, in time
-MAX_WAITING_BYTES = 1 << 19  # of an upload, before no more is read from its client
-UPLOAD_PATH = "/files"  # what paths that take uploads end with
+MAX_PIPELINED = 64  # requests of one connection that wait for an earlier one
+ALWAYS_READ_BYTES = 1 << 16  # a body of this size is read even if the server's buffers are full
+MAX_DISCARDED_BYTES = 1 << 30  # a client may send this many after its answer, within the timeouts
+MAX_WAITING_BYTES = 1 << 19  # of an upload, before the server stops reading from its client
+UPLOAD_PATH = "/files"  # suffix of paths that take uploads
 LINGER_S = 2.0  # for a client to read why its connection ends
-MAX_KNOWN_URLS, MAX_KNOWN_URL_BYTES = 256, 256  # that are not parsed again
-_FRAMING = (b"content-length", b"transfer-encoding")  # headers that tell where a body ends
+MAX_KNOWN_URLS, MAX_KNOWN_URL_BYTES = 256, 256  # cached targets of requests, and the longest cached URL
+_FRAMING = (b"content-length", b"transfer-encoding")  # headers that say where a body ends
 _STATUS_PREFIX = b"HTTP/1.1 "  # every answer begins with it
 
 
 class _LimitMet(Exception):
-    """Stops the parser. The connection knows the reason."""
+    """Stops the parser. The connection has the reason in `_limit_met`."""
 
 
 class Exchange(RequestResponseCycle):
@@ -133,7 +132,7 @@ class Exchange(RequestResponseCycle):
             await self.send_500_response()
 
     def stream_body(self) -> None:
-        """Deliver the body in pieces as it arrives. Few of its bytes wait here; the reader has a limit."""
+        """Deliver the body in pieces as it arrives. Few bytes are buffered; the reader limits its size."""
         self._is_streamed = True
 
     def add_body(self, piece: bytes) -> None:
@@ -163,7 +162,7 @@ class Exchange(RequestResponseCycle):
                 self.connection.flow.pause_reading()
 
     def _take_piece(self) -> ASGIReceiveEvent:
-        """What has come of an upload; the client may send more."""
+        """The bytes of an upload that have arrived; the client may send more."""
         piece = bytes(self.body)
         self.release()
         self._is_delivered = not self.more_body
@@ -206,10 +205,10 @@ class Exchange(RequestResponseCycle):
             callback(self.failure or Cancelled("the client disconnected"))
 
     def probe(self) -> None:
-        """Send bytes that the answer has in any case. The machine of a client that is gone refuses them.
+        """Send bytes that do not change the answer. The machine of a disconnected client rejects them.
 
-        Before the answer these are the first of its status line; within a chunked one, a leading zero of the
-        next chunk's size.
+        Before the answer these are the start of its status line; within a chunked answer, a leading zero of
+        the next chunk's size.
         """
         if not self.response_started:
             self.transport.write(_STATUS_PREFIX)
@@ -227,7 +226,7 @@ class Exchange(RequestResponseCycle):
         return body
 
     async def receive(self) -> ASGIReceiveEvent:
-        """The whole body, or a piece of an upload; after that, the disconnect. Raises what has failed the
+        """The whole body, or a piece of an upload; after that, the disconnect. Raises the error of a failed
         request."""
         if self.waiting_for_100_continue and not self.transport.is_closing():
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -284,8 +283,8 @@ class Exchange(RequestResponseCycle):
 class _Detour:
     """A transport for an answer that does not begin or end as usual.
 
-    It leaves out the bytes that have been sent before, and it does not close while the client still sends:
-    the client's machine would drop the answer.
+    It skips the bytes that were already sent. It does not close while the client still sends, because the
+    client's machine would drop the answer.
     """
 
     def __init__(self, connection: Connection, num_sent: int = 0) -> None:
@@ -322,7 +321,7 @@ class _BodyReader:
 
 
 class Connection(HttpToolsProtocol):
-    """A client's connection. `check_time` is called once in a while and ends what takes too long."""
+    """A client's connection. `check_time` is called periodically, and enforces the timeouts."""
 
     cycle: Exchange  # the last request of which the headers are complete
 
@@ -339,24 +338,24 @@ class Connection(HttpToolsProtocol):
         self.table = table
         self.limits = table.limits
         self.hosts = table.hosts
-        self.address = ""  # that it counts for
+        self.address = ""  # under which the table counts it
         self.logs_access = self.access_log
         self._asgi: Any = {"version": self.asgi_version, "spec_version": "2.3"}
         self.host: bytes | None = None
         self._waiting: deque[tuple[Exchange, ASGI3Application]] = deque()
         self._running: Exchange | None = None
         self._refusal: PenstockError | None = None  # the last answer of this connection
-        self._limit_met: PenstockError | None = None  # by what the parser is reading
+        self._limit_met: PenstockError | None = None  # exceeded by the request that the parser is reading
         self._reads_head = False
-        self._discards = False  # whatever else the client sends
+        self._discards = False  # ignore whatever else the client sends
         self._has_ended = False  # the client sends no more
         self._head_bytes = 0
         self._chunk_bytes = 0
         self._chunk_s = 0.0  # when the last data came
-        self._has_progress = False  # in the last chunk: headers, content or the end of a body
+        self._has_progress = False  # the last chunk had headers, content or the end of a body
         self._num_discarded = 0
         self._num_overhead = 0  # bytes of a body that are not content
-        self._since_s = self.loop.time()  # when the connection began to do what it does now
+        self._since_s = self.loop.time()  # when the connection's current activity began
         self._write_paused_s: float | None = None
         self._closing_s: float | None = None
         self._lingering_s: float | None = None
@@ -523,12 +522,12 @@ class Connection(HttpToolsProtocol):
             self._send_refusal()
             return
         elif self.cycle.more_body:
-            pass  # an early answer: the rest of the body is discarded, and its time runs on
+            pass  # an early answer: the rest of the body is discarded, and its timeout still applies
         else:
             self._since_s = self.loop.time()
         self.flow.resume_reading()
 
-    # --- what takes too long or too much ----------------------------------------------------------------
+    # --- timeouts and limits ----------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
@@ -606,7 +605,7 @@ class Connection(HttpToolsProtocol):
 
     def _check_body_time(self, now_s: float) -> None:
         limits, exchange = self.limits, self.cycle
-        received = exchange.num_body_bytes  # what is discarded earns no time
+        received = exchange.num_body_bytes  # discarded bytes do not extend the timeout
         if now_s - self._since_s <= limits.body_timeout_s + received / limits.min_body_rate:
             return
         self.table.count("body_timeout")
@@ -622,7 +621,7 @@ class Connection(HttpToolsProtocol):
         self._discards = True
 
     def _decline_upgrade(self, rest: bytes) -> None:
-        """Answer as if no upgrade had been asked for. The parser takes the body for the new protocol's."""
+        """Answer as if no upgrade was requested. The parser takes the body for data of the new protocol."""
         framing = [b"%s: %s\r\n" % each for each in self.headers if each[0] in _FRAMING]
         self.cycle.keep_alive = False
         if not framing:
@@ -695,7 +694,7 @@ class Connection(HttpToolsProtocol):
         exchange.start(app)
 
     def _stop(self, error: PenstockError) -> None:
-        """Read no further. The request at fault gets the error; after it the connection ends."""
+        """Stop reading. The request at fault gets the error, and then the connection ends."""
         exchange = self.cycle
         is_in_body = not self._reads_head and exchange is not None and exchange.more_body
         self._discards = True

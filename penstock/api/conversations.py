@@ -20,7 +20,7 @@ from penstock.types import PreparedImage
 
 Message = dict[str, Any]
 Conversations = list[Message | list[Message]]  # one conversation, or a list of them
-MAX_MESSAGES = 4096  # of one conversation
+MAX_MESSAGES = 4096  # in one conversation
 _NULL = msgspec.Raw(b"null")
 _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -44,7 +44,7 @@ def are_conversations(fields: Mapping[str, msgspec.Raw]) -> bool:
 
 
 def _has_role(raw: msgspec.Raw) -> bool:
-    """Whether a value is a list whose first message, at either level, has a role."""
+    """Whether a value is a list of messages, or a list of conversations. Only the first item is checked."""
     try:
         for _ in range(2):
             items = _ITEMS.decode(raw)
@@ -77,14 +77,14 @@ def listed_conversations(messages: Conversations | None, given: Any) -> list[lis
 
 
 def check_messages(messages: list[Message]) -> list[Message]:
-    """The messages as a chat template reads them."""
+    """Check messages, and normalise them for a chat template."""
     if len(messages) > MAX_MESSAGES:
         raise BadValue(f"messages has {len(messages)} entries; give at most {MAX_MESSAGES}", param="messages")
     return [_checked(message, index) for index, message in enumerate(messages)]
 
 
 def check_template(call: Call, template: str | None) -> None:
-    """Refuse a template that came with a request, unless the operator trusts clients to send them."""
+    """Refuse a chat template in a request, unless the operator trusts clients to send them."""
     if template is not None and not call.state.config.trust_request_chat_template:
         raise BadValue(
             "chat_template is accepted only by a server that runs with --trust-request-chat-template; "
@@ -94,8 +94,7 @@ def check_template(call: Call, template: str | None) -> None:
 
 
 def _checked(message: Message, index: int) -> Message:
-    """A message without the empty fields that clients send along, and with the arguments of its tool calls
-    as objects."""
+    """Check a message. Drops null fields that clients send, and parses the arguments of tool calls."""
     if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
         raise BadValue(f"message {index} has no role", param="messages")
     given = {name: value for name, value in message.items() if value is not None}
@@ -122,7 +121,7 @@ _UNSUPPORTED = {"function_call": "send it under `tool_calls`", "audio": "send it
 
 
 def _tool_calls(calls: Any, index: int) -> list[Any]:
-    """Earlier tool calls. Templates write out their arguments as JSON, so they are parsed here."""
+    """Check earlier tool calls. Parses their arguments, because templates write them as JSON."""
     if not isinstance(calls, list):
         raise BadValue(f"message {index} has tool_calls that are not a list", param="messages")
     return [_tool_call(call, index) for call in calls]
@@ -153,8 +152,9 @@ async def conversation_rows(
     conversations: list[list[Message]],
     limit: RowLimit | None = None,
 ) -> list[Any]:
-    """The token ids of each conversation. They are not texts: no prompt of the model goes before them. Where
-    one has images, all are rendered texts with their images; a model with a tower for each reads either."""
+    """The token ids of each conversation, so that no prompt of the model is added. If a conversation has
+    images, returns rendered texts with their images instead. For a model with separate text and image towers,
+    each conversation becomes token ids or one image."""
     check_template(call, body.chat_template)
     checked = [check_messages(each) for each in conversations]
     images = [message_images(each) for each in conversations]
@@ -173,7 +173,7 @@ async def conversation_rows(
 
 
 def is_plain(model: ServedModel, body: ConversationBody) -> bool:
-    """Whether messages are inputs without a frame: the model reads images and has no chat template."""
+    """Whether messages are used without a template: the model reads images and has no chat template."""
     return model.spec.images is not None and body.chat_template is None and not model.text.chat.exists
 
 
@@ -206,7 +206,7 @@ def _without_images(message: Message) -> Message:
 
 
 def _text_or_image(images: tuple[PreparedImage, ...], text: str, token_ids: Any) -> Any:
-    """A conversation as an input of a model that reads a text or an image. `text` is rendered without the
+    """A conversation as input of a model that reads a text or an image. `text` was rendered without the
     images."""
     if not images:
         return token_ids
@@ -223,7 +223,7 @@ def _text_or_image(images: tuple[PreparedImage, ...], text: str, token_ids: Any)
 
 
 def _size(content: Any) -> int:
-    """Characters to render; an image's bytes are not rendered."""
+    """The number of characters to render. Bytes of images do not count."""
     if has_image_parts(content):
         return sum(
             len(str(part.get("text", ""))) if isinstance(part, dict) else len(part) for part in content

@@ -1,7 +1,7 @@
-"""Reads the body of a request into its type.
+"""Decodes the body of a request into its type.
 
-A body that is exactly as declared is decoded once. Any other one is looked at again: unknown fields and nulls
-of optional fields are taken out, and only what is still wrong is an error.
+A body that matches its type exactly is decoded once. Otherwise unknown fields and nulls of optional fields
+are removed and the rest is decoded again. Only what is still wrong is an error.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from penstock.api.nesting import check_nesting
 from penstock.api.routes import Variant
 from penstock.errors import MAX_MESSAGE_CHARS, BadValue, MalformedBody, shortened
 
-Names = dict[str, None]  # distinct, in their order
-MAX_IGNORED, MAX_IGNORED_CHARS = 32, 256  # names that are reported
+Names = dict[str, None]  # an ordered set
+MAX_IGNORED, MAX_IGNORED_CHARS = 32, 256  # limits of reported names
 UNDECODABLE = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 _NULL = msgspec.Raw(b"null")
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -50,7 +50,7 @@ class RouteDecoder:
         self._variants = [(each, BodyDecoder(each.body, strict_fields=strict_fields)) for each in variants]
 
     def variant(self, raw: bytes | bytearray) -> Variant | None:
-        """The variant that claims a body which is not of the route's own kind."""
+        """The variant that claims a body that does not match the route's own type."""
         found = self._claiming(raw)
         return None if found is None else found[0]
 
@@ -61,7 +61,7 @@ class RouteDecoder:
             return self.decode_tolerantly(raw, error)
 
     def decode_exact(self, raw: bytes | bytearray) -> Any:
-        """A body of the route's own kind. Raises msgspec's ValidationError for any other one."""
+        """Decode a body of the route's own type. Raises msgspec's ValidationError for any other body."""
         check_nesting(raw)
         try:
             return self._decode_exact(raw)
@@ -71,7 +71,7 @@ class RouteDecoder:
             raise _not_json(error) from None
 
     def decode_tolerantly(self, raw: bytes | bytearray, error: msgspec.ValidationError) -> Decoded:
-        """A body of a variant, or one with unknown fields or nulls; `error` tells why it is not exact."""
+        """Decode a body of a variant, or one with unknown fields or nulls. `error` is the mismatch."""
         if (claimed := self._claiming(raw) if self._variants else None) is None:
             return self._own.decode_tolerantly(raw, error)
         variant, decoder = claimed
@@ -112,7 +112,7 @@ class BodyDecoder:
             raise _not_json(error) from None
 
     def decode_tolerantly(self, raw: bytes | bytearray, error: msgspec.ValidationError) -> Decoded:
-        """Decode without unknown fields and nulls; `error` tells why the body is not exactly as declared."""
+        """Decode without unknown fields and nulls. `error` is the mismatch that was found first."""
         found: Names = {}
         try:
             tidied = _tidied_struct(msgspec.Raw(raw), self._type, "", found)
@@ -128,7 +128,7 @@ class BodyDecoder:
             return Decoded(self.decode_exact(bytes(tidied)), ignored)
         except msgspec.ValidationError as remaining:
             raise self._wrong(remaining) from None
-        except UNDECODABLE as undecodable:  # the first error was found before these bytes
+        except UNDECODABLE as undecodable:  # validation stopped before it reached these bytes
             raise _not_json(undecodable) from None
 
     @cached_property
@@ -147,7 +147,7 @@ def _not_json(error: Exception) -> MalformedBody:
 
 
 def _tidied(raw: msgspec.Raw, kind: inspect.Type, path: str, ignored: Names) -> msgspec.Raw:
-    """The value without fields that its type does not have, and without nulls that mean a default."""
+    """Remove fields that the type does not have, and nulls that mean a default."""
     start = bytes(memoryview(raw)[:1])
     try:
         if start == b"{" and (struct := _find(kind, inspect.StructType)) is not None:
@@ -194,7 +194,7 @@ def _find(kind: inspect.Type, wanted: type[T]) -> T | None:
 
 
 class RefusedFields:
-    """The fields of a body that only their defaults are accepted for."""
+    """The fields of a body for which only defaults, and the values in `accepts`, are accepted."""
 
     def __init__(self, fields: Mapping[str, tuple[Any, Refused]]) -> None:
         self._fields = fields
@@ -229,8 +229,8 @@ _PART = re.compile(r"\.?([^.\[\]]+)|\[[^\]]*\]")
 
 
 def explain(text: str, body: type[msgspec.Struct] | None = None) -> tuple[str, str | None]:
-    """The decoder's message as (message, field). A wrong choice is followed by what is accepted."""
-    text = shortened(text, MAX_MESSAGE_CHARS)  # it repeats values
+    """The decoder's message as (message, field). Adds the accepted values to an error about a choice."""
+    text = shortened(text, MAX_MESSAGE_CHARS)  # the message quotes values
     before, found_place, place = text.rpartition(" - at `$")  # the last one: a value may contain these words
     message = before if found_place else text
     field_name = place.removesuffix("`").removeprefix(".") if found_place else ""
@@ -251,7 +251,7 @@ def _listed(values: Sequence[str]) -> str:
 
 
 def _choices(body: type[msgspec.Struct], path: str) -> list[str]:
-    """The values that the field at `path` accepts, if it is one of a fixed set."""
+    """The values that the field at `path` accepts, if these are a fixed set."""
     kinds: list[inspect.Type] = [inspect.type_info(body)]
     for part in _PART.finditer(path):
         kinds = [found for kind in kinds for found in _inside(kind, part.group(1))]

@@ -13,7 +13,7 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.types import Task
 
 Use = Task | Literal["rank"]
-_RANKERS = ("cross", "list", "late")  # made to rank; an embedder can, too
+_RANKERS = ("cross", "list", "late")  # kinds of scores made to rank; an embedder can rank, too
 
 _EMBED = (
     "/v1/embeddings",
@@ -60,18 +60,18 @@ _USES: dict[str, Use] = {
 
 
 def use_of(path: str) -> Use | None:
-    """What a route does with a model; None: anything."""
+    """What a route uses a model for; None if any model will do."""
     return _USES.get(path)
 
 
 def choose(specs: Iterable[ModelSpec], use: Use | None) -> int:
-    """The position of the best model for a use; 0 where none can do it, and for no use."""
+    """The index of the best model for a use; 0 if none can do it, or if there is no use."""
     fits = [fitness(spec, use) for spec in specs]
     return fits.index(max(fits)) if fits else 0
 
 
 def fitness(spec: ModelSpec, use: Use | None) -> int:
-    """2: the model is made for it. 1: it can do it. 0: it cannot."""
+    """2: the model is made for the use. 1: it can do it. 0: it cannot."""
     if use is None:
         return 0
     if use == "rank":

@@ -1,4 +1,4 @@
-"""Documents that come in chunks: each chunk gets a vector that knows the rest of its document."""
+"""Documents that come in chunks: each chunk is embedded with its whole document as context."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Span = tuple[int, int]  # characters: [begin, end)
 
 
 def joined(chunks: Sequence[str], name: str) -> tuple[str, list[Span]]:
-    """The document that chunks are parts of, and where each of them is. A space separates chunks that have
-    no white space between them."""
+    """Join chunks to a document, and return the span of each. Adds a space between chunks without white
+    space."""
     text, spans = "", []
     for index, chunk in enumerate(chunks):
         if not chunk.strip():
@@ -45,8 +45,8 @@ async def embed_documents(
     *,
     name: str,
 ) -> Result[list[NDArray[np.generic]]]:
-    """For each document the vectors of its chunks, [chunks, dimensions]. A document is never cut: a chunk
-    beyond the model's limit would have no vector."""
+    """For each document the vectors of its chunks, [chunks, dimensions]. A document is never truncated,
+    because a chunk beyond the model's limit would have no vector."""
     check_num_rows(call, sum(map(len, documents)), name)
     made = [joined(chunks, name) for chunks in documents]
     chunking = ChunkOptions(chunking="late", chunk_spans=[spans for _, spans in made])
@@ -68,7 +68,7 @@ async def run_late(
     options: InputOptions,
     chunking: ChunkOptions,
 ) -> Result[list[TextChunks]]:
-    """Embed texts in late chunks."""
+    """Embed texts with late chunking."""
     task = EmbedInChunks(inputs=texts, params=params, options=options, chunking=chunking)
     result = await run(call, body, model, task)
     (embeddings,) = result.value

@@ -23,7 +23,7 @@ from penstock.types import Chunks, OutputDtype, PoolingParams, Task
 
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 
-_MAX_CHAR_TOKENS = 4  # tokens of a character, each a byte
+_MAX_CHAR_TOKENS = 4  # tokens per character, at most: one for each byte
 
 
 class ChunkEntry(msgspec.Struct, kw_only=True):
@@ -66,14 +66,14 @@ async def vectors(
 
 
 def _default_chunking(body: ChunkFields, model: ServedModel) -> Literal["mean"] | None:
-    """`mean` for a body with texts that may be too long, unless it is to be cut or cannot be chunked."""
+    """`mean` for a body with texts that may be too long, unless they are truncated or cannot be chunked."""
     if body.truncate_prompt_tokens is not None or body.wants_chunks:
         return None
     return "mean" if _may_be_chunked(body.input, model) else None
 
 
 def is_chunked_by_default(inputs: str | list[Any], model: ServedModel) -> bool:
-    """Whether the server's default embeds these inputs in chunks, where their body leaves it open."""
+    """Whether the server's default embeds these inputs in chunks, if their body does not say."""
     return model.default_chunking == "mean" and _may_be_chunked(inputs, model)
 
 
@@ -85,7 +85,7 @@ def _may_be_chunked(inputs: str | list[Any], model: ServedModel) -> bool:
 
 
 def _max_tokens(inputs: str | list[Any]) -> int:
-    """More tokens than the longest input has, for nearly all texts."""
+    """An upper limit for the tokens of the longest input, which holds for nearly all texts."""
     if isinstance(inputs, str):
         return _MAX_CHAR_TOKENS * len(inputs)
     if inputs and isinstance(inputs[0], int):

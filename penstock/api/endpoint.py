@@ -40,15 +40,15 @@ from penstock.errors import (
 log = logging.getLogger("penstock.api")
 Answered = TypeVar("Answered")
 MAX_REQUEST_ID = 256  # characters
-RETRIED_STATUSES = (429, 503)  # of errors that pass by themselves
-_THIS_MACHINE = ("127.0.0.1", "::1")  # addresses that tell nothing about who sends
+RETRIED_STATUSES = (429, 503)  # of temporary errors
+_THIS_MACHINE = ("127.0.0.1", "::1")  # addresses that do not identify a client
 _LINES = b"content-type: %b\r\ncontent-length: %d\r\n"  # the first headers of an answer
 _READ_HEADERS = frozenset((b"x-request-id", b"content-length", b"cache-control", b"content-encoding"))
-_MAX_DIGITS = 18  # of a declared size; longer ones are too large in any case
+_MAX_DIGITS = 18  # longer declared sizes are too large in any case
 
 
 class Endpoint:
-    """An ASGI application for one route. `allowed` are the methods that its path has, of all routes."""
+    """An ASGI application for one route. `allowed` are the methods of all routes of its path."""
 
     def __init__(self, state: ServerState, metrics: ApiMetrics, route: RouteSpec) -> None:
         self.state = state
@@ -64,11 +64,11 @@ class Endpoint:
         self.counts_as_request = route.counts_as_request
         self.methods = self.allowed = route.all_methods
         self.prefix, self.suffix = route.prefix, route.suffix
-        self.responds_directly = not state.config.allowed_origins  # else middleware adds headers
+        self.responds_directly = not state.config.allowed_origins  # otherwise middleware adds headers
 
     @cached_property
     def decoder(self) -> RouteDecoder | None:
-        """Made for the first request: few servers see all routes, and all must start soon."""
+        """Built at the first request, for a fast start: few servers see requests to all routes."""
         route = self.route
         if route.body is None:
             return None
@@ -227,8 +227,8 @@ class Endpoint:
         return reply
 
     async def answer(self, call: Call, raw: bytes) -> Reply | Streamed:
-        """The reply to a body that came by another way than HTTP. A server that is full or whose engine is
-        down raises: the caller tries again."""
+        """The reply to a body that did not arrive by HTTP, such as a line of a batch. Raises if the server is
+        full or its engine is down, so that the caller tries again."""
         assert self.decoder is not None
         call.use, call.body_bytes = self.use, len(raw)
         try:
@@ -245,7 +245,7 @@ class Endpoint:
         return reply
 
     def _work(self, call: Call, decoder: RouteDecoder, raw: bytes | bytearray) -> Awaitable[Any]:
-        """The work of the body, not started yet."""
+        """The handler's work on the body, not started yet."""
         try:
             body, variant = decoder.decode_exact(raw), None
         except msgspec.ValidationError as error:
@@ -279,14 +279,14 @@ class Endpoint:
 
     @staticmethod
     def _take_errors(call: Call, decoder: RouteDecoder, raw: bytes | bytearray) -> None:
-        """Report the error of a body as the variant that claims it does."""
+        """Report an error of the body in the style of the variant that claims it."""
         if (claiming := decoder.variant(raw)) is not None:
             call.errors = claiming.errors
 
     async def _stream(self, call: Call, reply: Streamed, receive: Receive, send: Send) -> None:
         """Send piece by piece, no faster than the client reads. A disconnect cancels the work."""
         plain = [(b"content-type", reply.content_type), (b"cache-control", b"no-cache")]
-        headers = [*plain, (b"x-accel-buffering", b"no"), *reply.headers]  # proxies must not collect pieces
+        headers = [*plain, (b"x-accel-buffering", b"no"), *reply.headers]  # proxies must not buffer pieces
         pump = asyncio.ensure_future(self._pump(call, reply, headers, send))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
@@ -335,7 +335,7 @@ class Endpoint:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _event(self, error: PenstockError, call: Call) -> bytes:
-        """An error after the status was sent: the event before the last."""
+        """The last events of a stream that fails after its status was sent."""
         call.error_code = error.code
         self.metrics.refused(error)
         errors = call.errors or self.errors
@@ -398,8 +398,8 @@ class Endpoint:
 
 
 def client_of(scope: Scope) -> str:
-    """Who sent a request that no key tells: the address of the peer, or the connection if it is on this
-    machine. Clients share the device by this name."""
+    """The sender of a request that no key identifies: the address of the peer, with its port if it is on this
+    machine. The device is shared fairly among these names."""
     if not (peer := scope.get("client")):  # a Unix socket
         return ""
     return _name_of(peer)

@@ -72,17 +72,17 @@ OPENAI_ERRORS = ErrorStyle(openai_error_body, answer=OpenAIError)
 
 # --- styles that several dialects share ---------------------------------------------------------------------
 
-_REMEDY = "set truncate_prompt_tokens to -1"  # for a text that is too long
+_REMEDY = "set truncate_prompt_tokens to -1"  # the remedy in messages about long texts
 
 
 def in_own_names(error: PenstockError, own_names: Mapping[str, str]) -> str:
-    """The message with a dialect's own name of the field that it is about."""
+    """The message, with a dialect's own name for the field that it is about."""
     own_name = own_names.get(error.param or "")
     return error.message if own_name is None else re.sub(rf"\b{error.param}\b", own_name, error.message)
 
 
 def with_remedy(message: str, remedy: str) -> str:
-    """The message with the remedy for long texts in a dialect's own words."""
+    """The message, with the remedy for long texts in a dialect's own words."""
     return message.replace(_REMEDY, remedy)
 
 
@@ -93,7 +93,7 @@ class DetailError(msgspec.Struct, kw_only=True):
 
 
 def status_400(error: PenstockError) -> int:
-    """400 for an unknown model and for one that cannot do it, in dialects without 404 and 422."""
+    """400 for an unknown model and for one that cannot do the task, in dialects without 404 and 422."""
     return 400 if isinstance(error, ModelNotFound | NotPossible) else error.status
 
 

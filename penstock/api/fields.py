@@ -18,14 +18,14 @@ from penstock.types import OutputDtype, PoolingParams, Task
 
 @dataclass(frozen=True, slots=True)
 class NoEffect:
-    """Annotates a field that is accepted and changes nothing here, with the reason."""
+    """Annotates a field that is accepted but has no effect, with the reason."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Annotates a field of which only the default, or a value of `accepts`, is accepted, with the reason."""
+    """Annotates a field for which only the default and values in `accepts` are accepted, with the reason."""
 
     reason: str
     accepts: tuple[Any, ...] = (None,)
@@ -36,11 +36,11 @@ MediaOptions = Annotated[
     dict[str, Any] | None,
     Refused("images are read as the model's files and the server's flags say", accepts=(None, {})),
 ]
-CacheSalt = Annotated[str, msgspec.Meta(max_length=1024)]  # the engine keeps it as long as what it caches
+CacheSalt = Annotated[str, msgspec.Meta(max_length=1024)]  # the engine keeps it as long as its cache entries
 
 
 class RequestFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Which model, and when the request runs. They mean the same on every route."""
+    """The model, and the scheduling of the request. These fields mean the same on every route."""
 
     model: str | None = None
     adapter: str | None = None
@@ -53,7 +53,7 @@ class RequestFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class InputFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The inputs, how rows are made from them, and when they run."""
 
-    takes_own_adapter: ClassVar[bool] = True  # `adapter` may name one of the checkpoint's own
+    takes_own_adapter: ClassVar[bool] = True  # `adapter` may name one of the checkpoint's own adapters
     input: str | list[str | int | list[int]]
     model: str | None = None
     add_special_tokens: bool = True
@@ -81,14 +81,14 @@ class InputFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 _OPTIONS = tuple(InputOptions.__dataclass_fields__)  # each is a field of the body under the same name
 _option_values = attrgetter(*_OPTIONS)
-_DEFAULT_VALUES = _option_values(DEFAULT_OPTIONS)  # what most requests have
-# The first options are those of truncation. Requests that set any option mostly set only these.
+_DEFAULT_VALUES = _option_values(DEFAULT_OPTIONS)  # the values of most requests
+# The first options are about truncation. Most requests that set any option set only these.
 _NUM_TRUNCATION_OPTIONS = 1 + _OPTIONS.index("truncation_side")
 
 
 @lru_cache(maxsize=256)
 def _truncation_options(given: tuple[Any, ...]) -> InputOptions:
-    """The options of a request that sets only options of truncation."""
+    """The options of a request that sets only truncation options."""
     return InputOptions(**dict(zip(_OPTIONS, given, strict=False)))
 
 
@@ -115,7 +115,7 @@ class VectorFields(InputFields, kw_only=True):
 
 
 class ChunkFields(VectorFields, kw_only=True):
-    """How long texts are chunked: `mean` gives one vector a text, `late` also one for each chunk."""
+    """How long texts are chunked: `mean` gives one vector per text, `late` also one per chunk."""
 
     chunking: Chunking | None = None  # None: as --default-chunking says
     chunk_size: int | None = None

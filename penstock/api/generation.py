@@ -1,5 +1,4 @@
-"""What `/v1/completions` and `/v1/chat/completions` share: from a body to text deltas and server-sent
-events."""
+"""Text generation for every dialect: from a body to text deltas and server-sent events."""
 
 from __future__ import annotations
 
@@ -28,13 +27,13 @@ DONE = b"data: [DONE]\n\n"
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    include_usage: bool = False  # in an event of its own, before the last
+    include_usage: bool = False  # in a separate event before the last
     continuous_usage_stats: bool = False  # in every event
     include_obfuscation: Annotated[bool | None, NoEffect("events are not padded")] = None
 
 
 class TextFields(GenerationFields, kw_only=True):
-    """Which model, when, and how the answer comes."""
+    """The model, the scheduling, and how the answer is sent."""
 
     model: str | None = None
     adapter: str | None = None
@@ -103,17 +102,17 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; None for 
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One generation request: what was asked, and how much has been generated so far."""
+    """One generation request: its parameters, and its progress."""
 
     call: Call
     body: TextFields
     model: ServedModel
     job: GenerationJob
-    kind: str  # prefix of the answer's id: cmpl | chatcmpl
+    kind: str  # prefix of the answer's id, such as cmpl
     scores_prompt_only: bool = False  # one token is generated only to score the prompt; it is not shown
     created: int = field(default_factory=lambda: int(time.time()))
     completion_tokens: int = 0
-    _launched_s: float | None = None  # when the first of its steps began; None: not known yet
+    _launched_s: float | None = None  # start of its first step; None until it is known
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -143,7 +142,7 @@ class Generation:
         return {"prompt_tokens": prompt, "total_tokens": prompt + new, "completion_tokens": new}
 
     async def deltas(self) -> AsyncGenerator[list[TextDelta], None]:
-        """The engine's deltas, counted. Closing it cancels the sequences."""
+        """Yield the engine's deltas, and count them. Closing the generator cancels the sequences."""
         try:
             async with aclosing(stream_text(self.model.engine, self.tokenizer, self.job)) as stream:
                 async for deltas in stream:
@@ -218,7 +217,7 @@ async def _prepare(call: Call, model: ServedModel, task: Generate, scheduling: S
 
 
 def check_structured(body: TextFields) -> None:
-    """Refuse a constraint that none of the known fields expresses: the text would not follow it."""
+    """Refuse `structured_outputs` without any known constraint: the text would not follow it."""
     outputs = body.structured_outputs
     if outputs is not None and all(value is None for value in msgspec.structs.astuple(outputs)):
         raise BadValue(
@@ -254,13 +253,13 @@ async def events(
     choices: Sequence[Choice],
     first: Mapping[str, Any] | None = None,
 ) -> AsyncGenerator[bytes, None]:
-    """Server-sent events: the choices of each delta, the usage where asked for, the end. The first event has
-    the fields of `first` too."""
+    """Yield server-sent events: the choices of each delta, the usage if requested, and the end. The first
+    event also has the fields of `first`."""
     options = generation.body.usage_in_stream
     head = generation.head(object_name)
     once = dict(first or {})
     is_uniform = not (options.continuous_usage_stats or generation.shows_token_ids)
-    templates: list[_EventTemplate | None] = [None] * len(choices)  # of sequences that have begun
+    templates: list[_EventTemplate | None] = [None] * len(choices)  # None until a sequence has begun
 
     def chunk(choice: dict[str, Any]) -> dict[str, Any]:
         whole = {**head, "choices": [choice], **once}
@@ -293,7 +292,7 @@ _PLACEHOLDER = "\0text\0"
 
 
 class _EventTemplate:
-    """An event with text only, encoded once for a sequence: each event fills in its text."""
+    """An event with text only, encoded once per sequence. Each event fills in its text."""
 
     def __init__(self, marked: dict[str, Any]) -> None:
         self._before, _, self._after = event(marked).rpartition(orjson.dumps(_PLACEHOLDER))

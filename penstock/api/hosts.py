@@ -17,11 +17,11 @@ ANY = "*"
 
 
 class HostCheck:
-    """Accepts addresses, names without a dot, and the names that it was given."""
+    """Accepts addresses, names without a dot, and the given names."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = {name.lower().rstrip(".") for name in names}
-        self._accepted: set[bytes] = set()  # headers as they were sent
+        self._accepted: set[bytes] = set()  # accepted headers, as sent
 
     def check(self, header: bytes) -> UnknownHost | None:
         """The error for a header that is not accepted."""
@@ -49,7 +49,7 @@ def host_check(listens_on: str, configured: str, allowed: tuple[str, ...]) -> Ho
 
 
 def host_name(header: str) -> str:
-    """A `Host` header without its port, brackets, final dot and capitals."""
+    """A `Host` header in lower case, without port, brackets and final dot."""
     header = header.strip().lower()
     if header.startswith("["):
         return header[1:].partition("]")[0]

@@ -1,4 +1,4 @@
-"""uvicorn's server on sockets that differ: each has its own application, and TLS or not."""
+"""uvicorn's server on several sockets, each with its own application, with or without TLS."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Door:
 
 
 class HttpServer(uvicorn.Server):
-    """Serves all listening sockets until it is told to stop."""
+    """Serves all listening sockets until it is stopped."""
 
     def __init__(self, config: uvicorn.Config, doors: Sequence[Door], handshake_timeout_s: float) -> None:
         super().__init__(config)

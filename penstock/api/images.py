@@ -19,7 +19,7 @@ TEXT_KINDS = ("text", "input_text")
 
 
 class ImageSource(NamedTuple):
-    """What a body has in place of an image: a data URI, base64, the id of a file, or a URL."""
+    """An image as a body gives it: a data URI, base64, the id of a file, or a URL."""
 
     source: str
 
@@ -29,7 +29,7 @@ RawContent = tuple[Part, ...]  # one input of texts and images, in their order
 
 
 def image_source(given: Any, name: str) -> ImageSource:
-    """The image of a part: a text, or an object with its `url` or `file_id`."""
+    """The image of a part, which is a string or an object with `url` or `file_id`."""
     if isinstance(given, dict):
         given = given.get("url") or given.get("file_id")
     if not isinstance(given, str) or not given:
@@ -125,7 +125,7 @@ def num_pixels(inputs: Sequence[Any]) -> int:
 
 
 def uploaded_files(call: Call) -> FileReader | None:
-    """Finds the uploaded files of the client that asks; None if the server keeps none."""
+    """A reader of the client's uploaded files; None if the server stores no files."""
     batches = call.state.batches
     if batches is None:
         return None

@@ -17,11 +17,11 @@ import msgspec
 
 from penstock.errors import ConfigError
 
-DIGEST = "sha256:"  # before the hexadecimal digest of a key
+DIGEST = "sha256:"  # prefix of the hexadecimal digest of a key
 MAX_WEIGHT = 1000.0
 MAX_KEYS = 10_000  # in one file
 _ENTRY = re.compile(r"\s*(-(\s|$)|\[|\{)")  # how the first line of a YAML list begins
-_COMMENT = re.compile(r"\s*#(\s|$)")  # `#key` is a key
+_COMMENT = re.compile(r"\s*#(\s|$)")  # `#key` without a space is a key
 _NAME = re.compile(r"[\w.@:/+-]{1,64}", re.ASCII)
 _OTHERS_MAY_READ = 0o004
 
@@ -40,7 +40,7 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 @dataclass(frozen=True, slots=True)
 class KeyRecord:
-    """A client of the server: what its keys allow. The keys themselves are known by their digests."""
+    """A client of the server, and what its keys allow. Only digests of the keys are kept."""
 
     name: str
     digests: tuple[bytes, ...]
@@ -59,7 +59,7 @@ def digest_of(key: bytes) -> bytes:
 
 
 def read_digest(text: str) -> bytes:
-    """The digest of a key, or of `sha256:HEX` the digest that it names. The error does not show the key."""
+    """The digest of a key, or the digest in `sha256:HEX`. The error does not show the key."""
     if text.startswith(DIGEST):
         found = re.fullmatch(r"[0-9a-fA-F]{64}", text[len(DIGEST) :])
         if found is None:
@@ -102,7 +102,7 @@ def read_key_file(path: str, flag: str = "--api-key-file", *, admin: bool = Fals
 
 
 def warning_about(path: str, flag: str, records: Sequence[KeyRecord]) -> str | None:
-    """A warning about a file with these keys that every user of the machine can read."""
+    """A warning if the file has plain keys that every user of the machine can read; otherwise None."""
     file = Path(path)
     has_keys = file.read_text(encoding="utf-8").count(DIGEST) < sum(len(each.digests) for each in records)
     if not has_keys or not file.stat().st_mode & _OTHERS_MAY_READ:
@@ -136,7 +136,7 @@ def _entries(text: str) -> list[KeyRecord]:
 
     try:
         content = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:  # its text quotes the file
+    except yaml.MarkedYAMLError as error:  # the error's own text quotes the file
         line = "" if error.problem_mark is None else f" near line {error.problem_mark.line + 1}"
         raise ValueError(f"it is not valid YAML{line}") from None
     except yaml.YAMLError:
@@ -189,7 +189,7 @@ def _record(number: int, content: Any) -> KeyRecord:
 
 
 def _without_values(error: msgspec.ValidationError) -> str:
-    """What a field must be. The library's messages quote types, bounds and names of fields, not values."""
+    """The decoder's message, reworded. It quotes types, bounds and names of fields, but never values."""
     return str(error).replace(" - at `$.", ", in `").replace("Object missing required", "it lacks the")
 
 

@@ -1,7 +1,7 @@
-"""Limits of one API key: requests at a time, and tokens per second. They hold for all API processes together.
+"""Limits of one API key: concurrent requests and tokens per second. They hold for all API processes together.
 
-Each limited key has a small file in the runtime folder, which every API process maps. The first word is the
-state of the key's token bucket; each process has a word of its own for its requests in flight.
+Each limited key has a small file in the runtime folder, which every API process maps into memory. The
+first word is the state of the key's token bucket. Each process has its own word for its requests in flight.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from typing import Any
 
 from penstock.errors import KeyLimitReached
 
-BURST_S = 5.0  # seconds of its rate that an idle key may use at once
-_LOCK_TRIES = 1000  # a process that is stopped while it holds the lock must not stop the others
-_BUCKET = 0  # index of the word of the bucket; those of the processes follow
+BURST_S = 5.0  # an idle key may use this many seconds of its rate at once
+_LOCK_TRIES = 1000  # a process that is suspended while it holds the lock must not block the others
+_BUCKET = 0  # index of the bucket's word; the words of the processes follow
 
 
 class CounterFolder:
-    """Opens the counters of keys. Without a folder, they are this process's own."""
+    """Opens the counters of keys. Without a folder, they are local to this process."""
 
     def __init__(self, folder: Path | None = None, index: int = 0, num_processes: int = 1) -> None:
         """`index` is the number of this process among the API processes of the server."""
         self._folder = folder
         self._own: dict[str, MutableSequence[float]] = {}
         self._num_words = 1 + max(num_processes, index + 1)
-        self.word = 1 + index  # of this process
+        self.word = 1 + index  # index of this process's word
         self._lock = -1
         if folder is not None:
             folder.mkdir(mode=0o700, exist_ok=True)
             self._lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
 
     def open(self, name: str) -> MutableSequence[float]:
-        """The counters of the key with this name; the same memory each time."""
+        """The counters of the key with this name. Repeated calls return the same memory."""
         if (words := self._own.get(name)) is None:
             words = [0.0] * self._num_words if self._folder is None else self._map(self._folder, name)
-            words[self.word] = 0.0  # what a predecessor of this process had in flight is over
+            words[self.word] = 0.0  # requests of this process's predecessor have ended
             self._own[name] = words
         return words
 
@@ -55,7 +55,7 @@ class CounterFolder:
             os.close(descriptor)
 
     def lock(self) -> bool:
-        """Keep other processes from changing a bucket. If one of them does not let go, go on without."""
+        """Lock the buckets. False if another process does not release the lock: go on without it."""
         if self._lock < 0:
             return False
         for _ in range(_LOCK_TRIES):
@@ -81,7 +81,7 @@ class KeyLimits:
         folder: CounterFolder,
         max_requests: int | None,
         tokens_per_s: float | None,
-        clock: Callable[[], float] = time.monotonic,  # shared by the processes of a machine
+        clock: Callable[[], float] = time.monotonic,  # the same for all processes of a machine
     ) -> None:
         self._name = name
         self._folder = folder
@@ -102,8 +102,8 @@ class KeyLimits:
             raise self._too_fast(debt_s)
 
     def enter(self) -> None:
-        """Count a request in; `leave` counts it out. Only this process writes its word, so no lock is needed:
-        it counts first and looks afterwards."""
+        """Count a request until `leave`. Needs no lock: only this process writes its word, and it counts the
+        request before it checks the limit."""
         word = self._folder.word
         self._words[word] += 1
         if self._max_requests is not None and self.num_in_flight > self._max_requests:
@@ -114,8 +114,8 @@ class KeyLimits:
         self._words[self._folder.word] -= 1
 
     def take(self, num_tokens: int) -> None:
-        """Take tokens out of the bucket, or refuse the request. One with more tokens than the bucket holds
-        needs a full bucket; what is missing is taken from the time after it."""
+        """Take tokens out of the bucket, or refuse the request. A request with more tokens than the bucket
+        holds needs a full bucket, and delays later requests by what is missing."""
         if self._rate is None:
             return
         is_locked = self._folder.lock()
@@ -130,7 +130,7 @@ class KeyLimits:
                 self._folder.unlock()
 
     def owe(self, num_tokens: int) -> None:
-        """Take tokens that have been computed already, whether the bucket holds them or not."""
+        """Take tokens that were already computed, even if the bucket does not hold them."""
         if self._rate is None or not num_tokens:
             return
         is_locked = self._folder.lock()
@@ -141,7 +141,7 @@ class KeyLimits:
                 self._folder.unlock()
 
     def _level_s(self) -> float:
-        """What the bucket holds, in seconds of the key's rate. The word is the time at which it was empty."""
+        """The level of the bucket, in seconds of the key's rate. Its word is the time when it was empty."""
         return min(BURST_S, self._clock() - self._words[_BUCKET])
 
     def _too_many(self) -> KeyLimitReached:

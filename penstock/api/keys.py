@@ -1,7 +1,7 @@
 """The API keys of a server: who sends a request, and what the key allows.
 
-A key is looked up by a keyed hash with a secret of this process, so the time that this takes tells nothing
-about the keys. Files of keys are read again when they change.
+Keys are looked up by a hash that is keyed with a secret of this process, so that timing reveals nothing about
+them. Key files are reloaded when they change.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ApiKey:
 
     name: str
     is_admin: bool = False
-    weight: float = 1.0  # of its share, compared to other keys
-    models: frozenset[str] | None = None  # that it may use; None: all
+    weight: float = 1.0  # of its fair share, relative to other keys
+    models: frozenset[str] | None = None  # models that the key may use; None: all
     limits: KeyLimits | None = field(default=None, repr=False)
 
 
@@ -56,13 +56,13 @@ class KeyRing:
         ]
         self.needs_key = config.needs_key
         self._watched = WatchedFiles([path for path, _, _ in self._files])
-        self._read: dict[str, list[KeyRecord]] = {}  # by file: what was last read of it without an error
+        self._read: dict[str, list[KeyRecord]] = {}  # by file: its last valid content
         self._counters = CounterFolder()
         self._secret = secrets.token_bytes(32)
         self._keys: dict[bytes, ApiKey] = {}
         self._has_admin = False
-        self.has_several = False  # then they tell clients apart
-        self._reported: dict[str, str] = {}  # the errors of files that were logged
+        self.has_several = False  # if so, keys distinguish clients
+        self._reported: dict[str, str] = {}  # by file: its error that was logged
         self.reload()
 
     @property
@@ -70,12 +70,12 @@ class KeyRing:
         return bool(self._files)
 
     def share_limits(self, folder: Path, index: int, num_processes: int) -> None:
-        """Count together with the other API processes of the server, in a folder that they have in common."""
+        """Share the counters of limits with the server's other API processes, in a common folder."""
         self._counters = CounterFolder(folder, index, num_processes)
         self._build()
 
     def reload(self) -> None:
-        """Read the files that have changed. A file with an error changes nothing; the error is logged."""
+        """Reload the files if any has changed. If a file has an error, log it and keep the last keys."""
         if self._files and not self._watched.have_changed() and self._keys:
             return
         for path, flag, is_admin in self._files:
@@ -99,7 +99,7 @@ class KeyRing:
         yield from given_keys(config.api_keys, API_KEY)
 
     def _build(self) -> None:
-        """Make the table anew; requests in flight keep the key that they came with."""
+        """Rebuild the table. Requests in flight keep their key object."""
         keys: dict[bytes, ApiKey] = {}
         for record in self._records():
             made = self._make(record)

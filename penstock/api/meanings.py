@@ -1,6 +1,6 @@
 """What the fields of request bodies mean, for the OpenAPI schema and the reference pages.
 
-The texts are in `fields.toml`, which is read when somebody first asks for one.
+The texts are in `fields.toml`, which is read on first use.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ def _texts() -> dict[str, dict[str, str]]:
 
 
 def meaning(body: str, field: str) -> str | None:
-    """What a field means, with links of the docs. The section of its body comes before the common one."""
+    """What a field means, with links into the docs. The section of the body overrides the common section."""
     texts = _texts()
     return texts.get(body, {}).get(field) or texts["common"].get(field)
 
 
 def without_links(text: str) -> str:
-    """The text with the words of its links only: they lead to places in the docs."""
+    """The text with links replaced by their words, because they lead into the docs."""
     return _LINK.sub(r"\1", text)
 
 
 @cache
 def limits(body: type[msgspec.Struct]) -> dict[str, NoEffect | Refused]:
-    """The fields that have no effect or are refused, under the names that they have in JSON."""
+    """The fields that have no effect or are refused, by their names in JSON."""
     hints = typing.get_type_hints(body, include_extras=True)
     found: dict[str, NoEffect | Refused] = {}
     for each in msgspec.structs.fields(body):

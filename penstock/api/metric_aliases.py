@@ -1,7 +1,7 @@
-"""Metrics of TEI and vLLM, computed at a scrape from Penstock's own: their dashboards keep working.
+"""Metrics of TEI and vLLM, computed from Penstock's own at each scrape: their dashboards keep working.
 
-Nothing is counted twice. An alias has the name, the type, the unit and the labels that its server gives it.
-TEI serves one model and has no label for it; its aliases have the label `model` besides.
+Aliases add no counters. Each has the name, type, unit and labels of the original metric. TEI serves one model
+and has no label for it, so its aliases have an additional label `model`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Relabel = Callable[[Mapping[str, str]], Mapping[str, str] | None]
 
 
 def _sum(name: str, labels: Relabel) -> Compute:
-    """The samples of a metric under new labels, added up where these are equal. None leaves a sample out."""
+    """Sum the samples of a metric by new labels. `labels` returns None to leave a sample out."""
 
     def compute(scrape: Scrape) -> Series:
         out: Series = defaultdict(float)
@@ -64,7 +64,7 @@ def _sum(name: str, labels: Relabel) -> Compute:
 
 
 def _tei(**wanted: str) -> Relabel:
-    """The model, and the bucket of a histogram, of samples with these labels that belong to a model."""
+    """Keep only the labels `model` and `le`. Leaves out samples without a model or the `wanted` labels."""
 
     def labels(old: Mapping[str, str]) -> Mapping[str, str] | None:
         if not old.get("model") or any(old.get(name) != value for name, value in wanted.items()):
@@ -115,7 +115,7 @@ def _rows_of(kind: str) -> Compute:
 
 
 def _batch_size(scrape: Scrape) -> Series:
-    """Rows of steps, as a histogram of one bucket: averages are true, and there are no percentiles."""
+    """Rows per step, as a histogram with one bucket: averages are exact, and there are no percentiles."""
     out: Series = {}
     for sample in scrape.of("penstock_step_tokens"):
         if sample.name.endswith("_count"):
@@ -132,7 +132,7 @@ def _cache_usage(scrape: Scrape) -> Series:
 
 
 def _lora_info(scrape: Scrape) -> Series:
-    """One series, whose labels name the adapters with requests in flight; which of them wait is not known."""
+    """One series, whose labels name the adapters with requests in flight. Waiting adapters are not known."""
     limits = [sample.value for sample in scrape.of("penstock_lora_max_adapters")]
     if not limits:
         return {}
@@ -392,7 +392,7 @@ ALIASES: dict[str, tuple[Alias, ...]] = {
         ),
     ),
 }
-MISSING: dict[str, tuple[str, ...]] = {  # nothing here counts what they tell
+MISSING: dict[str, tuple[str, ...]] = {  # metrics without an equivalent here
     "tei": (
         "te_request_input_length",
         "te_embed_success",
@@ -430,7 +430,7 @@ MISSING: dict[str, tuple[str, ...]] = {  # nothing here counts what they tell
 
 
 def alias_text(families: Iterable[Metric], sets: Collection[str], kinds: Kinds) -> bytes:
-    """The aliases of these sets in Prometheus' text format. One without any sample is left out."""
+    """The aliases of these sets in Prometheus' text format. Aliases without samples are left out."""
     scrape = Scrape({family.name: family.samples for family in families}, kinds)
     lines = (
         line for name in sets for alias in ALIASES[name] for line in _lines(alias, alias.compute(scrape))

@@ -80,7 +80,7 @@ CONNECTION_LIMITS = Counter(
 class EngineUp:
     """Which engines can serve, as the process that answers a scrape sees them.
 
-    It is in no shared file: a model that was unloaded leaves nothing behind.
+    It is in no shared file, so an unloaded model leaves nothing behind.
     """
 
     _labelnames = ("model", "engine")
@@ -135,8 +135,8 @@ PUBLISH_INTERVAL_S = 0.1
 
 
 class ApiMetrics:
-    """Notes what happens, and adds it up and publishes it to the files that all processes share a moment
-    later: in one go that costs half as much as during each request."""
+    """Records events in memory, and adds them up a moment later for the files that all processes share. Adding
+    up many at once costs half as much as updating metrics during each request."""
 
     def __init__(self) -> None:
         self._buffer = BufferedMetrics()
@@ -144,7 +144,7 @@ class ApiMetrics:
         self._finished: list[tuple[str, int, str, float]] = []  # route, status, model, seconds
         self._worked: list[tuple[str, int, int]] = []  # model, rows, tokens
         self._phase_times: list[tuple[str, float, float, float, float]] = []  # model, then as in `phases`
-        # What most requests use, by route, status and model, or by model alone: one look-up for each.
+        # Metrics of most requests, by route, status and model, or by model alone: one look-up for each.
         self._requests: dict[tuple[str, int, str], tuple[BufferedCounter, BufferedHistogram]] = {}
         self._work: dict[str, tuple[BufferedCounter, BufferedCounter]] = {}
         self._phases: dict[str, tuple[BufferedHistogram, ...]] = {}
@@ -250,8 +250,8 @@ def render(
 ) -> bytes:
     """The metrics of every process of this server, as Prometheus reads them.
 
-    `engines_up` tells of each model which of its engines can serve. `aliases` names the sets of aliases that
-    are shown too, and `kinds` what TEI would do with each model.
+    `engines_up` says for each model which engines can serve. `aliases` names the sets of aliases to include.
+    `kinds` says what TEI would do with each model.
     """
     IN_FLIGHT.set(in_flight)
     registry: CollectorRegistry = REGISTRY

@@ -1,4 +1,4 @@
-"""What a model's files tell about it, for dialects that describe models by their files."""
+"""What a model's files say about it, for dialects that describe models by their files."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class ModelFiles:
     num_bytes: int
     digest: str  # of the names and sizes of all files
     modified: datetime
-    format: str  # of the weights, such as safetensors; "" if there are none
-    num_parameters: int | None  # None: the format does not tell
-    dtype: str  # that most parameters have, such as F32; "" if unknown
+    format: str  # weight format, such as safetensors; "" if there are no weights
+    num_parameters: int | None  # None: the format does not say
+    dtype: str  # of most parameters, such as F32; "" if unknown
 
     @property
     def parameter_size(self) -> str:
-        """The number of parameters as people write it: 22.7M."""
+        """The number of parameters in short form, such as 22.7M."""
         if self.num_parameters is None:
             return ""
         for size, unit in _UNITS:

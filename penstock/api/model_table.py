@@ -1,6 +1,6 @@
-"""The models of an API process: made from what the supervisor says, and replaced when that changes.
+"""The models of an API process, which follow the table that the supervisor publishes.
 
-A model that is unloaded gets no further requests. Its connection closes when the last answer has arrived.
+An unloaded model gets no further requests. Its connection is closed when the last answer has arrived.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from penstock.wire.liveness import HangLimits
 from penstock.wire.status import GroupStatus, StatusPage, StatusReader
 
 log = logging.getLogger("penstock.api")
-MAX_LINE_BYTES = 1 << 26  # of a message; a table repeats every model's config.json
+MAX_LINE_BYTES = 1 << 26  # of a message; a table includes every model's config.json
 _UNUSED_POLL_S = 0.05
 CLOSED = "the server is closing"
 
@@ -100,7 +100,7 @@ def _group_status(group: EngineGroup, clients: Sequence[EngineClient]) -> GroupS
 
 
 class ModelTableFollower:
-    """Serves the models that the supervisor names, and passes an operator's orders on to it."""
+    """Serves the models in the supervisor's table, and passes operators' orders on to the supervisor."""
 
     def __init__(self, state: ServerState, control: str) -> None:
         self._state = state
@@ -112,7 +112,7 @@ class ModelTableFollower:
         self._apply = asyncio.Lock()
 
     async def start(self) -> None:
-        """Connect to the supervisor; the models that this process has are connected to their engines."""
+        """Connect to the supervisor. Report when the present models connect to their engines."""
         reader, self._writer = await asyncio.open_unix_connection(self._control, limit=MAX_LINE_BYTES)
         self._send(ApiAttached(os.getpid()))
         for model in self._state.models.values():
@@ -120,7 +120,7 @@ class ModelTableFollower:
         self._run(self._read(reader))
 
     def report_serving(self) -> None:
-        """Say that this process accepts connections."""
+        """Report that this process accepts connections."""
         self._send(ApiServes())
 
     async def close(self) -> None:
@@ -139,7 +139,7 @@ class ModelTableFollower:
         level: int | None = None,
         settings: dict[str, Any] | None = None,
     ) -> OrderAnswer:
-        """Have the supervisor carry out an order; `OrderFailed` or `BadValue` if it cannot."""
+        """Have the supervisor carry out an order. Raises `OrderFailed` or `BadValue` if it cannot."""
         number = next(self._numbers)
         answered: asyncio.Future[OrderAnswer] = asyncio.get_running_loop().create_future()
         self._orders[number] = answered
@@ -177,7 +177,7 @@ class ModelTableFollower:
                     self._run(self._apply_table(message))
                 elif (answered := self._orders.get(message.id)) is not None and not answered.done():
                     answered.set_result(message)
-        self._fail_orders()  # the supervisor is gone, and this process follows it
+        self._fail_orders()  # the supervisor is gone, and this process exits too
 
     def _fail_orders(self) -> None:
         for answered in self._orders.values():
@@ -191,7 +191,7 @@ class ModelTableFollower:
             model.engine.on_ready = lambda index, pid: self._send(ApiConnected(model.number, pid, index))
 
     async def _apply_table(self, table: ModelTable) -> None:
-        """Serve the models of a table. Reading a tokenizer takes a while, so it happens on a thread."""
+        """Serve the models of a table. Builds new ones on a thread: reading a tokenizer takes time."""
         async with self._apply:
             present = {model.number: model for model in self._state.models.values()}
             served: list[ServedModel] = []
@@ -211,11 +211,11 @@ class ModelTableFollower:
 
     def _release(self, model: int, adapter: ServedAdapter) -> None:
         """Tell the supervisor that no request uses an adapter any more."""
-        with contextlib.suppress(EngineUnavailable):  # the supervisor is gone, and this process follows it
+        with contextlib.suppress(EngineUnavailable):  # the supervisor is gone, and this process exits too
             self._send(AdapterReleased(model, adapter.id))
 
     async def _begin(self, launch: ModelLaunch) -> ServedModel | None:
-        """A new model, which connects to its engine. None: it cannot be served, and the supervisor knows."""
+        """Build a model and connect it to its engine. On failure, tell the supervisor and return None."""
         try:
             model = await asyncio.to_thread(build_model, launch, self._state.config)
         except Exception as error:

@@ -1,6 +1,7 @@
-"""How deeply a JSON text is nested, found without decoding it.
+"""A limit for the nesting of JSON, checked without decoding it.
 
-The decoder, the encoders and everything that walks a schema recurse. A body is checked once, at the door.
+The decoder, the encoders and all code that walks a schema are recursive. Each body is checked
+once, before it is decoded.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def check_nesting(raw: bytes | bytearray) -> None:
 
 
 def _is_deeper(raw: bytes | bytearray, limit: int) -> bool:
-    """Whether brackets outside strings are open more than `limit` deep at some place."""
+    """Whether brackets outside strings are nested more than `limit` deep anywhere."""
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # leaves only quotes that begin or end strings
     marks = bytes(raw).translate(None, _OTHERS)

@@ -1,6 +1,6 @@
 """Tasks as TEI and the Hugging Face Inference API answer them: bare lists, and errors with a type.
 
-The routes of both dialects share one path, so what they have in common is here.
+The dialects share a path, so their common code is here.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class TypedError(msgspec.Struct, kw_only=True):
 
 
 class InferenceError(msgspec.Struct, kw_only=True):
-    """An error as clients of the Hugging Face API read it: as TEI has it, or as its server for generation."""
+    """An error as clients of the Hugging Face API read it: as TEI or Text Generation Inference gives it."""
 
     error: str
     error_type: Literal[
@@ -94,7 +94,7 @@ def error_type(error: PenstockError) -> str:
 
 
 def own_words(message: str) -> str:
-    """A message with the remedy under its name in these dialects."""
+    """A message with the remedy for long texts in the words of these dialects."""
     return with_remedy(message, "set truncate to true")
 
 
@@ -103,7 +103,7 @@ def _typed_error(error: PenstockError) -> dict[str, Any]:
 
 
 def _typed_status(error: PenstockError) -> int:
-    """TEI's statuses. What its server cannot say, such as 401 and 404, keeps its own."""
+    """TEI's statuses. Errors that TEI does not have, such as 401 and 404, keep their own."""
     if isinstance(error, MalformedBody):
         return 422
     if isinstance(error, BadValue) and not isinstance(error, EmptyInput):
@@ -160,7 +160,7 @@ DEFAULT_TEXT_OPTIONS = TextOptions()
 
 
 def check_not_empty(inputs: TextInputs, name: str = "inputs") -> None:
-    """Refuse no inputs, and inputs without a character or a token."""
+    """Refuse an empty list of inputs, and inputs without a character or a token."""
     if not inputs:
         raise EmptyInput(f"{name} is empty; give at least one text", param=name)
     if isinstance(inputs, str) or isinstance(inputs[0], int):
@@ -180,7 +180,7 @@ async def embed(
     normalize: bool = True,
     dimensions: int | None = None,
 ) -> Reply:
-    """One vector a text: a list of lists of numbers."""
+    """One vector per text, as a list of lists of numbers."""
     check_not_empty(inputs)
     params = PoolingParams(Task.EMBED, dimensions, normalize)
     result = await _run_embed(call, body, model, inputs, params, options)
@@ -195,8 +195,8 @@ async def _run_embed(
     params: PoolingParams,
     options: TextOptions,
 ) -> Result[NDArray[Any]]:
-    """The vectors. Long texts are embedded in chunks where `--default-chunking` says so and the body does not
-    ask for a cut."""
+    """The vectors. Long texts are embedded in chunks if `--default-chunking` says so and the body does not
+    set `truncate`."""
     own = options.inputs(model)
     if options.truncate is None and is_chunked_by_default(inputs, model):
         task = EmbedInChunks(
@@ -228,7 +228,7 @@ async def embed_all(
 async def embed_sparse(
     call: Call, body: NamedBody, model: ServedModel, inputs: TextInputs, options: TextOptions
 ) -> Reply:
-    """The weights of each text's terms, by rising token id."""
+    """The weights of each text's terms, by ascending token id."""
     check_not_empty(inputs)
     task = Sparse(
         inputs=inputs,
@@ -254,7 +254,7 @@ async def rank(
     raw_scores: bool = False,
     return_text: bool = False,
 ) -> Reply:
-    """The texts by how well they answer the query, the best first."""
+    """Rank texts by how well they answer the query, the best first."""
     if not texts:
         raise EmptyInput("texts is empty; give at least one text", param="texts")
     check_num_rows(call, len(texts), "texts")
@@ -329,7 +329,7 @@ async def predict(
 async def predict_reply(
     call: Call, body: NamedBody, inputs: PredictInputs, options: TextOptions, *, raw_scores: bool = False
 ) -> Reply:
-    """All labels with their scores, best first: one list for one input, otherwise a list of such."""
+    """All labels with their scores, best first: one list for one input, otherwise a list of lists."""
     predicted = await predict(call, body, inputs, options, raw_scores=raw_scores)
     rows = label_rows(predicted.scores, predicted.labels)
     return labels_reply(call, predicted, rows[0] if predicted.is_one else rows)
@@ -343,7 +343,7 @@ def labels_reply(call: Call, predicted: Predicted, content: Any) -> Reply:
 
 
 def predict_rows(inputs: PredictInputs) -> tuple[list[list[str]], bool]:
-    """Each input as one or two texts, and whether the body has only one. Two texts in a flat list are a
+    """Each input as one or two texts, and whether the body has only one input. Two texts in a flat list are a
     pair."""
     if isinstance(inputs, str):
         inputs = [inputs]
@@ -363,7 +363,7 @@ def predict_rows(inputs: PredictInputs) -> tuple[list[list[str]], bool]:
 def label_rows(
     scores: Sequence[NDArray[Any]], labels: Sequence[str], top_k: int | None = None
 ) -> list[list[dict[str, Any]]]:
-    """For each row of scores its labels, the best first."""
+    """The labels of each row of scores, the best first."""
     return [
         [{"score": row[index], "label": labels[index]} for index in top_indices(row, top_k)] for row in scores
     ]
@@ -376,7 +376,7 @@ def vectors_reply(call: Call, result: Result[Any], num_characters: int) -> Reply
 
 
 def bare_reply(call: Call, result: Result[Any], content: Any, num_characters: int, began_s: float) -> Reply:
-    """The content itself as JSON, with the headers in which TEI tells what the request took."""
+    """The content alone as JSON, with TEI's headers about times and sizes."""
     reply = json_reply(content)
     record_phases(call, began_s)
     reply.headers += compute_headers(call, [result], num_characters)
@@ -386,7 +386,7 @@ def bare_reply(call: Call, result: Result[Any], content: Any, num_characters: in
 def compute_headers(
     call: Call, results: Iterable[Result[Any]], num_characters: int
 ) -> list[tuple[bytes, bytes]]:
-    """Times are whole milliseconds."""
+    """TEI's headers about times and sizes. Times are whole milliseconds."""
     results = list(results)
     settings = getattr(results[0].model.engine, "engine_settings", {}) if results else {}
     is_gpu = str(settings.get("device", "cpu")).startswith("cuda")

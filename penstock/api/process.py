@@ -38,12 +38,12 @@ from penstock.serving.launch import (
 )
 
 GC_OBJECTS = 20_000  # new objects between two collections; a request makes about a hundred, without cycles
-OTHER_FILES = 256  # that a process opens besides its connections
+OTHER_FILES = 256  # open files besides connections
 log = logging.getLogger("penstock.api")
 
 
 def build_state(launch: ApiLaunch) -> ServerState:
-    warnings.filterwarnings("ignore", module=r"PIL\.")  # of broken metadata in clients' images
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # about broken metadata in clients' images
     state = ServerState(launch.server, {})
     state.serve_models([build_model(each, launch.server) for each in launch.models])
     return state
@@ -57,7 +57,7 @@ def tokenizer_threads(cpus: int, processes: int) -> int:
 def http_config(
     state: ServerState, listener: socket.socket | None = None, metrics: ApiMetrics | None = None
 ) -> uvicorn.Config:
-    """How uvicorn serves this process: its protocol is a `Connection`, within the limits of the server."""
+    """The configuration of uvicorn. Its protocol is a `Connection`, with the limits of the server."""
     limits = with_open_files(state.config)
     hosts = None if listener is None else hosts_of(listener, limits)
     return uvicorn.Config(
@@ -68,23 +68,23 @@ def http_config(
         lifespan="on",
         log_config=None,
         access_log=limits.logs_requests,
-        proxy_headers=False,  # nothing here uses the client's address
+        proxy_headers=False,  # the client is the peer of the connection
         server_header=False,
         date_header=False,
-        # A last resort: the connections end all requests themselves, a second after the drain at the latest.
+        # A fallback: connections end all requests themselves, a second after the drain at the latest.
         timeout_graceful_shutdown=math.ceil(limits.drain_s) + 2,
     )
 
 
 def hosts_of(listener: socket.socket, config: ServerConfig) -> HostCheck | None:
-    """Which hosts requests may name. No page in a browser reaches a Unix socket."""
+    """Which hosts requests may name. None for a Unix socket, which no page in a browser can reach."""
     if listener.family == socket.AF_UNIX:
         return None
     return host_check(listener.getsockname()[0], config.host, config.allowed_hosts)
 
 
 def open_doors(state: ServerState, launch: ApiLaunch, app: ASGIApp, metrics: ApiMetrics) -> list[Door]:
-    """What this process serves on each of the sockets that it has inherited."""
+    """The sockets that this process has inherited, and what it serves on each."""
     public = socket.socket(fileno=launch.listen_fd)
     tls = None
     if state.config.ssl_certfile is not None:
@@ -99,7 +99,7 @@ def open_doors(state: ServerState, launch: ApiLaunch, app: ASGIApp, metrics: Api
 
 
 def with_open_files(limits: ServerConfig) -> ServerConfig:
-    """The limits, with no more connections than this process may have open files."""
+    """Raise this process's limit of open files. Returns `limits`, with fewer connections if that fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.max_connections + MAX_REFUSED + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

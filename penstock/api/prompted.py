@@ -1,4 +1,4 @@
-"""Fields of bodies whose dialect has its own names for inputs and outputs: model, prompt and scheduling."""
+"""Common fields for dialects with their own names of inputs and outputs: model, prompt and scheduling."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from penstock.inputs.processor import InputOptions
 
 
 class PromptedFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Which model reads the texts, after which prompt, and when."""
+    """The model, the prompt before the texts, and the scheduling."""
 
-    takes_own_adapter: ClassVar[bool] = True  # `adapter` may name one of the checkpoint's own
+    takes_own_adapter: ClassVar[bool] = True  # `adapter` may name one of the checkpoint's own adapters
     model: str | None = None
     prompt_name: str | None = None
     instruction: str | None = None

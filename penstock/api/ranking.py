@@ -32,7 +32,7 @@ SEARCH_UNIT = 100  # documents that Cohere counts as one search
 
 
 class RankFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """How pairs become rows, what scores are, and when they run."""
+    """How pairs become rows, how they are scored, and when they run."""
 
     model: str | None = None
     adapter: str | None = None
@@ -60,7 +60,7 @@ class RankFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def cut_by_default(options: PairOptions) -> PairOptions:
-    """Cut pairs at the model's limit, unless the options say where."""
+    """Truncate pairs at the model's limit, unless the options set a limit."""
     return replace(options, truncate_prompt_tokens=-1) if options.truncate_prompt_tokens is None else options
 
 
@@ -89,7 +89,7 @@ async def run_pairs(
 
 
 async def run_ranking(call: Call, body: RerankRequest, model: ServedModel) -> Result[Scores]:
-    """Score the documents of a body. Its model comes first: looking it up settles how long texts are cut."""
+    """Score the documents of a body. Look up `model` first, because that settles how long texts are cut."""
     check_top_n(body.top_n)
     return await score_documents(
         call, body, model, body.query, body.documents, body.options(), activate=body.use_activation
@@ -115,7 +115,7 @@ async def score_documents(
 async def content_pairs(
     call: Call, model: ServedModel, queries: Sequence[Document], documents: Sequence[Document]
 ) -> list[Any]:
-    """Pairs of texts, or of what the images among them make of them."""
+    """Pairs of texts, or of texts and prepared images."""
     if not any(map(has_image, [*queries, *documents])):
         texts = document_texts(queries, "query")
         for text in texts:
@@ -139,7 +139,7 @@ async def content_pairs(
 
 
 def returned_documents(body: RerankRequest) -> list[Any] | None:
-    """The documents as the reply holds them, if it does. What it cannot hold is refused before it runs."""
+    """The documents for the reply; None if it has none. Refuses documents that cannot be encoded."""
     if not body.return_documents:
         return None
     return [_returned(document, index) for index, document in enumerate(body.documents)]

@@ -1,7 +1,7 @@
 """Rows of the result cache in Redis, which several processes and machines share.
 
-Redis delays a request by `LOOKUP_TIMEOUT_S` at most, and never makes one fail. After a few failures in a row
-it is left alone for a while. What it returns is checked before it is used.
+Redis delays a request by `LOOKUP_TIMEOUT_S` at most, and never makes one fail. After a few consecutive
+failures it is not used for a while. Rows from Redis are verified before they are used.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ log = logging.getLogger("penstock.api")
 PASSWORD_VARIABLE = "PENSTOCK_REDIS_PASSWORD"
 LOOKUP_TIMEOUT_S = 0.05
 WRITE_TIMEOUT_S = 1.0
-MAX_FAILURES = 3  # in a row
-PAUSE_S = 5.0  # after so many failures
+MAX_FAILURES = 3  # consecutive
+PAUSE_S = 5.0  # after that many failures
 MAX_READ_ROWS = 4096  # rows that one command reads
-MAX_READ_BYTES = 1 << 24  # of one request; more takes longer to read than to compute
+MAX_READ_BYTES = 1 << 24  # of one request; a larger result takes longer to read than to compute
 MAX_ROW_BYTES = 1 << 20
-MAX_PENDING_BYTES = 1 << 25  # rows that wait to be written
+MAX_PENDING_BYTES = 1 << 25  # of rows waiting to be written
 WRITE_ROWS = 64  # in one round trip
 MAX_LOOP_ROWS = 64  # more are decoded on another thread
 MAX_REVISIONS = 256
@@ -47,7 +47,7 @@ _PREFIX = b"penstock:rows:"
 
 
 class CircuitBreaker:
-    """Leaves a store alone for a while after failures in a row."""
+    """Stops the use of a store for a while after consecutive failures."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -56,7 +56,7 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the store is left alone."""
+        """Whether the store is not used at present."""
         return self._clock() < self._closed_again_s
 
     def on_success(self) -> None:
@@ -79,15 +79,15 @@ def _in_words(error: BaseException) -> str:
 
 
 class PortableRevisions:
-    """The portable revisions of loaded models. Computing one takes long, and happens on a thread."""
+    """The portable revisions of loaded models. Each is computed on a thread, because that takes long."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, str] = OrderedDict()  # by the loaded one; "": not known
+        self._known: OrderedDict[str, str] = OrderedDict()  # by loaded revision; "": not known
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = threading.Event()
 
     def get(self, model: CachedModel, loaded: str) -> str:
-        """The portable revision; "" as long as it is not known."""
+        """The portable revision; "" until it is known."""
         if loaded not in self._known:
             self._known[loaded] = ""
             while len(self._known) > MAX_REVISIONS:
@@ -109,7 +109,7 @@ class PortableRevisions:
             )
 
     async def settled(self) -> None:
-        """Wait until the revisions that were asked for are known."""
+        """Wait until the requested revisions are known."""
         await asyncio.gather(*self._tasks)
 
     async def close(self) -> None:
@@ -136,7 +136,7 @@ class RedisStore:
     async def find(
         self, model: CachedModel, loaded: str, request: Request, keys: Sequence[bytes], wanted: Sequence[int]
     ) -> dict[int, CachedRow]:
-        """The rows of a request that Redis has, by number, of those that are wanted."""
+        """The wanted rows of a request that Redis has, by row number."""
         revision = self.revisions.get(model, loaded)
         if not revision or self.breaker.is_open or _result_bytes(model, request) > MAX_READ_BYTES:
             return {}
@@ -154,7 +154,7 @@ class RedisStore:
         return rows
 
     def put(self, model: CachedModel, loaded: str, keys: Sequence[bytes], rows: Sequence[CachedRow]) -> None:
-        """Have rows written soon. Rows are dropped where Redis takes them too slowly."""
+        """Queue rows to be written. Rows are dropped if Redis is too slow."""
         revision = self.revisions.get(model, loaded)
         if not revision or self.breaker.is_open:
             return
@@ -174,7 +174,7 @@ class RedisStore:
             self._writer = asyncio.ensure_future(self._write_pending())
 
     async def settled(self) -> None:
-        """Wait until everything that was put is written."""
+        """Wait until all queued rows are written."""
         await self.revisions.settled()
         while self._writer is not None:
             await asyncio.wait([self._writer])
@@ -196,7 +196,7 @@ class RedisStore:
     def _decode(
         self, stored: dict[int, bytes], names: dict[int, bytes], request: Request, embed_dim: int
     ) -> dict[int, CachedRow]:
-        """The rows that are whole and may be results of this request, all of one layout."""
+        """The rows that are intact and may be results of this request. Empty if they differ in layout."""
         all_params, lengths = request.all_params, request.lengths.tolist()
         rows = {}
         for number, value in stored.items():
@@ -207,7 +207,7 @@ class RedisStore:
         return rows if len(layouts) == 1 and are_finite(list(rows.values())) else {}
 
     async def _read(self, names: list[bytes]) -> list[bytes | None]:
-        """The values of these names, None for those that Redis has not, or not in time."""
+        """The values of these names; None if Redis does not have a value or is too slow."""
         future: asyncio.Future[list[bytes | None]] = asyncio.get_running_loop().create_future()
         self._waiting.append((names, future))
         if self._reader is None:
@@ -220,7 +220,7 @@ class RedisStore:
             return [None] * len(names)
 
     async def _read_waiting(self) -> None:
-        """Read what all requests of the moment wait for, with one command."""
+        """Read what all current requests wait for, with one command for many of them."""
         try:
             while self._waiting:
                 batch = [self._waiting.popleft()]
@@ -240,7 +240,7 @@ class RedisStore:
         try:
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
                 values: list[bytes | None] = await self._connected().mget(names)
-        except TimeoutError as error:  # each request that waits counts it
+        except TimeoutError as error:  # each waiting request counts it
             self.breaker.on_failure(error)
             return [None] * len(names)
         except Exception as error:
@@ -277,7 +277,7 @@ class RedisStore:
         self.breaker.on_failure(error)
 
     def _connected(self) -> Any:
-        """The client, which connects by itself whenever it has to."""
+        """The client, which connects when needed."""
         if self._client is None:
             from redis.asyncio import Redis
             from redis.asyncio.retry import Retry
@@ -296,7 +296,7 @@ class RedisStore:
 
 
 def _result_bytes(model: CachedModel, request: Request) -> int:
-    """About how large the result of a request is."""
+    """The approximate size of a request's result."""
     total = 0
     for params in request.all_params:
         count = request.num_tokens if params.per_token else request.num_rows

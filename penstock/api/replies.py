@@ -1,4 +1,4 @@
-"""Replies with vectors: JSON numbers, base64 or bytes, whichever the caller asked for."""
+"""Replies with vectors, as JSON numbers, base64 or bytes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The result cache: rows that were answered before are answered again without the engine.
+"""The result cache: answers rows that were computed before without the engine.
 
-A row is found by its content, by what is asked of it, and by the revision of the loaded model. Values are the
-bytes that the engine returned, so a reply from the cache equals the first one. Only pooling results of single
-rows are kept: no generated text, and no scores that depend on two rows.
+The key of a row covers its content, the request's parameters and the revision of the loaded model. Values are
+the bytes that the engine returned, so a reply from the cache equals the first one. Only pooling results of
+single rows are cached: no generated text, and no scores that depend on two rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.tasks.run import Scheduling, submit
 from penstock.types import PooledOutput, Request, Timings
 
 SECRET_VARIABLE = "PENSTOCK_RESULT_CACHE_SECRET"
-ENTRY_BYTES = 440  # of an entry besides its values: key, tuples, place in the table
+ENTRY_BYTES = 440  # overhead of an entry: key, tuples, place in the table
 MAX_LOOP_ROWS = 128  # more rows are hashed and copied on another thread
 MAX_LOOP_BYTES = 1 << 18
 
@@ -52,7 +52,7 @@ class CacheUser(Protocol):
     """The call that a request belongs to."""
 
     cache_control: CacheControl
-    num_cached_rows: int | None  # of all its requests; None: the cache was not asked
+    num_cached_rows: int | None  # of all its requests; None: the cache was not used
 
 
 class _Entry(msgspec.Struct, gc=False):
@@ -62,7 +62,7 @@ class _Entry(msgspec.Struct, gc=False):
 
 
 class MemoryStore:
-    """Rows in memory, within a number of bytes. The least recently used row leaves first."""
+    """Rows in memory, within a number of bytes. The least recently used row is evicted first."""
 
     def __init__(
         self, max_bytes: int, ttl_s: float = 0.0, clock: Callable[[], float] = time.monotonic
@@ -119,7 +119,7 @@ class ResultCache:
         self.memory = memory
         self.redis = redis
         self._secret = secret
-        # A larger output would only push itself out again.
+        # A larger output would only evict itself.
         self._max_kept_bytes = max(
             0 if memory is None else memory.max_bytes, 0 if redis is None else MAX_PENDING_BYTES
         )
@@ -130,7 +130,7 @@ class ResultCache:
         if not config.result_cache_mb and config.result_cache_redis is None:
             return None
         ttl_s, secret = config.result_cache_ttl_s, os.environ.get(SECRET_VARIABLE, "").encode()
-        secret = secret and hashlib.blake2b(secret).digest()  # a key has at most 64 bytes
+        secret = secret and hashlib.blake2b(secret).digest()  # keys of blake2b have at most 64 bytes
         memory = MemoryStore(config.result_cache_mb << 20, ttl_s) if config.result_cache_mb else None
         redis = None
         if config.result_cache_redis is not None:
@@ -140,13 +140,13 @@ class ResultCache:
     async def answer(
         self, user: CacheUser, model: CachedModel, request: Request, scheduling: Scheduling
     ) -> PooledOutput:
-        """The output of a request: known rows from the cache, the others from the engine."""
+        """The output of a request: cached rows from the cache, the others from the engine."""
         engine, revision = model.engine, model.engine.revision
         if not revision or request.pairs is not None or user.cache_control is CacheControl.NO_STORE:
             return await submit(engine, request, scheduling)
         is_large = request.num_rows > MAX_LOOP_ROWS or request.token_ids.nbytes > MAX_LOOP_BYTES
         keys = await off_loop(is_large, row_digests, request, self._secret)
-        if model.adapter is not None:  # ids of adapters mean something in one server only
+        if model.adapter is not None:  # ids of adapters are meaningful in one server only
             keys = [model.adapter.digest + key for key in keys]
         lookup = _Lookup(model, revision, request, keys)
         rows: list[CachedRow | None] = [None] * len(keys)
@@ -195,8 +195,8 @@ class ResultCache:
     async def _complete(
         self, lookup: _Lookup, rows: list[CachedRow | None], scheduling: Scheduling
     ) -> PooledOutput | None:
-        """The output of a request of which some rows or all are known; the others run alone. None if what is
-        known cannot be used."""
+        """The output of a request with some or all rows cached. Only the missing rows run. None if the cached
+        rows cannot be used."""
         engine, request = lookup.model.engine, lookup.request
         missing = [number for number, row in enumerate(rows) if row is None]
         if not missing:
@@ -207,7 +207,7 @@ class ResultCache:
         output = await submit(engine, job, scheduling)
         computed = await _split(job, output)
         layout = next(row.layout for row in rows if row is not None)
-        if computed is None or computed[0].layout != layout:  # what was found is no result of this model
+        if computed is None or computed[0].layout != layout:  # the cached rows are no results of this model
             return None
         self._keep(lookup, missing, computed)
         for number, row in zip(missing, computed, strict=True):
@@ -234,7 +234,7 @@ class ResultCache:
 
 
 class _Lookup:
-    """A request, and the names of its rows."""
+    """A request, and the keys of its rows."""
 
     __slots__ = ("keys", "memory_keys", "model", "request", "revision")
 

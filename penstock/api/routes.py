@@ -52,20 +52,20 @@ class RouteSpec:
     example: Mapping[str, Any] | None = None  # a body that works with a fitting model
     open_to_all: bool = False  # needs no API key
     admin: bool = False  # needs an admin key
-    on: Door = "public"  # where --admin-port divides the routes; a route for admins is on the admin port
+    on: Door = "public"  # the port, if there is an --admin-port; admin routes are on that port
     methods: tuple[str, ...] | None = None  # None: POST with a body, GET and HEAD without
     variants: tuple[Variant, ...] = ()  # other kinds of body on the same path
-    # Content types of the 200 answer beside JSON. Where none is named, a body with `stream` has
-    # text/event-stream, and one whose `encoding_format` takes "bytes" has application/octet-stream.
+    # Content types of the 200 answer besides JSON. If empty, a body with `stream` implies text/event-stream,
+    # and a body whose `encoding_format` accepts "bytes" implies application/octet-stream.
     media: tuple[str, ...] = ()
     is_listed: bool = True  # in the OpenAPI document; False: a file of a page, or a route that only refuses
-    path_example: str | None = None  # of the path's parameter; one called `model` needs none
+    path_example: str | None = None  # value of the path's parameter; not needed for `model`
     form: type[msgspec.Struct] | None = None  # an upload: the fields of its form; the handler reads the body
     query: type[msgspec.Struct] | None = None  # parameters of the URL, for the OpenAPI schema
 
     @property
     def is_public(self) -> bool:
-        """Whether the public port serves it although there is an admin port."""
+        """Whether the public port serves it even if there is an admin port."""
         return self.on != "admin" and not self.admin
 
     @property

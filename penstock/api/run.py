@@ -28,7 +28,7 @@ class Scheduled(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Result(Generic[R]):
-    """What a task gave, beside the request that it belongs to."""
+    """The result of a task, with the request that it belongs to."""
 
     model: ServedModel
     request: Request
@@ -104,7 +104,7 @@ def check_num_rows(call: Call, num_rows: int, name: str = "input") -> None:
 
 
 def scheduling_of(call: Call, body: Scheduled) -> Scheduling:
-    """Priority and timeout of a body, checked; the operator's timeout where the caller gives none."""
+    """Priority and timeout of a body, checked. The operator's default applies if the body has no timeout."""
     if abs(body.priority) > MAX_PRIORITY:
         raise BadValue(
             f"priority is {shown(body.priority)}; use -{MAX_PRIORITY} to {MAX_PRIORITY}", param="priority"

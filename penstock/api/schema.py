@@ -80,7 +80,7 @@ _METADATA: Json = {
     "description": "With `application/octet-stream`: JSON that tells where each row begins and its shape.",
     "schema": {"type": "string"},
 }
-_STREAM: Json = {  # of one event, as OpenAPI has it
+_STREAM: Json = {  # the schema of one event
     "type": "object",
     "description": "A server-sent event. Its data is JSON; that of the last one may be `[DONE]`.",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
@@ -88,7 +88,7 @@ _STREAM: Json = {  # of one event, as OpenAPI has it
 }
 _EVENTS, _OCTETS = "text/event-stream", "application/octet-stream"
 
-# One error of each status, with when it comes. A dialect may give it another status.
+# One example error per status, with its description. A dialect may give it another status.
 _UNAUTHORIZED = (
     Unauthorized("a valid API key is required; send `Authorization: Bearer KEY`"),
     "The key is missing or wrong.",
@@ -134,7 +134,7 @@ def openapi(
     needs_key: bool = False,
     model: str | None = None,
 ) -> Json:
-    """The document of a server. `model` is a name for the example of a path that takes one."""
+    """The document of a server. `model` is the example for paths with the name of a model."""
     routes = [route for route in routes if route.is_listed]
     schemas = _Schemas(routes, strict_fields=strict_fields)
     names = _operation_ids(routes)
@@ -183,7 +183,7 @@ def _tags(routes: Iterable[RouteSpec]) -> list[Json]:
 
 
 def _operation_ids(routes: Iterable[RouteSpec]) -> dict[tuple[str, str], str]:
-    """The handler's name where it has one path; the words of the path otherwise. By (method, path)."""
+    """Operation ids by (method, path): the handler's name if it has one path, otherwise the path's words."""
     keys = [(method, route) for route in routes for method in _methods(route)]
     uses = Counter(route.handler.__name__ for _, route in keys)
     found: dict[tuple[str, str], str] = {}
@@ -206,7 +206,7 @@ def _operation_ids(routes: Iterable[RouteSpec]) -> dict[tuple[str, str], str]:
 
 
 class _Schemas:
-    """The schemas of all types. Those of bodies say what the server accepts beyond the types."""
+    """The schemas of all types. Schemas of bodies also say what the server accepts beyond their types."""
 
     def __init__(self, routes: Sequence[RouteSpec], *, strict_fields: bool) -> None:
         kinds = [kind for route in routes for kind in kinds_of(route)]
@@ -225,12 +225,12 @@ class _Schemas:
         return self._of[repr(kind)]
 
     def any(self, kinds: Iterable[Any]) -> Json:
-        """A schema that any of the types fits."""
+        """A schema that accepts any of the types."""
         distinct = list({repr(kind): self.one(kind) for kind in kinds}.values())
         return distinct[0] if len(distinct) == 1 else {"anyOf": distinct}
 
     def response(self, name: str, response: Json) -> Json:
-        """A reference to a response that routes share. Another one of the same name gets a number."""
+        """A reference to a shared response. A different response of the same name gets a number."""
         unique, number = name, 1
         while self.responses.setdefault(unique, response) != response:
             number += 1
@@ -304,7 +304,7 @@ def _nullable(schema: Json) -> Json:
 
 
 def _accepted_only(schema: Json, note: Refused) -> Json:
-    """The schema of a refused field: its default, and the values that are accepted beside it."""
+    """The schema of a refused field: its default, and the other accepted values."""
     values = [schema["default"]] if "default" in schema else []
     values += [value for value in note.accepts if value not in values]
     return {"enum": msgspec.to_builtins(values)} | {key: schema[key] for key in ("default",) if key in schema}
@@ -350,7 +350,7 @@ def _operation(route: RouteSpec, schemas: _Schemas, model: str | None) -> Json:
 
 
 def _about(route: RouteSpec, more: str) -> str:
-    """Everything that the docstrings of a route's handlers say, by the dialect of each."""
+    """The description of a route, from the docstrings of its handlers. Names the dialect of each variant."""
     parts = [f"{more.strip()}\n" if more.strip() else ""]
     for kind in route.variants:
         words = " ".join((inspect.getdoc(kind.handler) or "").split())
@@ -362,7 +362,7 @@ def _or(names: Sequence[str]) -> str:
     return " or ".join(f"`{name}`" for name in names) or "other fields"
 
 
-_PARAMETERS = {  # of paths
+_PARAMETERS = {  # descriptions of path parameters
     "model": "One of the names in `/v1/models`.",
     "file_id": "The id of a file, as `/v1/files` lists them.",
     "batch_id": "The id of a batch, as `/v1/batches` lists them.",
@@ -424,7 +424,7 @@ def _answer(kinds: Sequence[Kind], schemas: _Schemas) -> Json:
 
 
 def media_of(kind: Kind) -> tuple[str, ...]:
-    """The content types of an answer beside JSON."""
+    """The content types of an answer besides JSON."""
     if kind.media or kind.body is None:
         return kind.media
     fields, notes = (

@@ -42,9 +42,9 @@ from penstock.wire.status import EngineSleep, StatusPage
 if TYPE_CHECKING:
     from penstock.api.batch_service import BatchService
 
-PROMPT_KINDS = ("query", "document")  # that NAME:KIND asks for
-DEFAULT_TAG = "latest"  # that some clients add to every name
-NO_NAME = "dummy"  # what huggingface_hub sends where its user names no model
+PROMPT_KINDS = ("query", "document")  # KIND in a model name NAME:KIND
+DEFAULT_TAG = "latest"  # suffix that some clients add to every name
+NO_NAME = "dummy"  # sent by huggingface_hub if its user names no model
 
 
 @dataclass(slots=True)
@@ -53,15 +53,15 @@ class ServedModel:
     engine: EngineHandle
     created_s: int
     admission: Admission = field(default_factory=Admission)
-    auto_truncate: bool | None = None  # as in `ServerConfig`, which settles None
+    auto_truncate: bool | None = None  # None: the value of `ServerConfig` applies
     default_chunking: Literal["none", "mean"] | None = None
-    number: int = 0  # that the supervisor knows the model by
+    number: int = 0  # identifies the model to the supervisor
     aliases: tuple[str, ...] = ()
-    status: StatusPage | None = None  # of the engines; None: they have none
+    status: StatusPage | None = None  # published by the engines; None: not published
     state_files: tuple[Path, ...] = ()  # where the supervisor writes why each engine cannot serve
     takes_adapters: bool = False  # LoRA adapters may be loaded
-    adapters: Adapters = field(default_factory=dict)  # those that are, by name
-    adapter: ServedAdapter | None = None  # that a request has chosen
+    adapters: Adapters = field(default_factory=dict)  # loaded adapters, by name
+    adapter: ServedAdapter | None = None  # chosen by a request
 
     @property
     def spec(self) -> ModelSpec:
@@ -69,12 +69,12 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """What answers call the model: the name of the adapter that a request has chosen, if any."""
+        """The model's name in answers: the name of the adapter that a request has chosen, if any."""
         return self.spec.name if self.adapter is None else self.adapter.name
 
     @property
     def full_name(self) -> str:
-        """A name that no other model has, nor the same model with another adapter."""
+        """A name that is unique among all models and their adapters."""
         return self.spec.name if self.adapter is None else f"{self.spec.name}:{self.adapter.name}"
 
     def with_adapter(self, adapter: ServedAdapter) -> ServedModel:
@@ -82,7 +82,7 @@ class ServedModel:
         return replace(self, adapter=adapter)
 
     def find_adapter(self, name: str, param: str = "adapter") -> ServedAdapter:
-        """The adapter of this name; the error tells which there are, or how to load some."""
+        """The adapter of this name. The error lists the known adapters, or says how to load some."""
         if (found := self.adapters.get(name)) is not None:
             return found
         model, own = self.spec.name, self.spec.adapters
@@ -102,14 +102,14 @@ class ServedModel:
 
     @property
     def engines_ready(self) -> list[bool]:
-        """Of each engine, whether it can serve."""
+        """For each engine, whether it can serve."""
         if isinstance(self.engine, EngineGroup):
             return self.engine.engines_ready
         return [self.engine.ready]
 
     @property
     def state(self) -> ModelState:
-        """Whether requests are served at once, after the model is awake, or not."""
+        """Whether requests are served at once, after the model wakes up, or not at all."""
         if not self.engine.ready:
             return "starting" if self.is_starting else "restarting"
         if self.status is None:
@@ -141,8 +141,8 @@ class BufferedBytes:
     held: int = 0
 
     def has_room(self, size: int, *, is_for_operators: bool) -> bool:
-        """Whether an answer of `size` bytes may be held. Those for operators, such as metrics, may exceed the
-        limit by an eighth: they are needed most when clients hold all the rest."""
+        """Whether an answer of `size` bytes may be held. Answers for operators, such as metrics, may
+        exceed the limit by an eighth: they are needed most when clients use up the limit."""
         spare = self.limit // 8 if is_for_operators else 0
         return self.held + size <= self.limit + spare
 
@@ -162,7 +162,7 @@ class Found(NamedTuple):
 
 
 class ModelFollower(Protocol):
-    """Follows the set of models that the supervisor holds."""
+    """Follows the supervisor's table of models."""
 
     async def start(self) -> None:
         """Connect to the supervisor."""
@@ -183,14 +183,15 @@ class ServerState:
     follower: ModelFollower | None = None  # takes orders to change the models; None: they cannot be changed
     batches: BatchService | None = None  # None: the server has no --batch-folder
     in_flight: int = 0
-    held: dict[str, int] = field(default_factory=dict)  # of those in flight, requests of each client
+    held: dict[str, int] = field(default_factory=dict)  # requests in flight, by client
     images: ImageLoader = field(init=False)
     buffered: BufferedBytes = field(init=False)
     observer: RequestObserver | None = field(init=False)  # None: requests are neither traced nor logged
     keys: KeyRing = field(init=False)
-    watched: list[Callable[[], None]] = field(init=False)  # what looks after files that may change
+    watched: list[Callable[[], None]] = field(init=False)  # functions that reload changed files
     result_cache: ResultCache | None = field(init=False)  # None: every row is computed
-    # A successor of this process counts from 0 again, while the engine may still run our requests.
+    # A random prefix of request ids. A successor of this process counts from 0 again, while the engine may
+    # still run requests of this process.
     _name: str = field(default_factory=lambda: secrets.token_hex(4))
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -212,14 +213,14 @@ class ServerState:
         self.aliases = {alias: model.spec.name for model in models for alias in model.aliases}
 
     def _settle(self, model: ServedModel) -> None:
-        """Fill in the server's settings where the model has none of its own."""
+        """Fill in the server's settings if the model has none of its own."""
         if model.auto_truncate is None:
             model.auto_truncate = self.config.auto_truncate
         if model.default_chunking is None:
             model.default_chunking = self.config.default_chunking
 
     def next_id(self) -> str:
-        """An id that no other request of this server has, also not one of a process that has exited."""
+        """A request id that is unique in this server, even among processes that have exited."""
         return f"{self._name}-{next(self._numbers)}"
 
     @property
@@ -238,7 +239,7 @@ class ServerState:
 
     def find(self, name: str | None, use: Use | None = None) -> Found:
         """The model of this name; without a name, the one that suits the use. The name of an adapter, alone
-        or as `MODEL:ADAPTER`, chooses it; `:PROMPT` after either names a prompt too."""
+        or as `MODEL:ADAPTER`, chooses the adapter. A suffix `:PROMPT` chooses a prompt."""
         if name is None or name == "":
             if len(self.models) == 1:
                 return Found(next(iter(self.models.values())))
@@ -269,14 +270,14 @@ class ServerState:
         return Found(holders[0].with_adapter(holders[0].adapters[name])) if holders else None
 
     def default(self, use: Use | None = None, among: Sequence[ServedModel] | None = None) -> ServedModel:
-        """The model of requests that name none; one of `among`, where a client may not use all."""
+        """The model for requests that name none; one of `among` if the client may not use all models."""
         models = list(self.models.values()) if among is None else among
         if not models:
             raise EngineUnavailable("this server has no model yet")
         return models[choose((model.spec for model in models), use) if len(models) > 1 else 0]
 
     def named(self, name: str) -> ServedModel:
-        """The model of exactly this name or alias; an order must not reach another."""
+        """The model with exactly this name or alias, because an order must not reach another one."""
         if (model := self._named(name)) is None:
             raise self._not_found(name)
         return model
@@ -294,7 +295,7 @@ class ServerState:
         return self.models.get(self.aliases.get(name, name))
 
     def admit(self, client: str = "") -> None:
-        """Count a request in, once its body is read and before other work; `release` counts it out."""
+        """Count a request as in flight until `release`. Called once its body is read, before other work."""
         if self.in_flight >= self.config.max_concurrent_requests:
             self.check_room(client)
         self.in_flight += 1
@@ -302,8 +303,8 @@ class ServerState:
         held[client] = held.get(client, 0) + 1
 
     def check_room(self, client: str = "") -> None:
-        """Refuse a request if the limit of requests in flight is reached and its client has its share of
-        them."""
+        """Refuse a request if the limit of requests in flight is reached and its client already has its
+        share."""
         limit = self.config.max_concurrent_requests
         if self.in_flight >= limit:
             limit = max_queued_of(limit, self.in_flight, self.held.get(client, 0), len(self.held))
@@ -321,8 +322,8 @@ class ServerState:
             del self.held[client]
 
     def check_engines(self) -> None:
-        """Raise with the reason unless requests are served: every model has been started, and not all of them
-        are being restarted."""
+        """Raise with the reason unless requests are served: every model has finished its first start, and at
+        least one can serve."""
         for model in self.models.values():
             if model.is_starting:
                 raise EngineUnavailable(model.engine.unavailable_reason)
@@ -340,7 +341,7 @@ class ServerState:
 
 
 def _with_suffix(found: Found, suffix: str) -> Found | None:
-    """The prompt or adapter of a name with `:SUFFIX`. No adapter has the name of a prompt."""
+    """Resolve `:SUFFIX` to a prompt or an adapter. An adapter cannot have the name of a prompt."""
     model = found.model
     if found.prompt is not None:
         return None
@@ -367,6 +368,6 @@ def read_state(state_file: Path) -> EngineState:
 def engine_reason(state_file: Path) -> str:
     """Why the engine cannot be reached."""
     found = read_state(state_file)
-    if found.state == "running":  # the supervisor has not noticed yet that its process has ended
+    if found.state == "running":  # the supervisor has not noticed yet that the engine process has exited
         return "the engine is not connected; try again shortly"
     return found.detail

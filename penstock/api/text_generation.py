@@ -22,7 +22,7 @@ from penstock.tasks.text_stream import TextDelta
 from penstock.types import TokenLogprobs
 
 DEFAULT_NEW_TOKENS = 100
-_OFF = -1  # of top_k
+_OFF = -1  # a top_k that filters nothing
 
 
 class GrammarFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -61,7 +61,7 @@ class GenerateParameters(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn at random: where it is asked for, or a parameter needs it."""
+        """Whether tokens are sampled: because of `do_sample`, or because another parameter needs it."""
         shaped = (self.temperature not in (None, 1), bool(self.top_k), self.top_p not in (None, 1))
         return bool(self.do_sample) or any(shaped)
 
@@ -214,7 +214,7 @@ class _Text:
         return "".join(self._parts)
 
     def take(self, delta: TextDelta) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
-        """Add a delta; its tokens, and the likeliest ones in place of each."""
+        """Add a delta. Returns its tokens, and for each the likeliest tokens at its position."""
         self._parts.append(delta.text)
         if delta.prompt_logprobs is not None:
             self._prefill = self._scored_prompt(delta.prompt_logprobs)
@@ -269,7 +269,7 @@ def _finish_reason(delta: TextDelta) -> str:
 
 
 async def _events(text: _Text) -> AsyncGenerator[bytes, None]:
-    """One event a token. Text that is held back, as for half a character, comes with a later token."""
+    """Yield one event per token. Text that is held back, such as half a character, comes with a later one."""
     index = 0
     async for deltas in text.generation.deltas():
         for delta in deltas:

@@ -1,7 +1,7 @@
-"""TLS of the server: its certificate, the certificates that clients show, and their renewal.
+"""TLS of the server: its certificate, the certificates of clients, and their renewal.
 
-A renewed certificate is loaded into a context of its own. Every handshake takes the newest context that could
-be loaded, so a half-written file never reaches a client.
+A renewed certificate is loaded into a new context. Every handshake uses the newest context that was loaded
+without an error, so a half-written file never reaches a client.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class ServerTls:
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
         self._current = server_context(config)
-        self.context = server_context(config)  # that listeners are opened with
+        self.context = server_context(config)  # for the listeners
         self.context.sni_callback = self._choose
         self._watched = WatchedFiles(_files(config))
         self._watched.have_changed()
         self._reported = ""
 
     def _choose(self, handshake: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        """Called for every handshake, also of clients that name no host."""
+        """Use the newest context. Called for every handshake, even if the client names no host."""
         handshake.context = self._current
 
     def reload(self) -> None:

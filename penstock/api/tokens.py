@@ -1,4 +1,4 @@
-"""Token ids to text for every dialect that has it."""
+"""Decodes token ids to text, for every dialect that has such a route."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from penstock.api.state import ServedModel
 from penstock.errors import BadValue, BodyTooLarge
 
-MAX_INLINE_IDS = 1024  # fewer are decoded on the event loop
-MAX_DECODED_IDS = 1 << 20  # of one request
+MAX_INLINE_IDS = 1024  # up to this many are decoded on the event loop
+MAX_DECODED_IDS = 1 << 20  # in one request
 
 
 async def decode_ids(

@@ -1,8 +1,8 @@
 """OpenTelemetry traces: one server span for a request, and a span for each of its phases.
 
 An engine runs in another process and exports nothing. It reports when it launched a request, on the monotonic
-clock that all processes of a machine share, so the API process can tell every phase. Spans have no inputs and
-no keys. They are exported in batches by a thread; a collector that does not answer delays no request.
+clock that all processes of a machine share, so the API process can compute every phase. Spans contain no
+inputs and no keys. A thread exports them in batches, so a collector that does not answer delays no request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("penstock.api")
 GRPC, HTTP = "grpc", "http/protobuf"
 HTTP_PORT = 4318  # where collectors take OTLP over HTTP
 TRACES_PATH = "/v1/traces"
-MAX_CLOSE_S = 2.0  # for spans that are left when the server ends
+MAX_CLOSE_S = 2.0  # to export the last spans when the server stops
 MAX_PATH_CHARS = 256
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -40,7 +40,7 @@ _MODULES = (
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
 )
 _INSTALL = "pip install opentelemetry-sdk opentelemetry-exporter-otlp (the extra `otel`)"
-_OPERATIONS = {  # of the semantic conventions, by a word of the route
+_OPERATIONS = {  # names of the semantic conventions, by a word in the route
     "embed": "embeddings",
     "chat": "chat",
     "completions": "text_completion",
@@ -52,12 +52,12 @@ Phase = tuple[str, float, float, dict[str, Any]]  # name, begin and end on the m
 def is_installed() -> bool:
     try:
         return all(importlib.util.find_spec(name) is not None for name in _MODULES)
-    except ModuleNotFoundError:  # not even the package around it
+    except ModuleNotFoundError:  # a parent package is missing
         return False
 
 
 def check_endpoint(url: str, flag: str = "--otlp-endpoint") -> str:
-    """The URL of a collector, if traces can be sent there."""
+    """Return the URL of a collector if traces can be sent there; raise otherwise."""
     parts = urllib.parse.urlsplit(url)
     try:
         has_place = bool(parts.hostname) and parts.port != 0
@@ -76,7 +76,7 @@ def check_endpoint(url: str, flag: str = "--otlp-endpoint") -> str:
 
 
 def protocol_of(url: str, environment: Mapping[str, str]) -> str:
-    """How spans are sent. Unless the environment says: HTTP to its usual port or to a path, else gRPC."""
+    """The protocol for spans. By default HTTP if the URL has its usual port or a path, otherwise gRPC."""
     for name in _PROTOCOLS:
         if given := environment.get(name):
             if given not in (GRPC, HTTP):
@@ -97,14 +97,14 @@ def tracer_for(config: ServerConfig) -> Tracer | None:
         return None
     try:
         url = check_endpoint(os.environ[variable], variable)
-    except ConfigError as error:  # it may be set for all programs of a machine: the server starts without
+    except ConfigError as error:  # it may be set for all programs of a machine: start without traces
         log.error("no traces are sent: %s", error.message)
         return None
     return Tracer(exporter(url, is_base=variable != _ENDPOINTS[0]), config.otlp_service_name)
 
 
 def exporter(url: str, *, is_base: bool) -> Any:
-    """What sends spans to a collector. The path of traces is added to an `is_base` URL."""
+    """The exporter of spans to a collector. With `is_base`, the path of traces is added to an HTTP URL."""
     if protocol_of(url, os.environ) == GRPC:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
@@ -169,17 +169,17 @@ class Tracer:
         span.end(_to_ns(max(begin_s, end_s), offset_ns))
 
     def close(self) -> None:
-        """Send what is left, for two seconds at most."""
+        """Export the remaining spans, within `MAX_CLOSE_S`."""
         closing = Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
         closing.start()
         closing.join(MAX_CLOSE_S)
         if closing.is_alive():
             log.warning("the collector of traces does not answer; the last spans are lost")
-            Thread(target=self._exporter.shutdown, daemon=True).start()  # ends the export that runs
+            Thread(target=self._exporter.shutdown, daemon=True).start()  # ends the running export
 
 
 class RequestTrace:
-    """The server span of one request, and the phases that have been seen. All times are monotonic."""
+    """The server span of one request, and its phases so far. All times are on the monotonic clock."""
 
     __slots__ = (
         "_first_token_s",
@@ -207,9 +207,10 @@ class RequestTrace:
         self._phases.append(("tokenize", began_s, self._ready_s, {}))
 
     def stepped(self, launched_s: float, device_s: float) -> None:
-        """The engine has answered, and has launched the first step of the request at `launched_s`.
+        """Record the queue and the steps of an answered request. Its first step was launched at `launched_s`.
 
-        Without an engine, as from a cache, the launch lies before the tokens were ready.
+        Without an engine, such as for a cached result, `launched_s` is before the tokens were ready, and
+        nothing is recorded.
         """
         if device_s == 0.0 and launched_s < self._ready_s:
             return
@@ -222,7 +223,7 @@ class RequestTrace:
         self._first_token_s = now_s
 
     def generated(self, launched_s: float | None, device_s: float) -> None:
-        """The generation has ended. Its launch time is unknown if it failed or was cancelled."""
+        """Record the phases of a generation that has ended. `launched_s` may be None if it failed."""
         now_s = time.monotonic()
         attributes = {"penstock.device_seconds": device_s}
         if launched_s is None or self._first_token_s is None:
@@ -237,7 +238,7 @@ class RequestTrace:
         self._phases.append(("encode", began_s, began_s + seconds, {}))
 
     def end(self, call: Call) -> None:
-        """End the server span, with what is known of the request, after the spans of its phases."""
+        """Create the spans of the phases, then end the server span with the attributes of the request."""
         span = self._span
         if not span.is_recording():
             return

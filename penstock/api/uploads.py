@@ -1,4 +1,4 @@
-"""The body of an upload, taken piece by piece: it may be far larger than the bodies of other requests."""
+"""The body of an upload, read in pieces, because it may be far larger than other bodies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope
 
 from penstock.errors import BodyTooLarge, Cancelled, UnsupportedEncoding
 
-STREAM_BODY = "penstock.stream_body"  # in a scope: announces that the body is taken in pieces
+STREAM_BODY = "penstock.stream_body"  # key in a scope: a function that has the body delivered in pieces
 _MAX_DIGITS = 18
 
 
@@ -19,14 +19,14 @@ class BodyStream:
         self._scope = scope
         self._receive = receive
         if (announce := scope.get(STREAM_BODY)) is not None:
-            announce()  # before anything is awaited: the body is on its way
+            announce()  # before the first await, because the body is arriving
 
     def header(self, name: bytes) -> bytes:
         """The last value of a header; empty if there is none."""
         return next((value for key, value in reversed(self._scope["headers"]) if key == name), b"")
 
     async def pieces(self, max_bytes: int) -> AsyncIterator[bytes]:
-        """The body; `BodyTooLarge` as soon as it is known to have more bytes than these."""
+        """Yield the body. Raises `BodyTooLarge` as soon as it is known to exceed `max_bytes`."""
         encoding = self.header(b"content-encoding").strip().lower()
         if encoding not in (b"", b"identity"):
             raise UnsupportedEncoding(

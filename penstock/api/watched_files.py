@@ -1,5 +1,5 @@
-"""Files that may change while the server runs: keys and certificates. A timer looks at them; no request
-waits for it."""
+"""Files that may change while the server runs: keys and certificates. A timer checks them, so that no
+request waits for it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 WATCH_INTERVAL_S = 1.0
-_SETTLED_S = 2.0  # a file that was written just now may be written again within the same tick of the clock
+_SETTLED_S = 2.0  # a newer file may be written again within the same tick of the clock
 log = logging.getLogger("penstock.api")
 Signature = tuple[tuple[int, int, int, int] | None, ...]
 
 
 class WatchedFiles:
-    """Tells whether any of some files differs from when it was last read."""
+    """Detects whether any of several files has changed since it was last read."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = tuple(paths)

@@ -1,4 +1,4 @@
-"""Routes for the operator: load and unload models, and have them sleep and wake. They need the admin key."""
+"""Routes for the operator: load, unload, put to sleep and wake models. They need the admin key."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class WakeRequest(Body, kw_only=True):
 
 
 class OrderReply(msgspec.Struct, kw_only=True):
-    """What became of a model."""
+    """The state of a model after an order."""
 
     model: str  # its first name
     state: Literal["awake", "asleep", "unloaded"]
-    seconds: float  # that it took
+    seconds: float  # how long the order took
 
 
 async def load_model(call: Call, body: LoadRequest) -> Reply:
@@ -73,7 +73,7 @@ async def unload_model(call: Call, body: UnloadRequest) -> Reply:
 
 
 async def sleep_model(call: Call, body: SleepRequest) -> Reply:
-    """Have a model sleep: it finishes its requests and gives its memory back. The next request wakes it."""
+    """Put a model to sleep: it finishes its requests and frees its memory. The next request wakes it."""
     return await _ordered(call, "sleep", body.model, level=body.level)
 
 
@@ -103,11 +103,11 @@ def order_reply(answer: OrderAnswer) -> Reply:
     return Reply(msgspec.json.encode(described))
 
 
-# vLLM's routes, which have the model in the URL; without it, they mean every model.
+# vLLM's routes have the model in the URL. Without one, they apply to all models.
 
 
 async def sleep(call: Call) -> Reply:
-    """Have the model of `?model=` sleep, or all models; `level` is 1 or 2."""
+    """Put the model of `?model=`, or all models, to sleep; `level` is 1 or 2."""
     query = _query(call, "level", "mode", "model")
     level = query.get("level")
     if level not in (None, "1", "2"):
@@ -134,7 +134,7 @@ class SleepingAnswer(msgspec.Struct, kw_only=True):
 
 
 async def is_sleeping(call: Call) -> Reply:
-    """Tell whether the model of `?model=`, or every model, sleeps."""
+    """Report whether the model of `?model=`, or every model, sleeps."""
     names = _named(call, _query(call, "model"))
     states = [call.state.named(name).state for name in names]
     answer = SleepingAnswer(is_sleeping=all(state in ("asleep", "waking") for state in states))

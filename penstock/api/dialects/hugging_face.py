@@ -1,7 +1,7 @@
 """The dialect of the Hugging Face Inference API, as `huggingface_hub.InferenceClient` speaks it.
 
-The client posts to the server's address itself. TEI has a route there as well, so one body serves both: the
-model's task and the fields of the body decide what is run.
+The client posts to the root path, where TEI has a route as well. So one type of body serves both: the model's
+task and the fields of the body decide which task runs.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class InferenceParameters(GenerateParameters, kw_only=True):
 _REFUSED = refused_fields(InferenceParameters)
 _CUTS = {"truncate", "truncation_direction"}
 _GENERATION = set(GenerateParameters.__struct_fields__)
-_FIELDS: dict[str, set[str]] = {  # of `parameters`, that each task has
+_FIELDS: dict[str, set[str]] = {  # fields of `parameters` that each task accepts
     FEATURES: {*_CUTS, "normalize", "prompt_name", "dimensions"},
     SIMILARITY: {*_CUTS, "prompt_name"},
     LABELS: {*_CUTS, "function_to_apply", "top_k"},
@@ -115,7 +115,7 @@ class InferenceRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     user: User = None
 
     def text_options(self) -> TextOptions:
-        """The options of long texts and prompts, from the body or from its `parameters`."""
+        """The options for truncation and prompts, from the body or from its `parameters`."""
         given = self.parameters or InferenceParameters()
         truncate = self.truncate if self.truncate is not None else given.truncate
         if not isinstance(truncate, bool | None):
@@ -151,7 +151,7 @@ async def inference_of_task(call: Call, body: InferenceRequest) -> Reply | Strea
 
 async def _run(call: Call, body: InferenceRequest, named: str | None) -> Reply | Streamed:
     model = call.model(body, may_truncate=False)
-    body.model = model.full_name  # without the prompt that it may have named
+    body.model = model.full_name  # without a prompt in the name
     task = _task(body, model, named)
     _check_parameters(body.parameters, task)
     if task == RANKING:
@@ -262,14 +262,14 @@ def _are_texts(given: Any) -> TypeGuard[list[str]]:
 
 
 async def _labels(call: Call, body: InferenceRequest, model: ServedModel) -> Reply:
-    """With `parameters` the answer is a list for each text, also for one; without them it is TEI's."""
+    """With `parameters` the answer is a list per text, even for one text; without them it is TEI's."""
     parameters, inputs, options = body.parameters, _classified(body), body.text_options()
     if parameters is None:
         return await pipelines.predict_reply(call, body, inputs, options, raw_scores=body.raw_scores)
     if parameters.top_k is not None and parameters.top_k < 1:
         raise BadValue(f"top_k is {parameters.top_k}; it must be at least 1", param="parameters")
     if isinstance(inputs, list) and _are_texts(inputs):
-        inputs = [[text] for text in inputs]  # a list of texts; TEI would take two for a pair
+        inputs = [[text] for text in inputs]  # TEI would read two texts as a pair
     function = parameters.function_to_apply
     predicted = await pipelines.predict(
         call, body, inputs, options, raw_scores=body.raw_scores or function is not None
@@ -377,7 +377,7 @@ def _texts(body: InferenceRequest) -> list[str]:
 
 
 def _answer(call: Call, body: InferenceRequest, result: Result[Any], rows: list[Any]) -> Reply:
-    """The only row for one text, otherwise all rows."""
+    """The row itself for one text, otherwise a list of rows."""
     began, texts = call.began_s, _texts(body)
     reply = json_reply(rows[0] if isinstance(body.inputs, str) else rows)
     record_phases(call, began)

@@ -26,7 +26,7 @@ from penstock.outputs.ranking import check_top_n, top_indices
 from penstock.types import PoolingParams, Task
 
 Modality = Literal["text", "image", "audio"]
-ANY_MODEL = "default/not-specified"  # what its client sends where no model is named
+ANY_MODEL = "default/not-specified"  # sent by its client if no model is named
 
 
 class InfinityEmbeddingsRequest(ChunkFields, kw_only=True):

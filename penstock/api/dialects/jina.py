@@ -27,14 +27,17 @@ from penstock.inputs.prompts import has_prompt_for
 from penstock.types import OutputDtype, Task
 
 EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
-_INPUT_TYPES = {  # of Jina's tasks, for models that have prompts instead of adapters
+_INPUT_TYPES = {  # for Jina's tasks, if the model has prompts instead of adapters
     "retrieval.query": "query",
     "retrieval.passage": "document",
     "classification": "classification",
     "separation": "clustering",
     "clustering": "clustering",
 }
-_KINDS = {"query": "query", "passage": "document"}  # after the name of an adapter: retrieval.query
+_KINDS = {
+    "query": "query",
+    "passage": "document",
+}  # suffixes after the name of an adapter, as in retrieval.query
 
 
 class JinaInput(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -93,7 +96,7 @@ async def jina_embeddings(call: Call, body: JinaEmbeddingsRequest) -> Reply:
 
 
 async def _late_chunking(call: Call, body: JinaEmbeddingsRequest, model: ServedModel) -> Reply:
-    """All inputs are one document; each has the vector of its part of it."""
+    """Embed the inputs as chunks of one document, with one vector per input."""
     if body.return_multivector:
         raise BadValue("late_chunking and return_multivector exclude each other", param="return_multivector")
     if body.wants_chunks:
@@ -125,7 +128,7 @@ def _multivector_items(rows: list[Any]) -> list[dict[str, Any]]:
 
 
 def _settle(body: JinaEmbeddingsRequest, model: ServedModel) -> None:
-    """Put Jina's fields into the fields that every embedding has."""
+    """Translate Jina's fields into the common fields of embeddings."""
     body.input = _texts(body.input, model)
     body.normalize = agreed(body.normalize, body.normalized)
     if body.truncate and body.truncate_prompt_tokens is None and not body.late_chunking:
@@ -146,7 +149,7 @@ def _one_type(given: EmbeddingType | list[EmbeddingType]) -> EmbeddingType:
 
 
 def _texts(given: Any, model: ServedModel) -> Any:
-    """The inputs without the objects around their texts. Those with images become contents."""
+    """The inputs, with objects replaced by their texts. Objects with images become contents."""
     if isinstance(given, JinaInput):
         given = [given]
     if isinstance(given, str):

@@ -43,7 +43,7 @@ async def metrics(call: Call) -> Reply:
 
 
 def tei_kind(tasks: Collection[Task]) -> str:
-    """What TEI would do with a model that has these tasks; empty if it serves no such model."""
+    """What TEI would do with a model of these tasks; empty if TEI would not serve it."""
     if Task.GENERATE in tasks:
         return ""
     if Task.EMBED in tasks:

@@ -41,7 +41,7 @@ def assets() -> dict[str, bytes]:
 
 @cache
 def assets_version() -> str:
-    """A name for the content of all files, so that browsers may keep them."""
+    """A digest of all files, for URLs that browsers may cache."""
     digest = hashlib.sha256()
     for name, content in sorted(assets().items()):
         digest.update(b"%s %d " % (name.encode(), len(content)) + content)
@@ -69,7 +69,7 @@ async def docs(call: Call) -> Reply:
     return Reply(page("docs.html"), HTML)
 
 
-_GZIP = (b"content-encoding", b"gzip")  # all browsers take it
+_GZIP = (b"content-encoding", b"gzip")  # supported by all browsers
 _DOCS_FILES: dict[str, list[tuple[bytes, bytes]]] = {
     "docs.js": [(b"cache-control", b"no-cache")],
     "scalar-1.72.1.js": [_FOREVER, _GZIP],

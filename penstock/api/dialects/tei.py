@@ -34,12 +34,12 @@ from penstock.inputs.processor import InputOptions
 from penstock.inputs.tokenizer import EncodedText
 from penstock.types import Task
 
-_MAX_LOOP_TOKENS = 1 << 12  # of fewer, the answer is made on the event loop
+_MAX_LOOP_TOKENS = 1 << 12  # up to this many, the answer is made on the event loop
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class TeiFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Scheduling fields. TEI has none, but they mean the same on every route."""
+    """Scheduling fields, which TEI does not have. They mean the same as on every other route."""
 
     model: str | None = None
     adapter: str | None = None
@@ -102,7 +102,7 @@ class TeiRerankRequest(TeiTruncation, kw_only=True):
 
 
 class PredictRequest(TeiTruncation, kw_only=True):
-    """Body of `POST /predict`: a text, a pair of texts, or a list of such."""
+    """Body of `POST /predict`: a text, a pair of texts, or a list of these."""
 
     inputs: PredictInputs
     raw_scores: bool = False
@@ -219,7 +219,7 @@ class Info(msgspec.Struct, kw_only=True):
 
 async def tei_embed(call: Call, body: TeiEmbedRequest) -> Reply:
     """Embed texts or token ids: a list of vectors."""
-    model = call.model(body)  # it may name a prompt, which the options hold
+    model = call.model(body)  # before `body.options()`: the name may choose a prompt
     return await pipelines.embed(
         call, body, model, body.inputs, body.options(), normalize=body.normalize, dimensions=body.dimensions
     )

@@ -32,7 +32,7 @@ from penstock.tasks.embed import Embed
 from penstock.types import OutputDtype, PoolingParams, Task
 
 OutputType = Literal["float", "int8", "uint8", "binary", "ubinary"]
-MAX_SEGMENTS = 1000  # of one input of mixed kinds
+MAX_SEGMENTS = 1000  # in one input of texts and images
 
 
 class VoyageFields(PromptedFields, kw_only=True):
@@ -122,7 +122,7 @@ async def voyage_embeddings(call: Call, body: VoyageEmbeddingsRequest) -> Reply:
 
 
 async def multimodal_embeddings(call: Call, body: MultimodalRequest) -> Reply:
-    """Embed inputs that consist of texts, in the dialect of Voyage."""
+    """Embed inputs of texts and images, in the dialect of Voyage."""
     model = call.model(body)
     body.encoding_format = body.encoding_format or body.output_encoding
     if not body.inputs:
@@ -226,7 +226,7 @@ async def _auto_chunks(
 
 
 def _parts(document: str, begins: list[int]) -> list[str]:
-    """The document divided where its chunks begin, so that the parts together are the document."""
+    """Split the document where its chunks begin. The parts together are the whole document."""
     edges = [0, *begins[1:], len(document)]
     return [document[begin:end] for begin, end in itertools.pairwise(edges)]
 

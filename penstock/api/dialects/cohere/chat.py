@@ -44,7 +44,7 @@ class CohereMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tool_call_id: str | None = None
 
     def plain(self, index: int) -> dict[str, Any]:
-        """The message as chat templates take it."""
+        """The message in the form that chat templates read."""
         where = f"messages[{index}]"
         if self.role == "tool" or self.tool_calls or self.tool_plan or self.tool_call_id:
             raise BadValue(f"{where} is about tools, but {_NO_TOOLS}", param="messages")
@@ -127,7 +127,7 @@ class CohereChatRequest(RequestFields, kw_only=True):
     ] = None
 
     def text_fields(self) -> TextFields:
-        """The same request in the words of the other generation routes."""
+        """The request in the common fields of text generation."""
         response_format = None if self.response_format is None else self.response_format.common()
         return TextFields(
             model=self.model,
@@ -184,7 +184,7 @@ async def _whole(generation: Generation, *, with_logprobs: bool) -> dict[str, An
 
 
 async def _events(generation: Generation) -> AsyncGenerator[bytes, None]:
-    """The events of a stream. The first come with the first text, so that earlier failures have a status."""
+    """The events of a stream. The first come with the first text, so an earlier failure sets the status."""
     has_begun, reason = False, "COMPLETE"
     try:
         async with aclosing(generation.deltas()) as stream:
@@ -255,7 +255,7 @@ def _error_reason(error: PenstockError) -> str:
 
 
 def _scored_tokens(generation: Generation, delta: TextDelta) -> list[dict[str, Any]]:
-    """The tokens of a delta with their log probabilities, where these were asked for."""
+    """The tokens of a delta with their log probabilities, if these were requested."""
     if (scores := delta.logprobs) is None:
         return []
     raw = generation.tokenizer.token_raw_bytes

@@ -98,11 +98,11 @@ class CohereEmbedRequest(RequestFields, kw_only=True):
         return [_input_content(each, at) for at, each in enumerate(self.inputs or ())]
 
     def kinds(self) -> list[EmbeddingType]:
-        """The types of embeddings that are asked for, each once."""
+        """The requested types of embeddings, without duplicates."""
         return list(dict.fromkeys(self.embedding_types or ("float",)))
 
     def limit(self, spec: ModelSpec) -> int:
-        """The most tokens of a text that are embedded."""
+        """The maximum number of tokens that are embedded per text."""
         if self.max_tokens is None:
             return spec.max_model_len
         if self.max_tokens < 1:
@@ -132,8 +132,8 @@ class CohereEmbedRequest(RequestFields, kw_only=True):
 
 
 def _input_content(given: EmbedInput, index: int) -> str | RawContent:
-    """The only text of an input, or its texts and images. Several texts would have to be joined in a way that
-    no model defines."""
+    """The only text of an input, or its texts and images. Refuses several texts, because no model defines how
+    to join them."""
     if any(part.type != "text" for part in given.content):
         parts = [msgspec.to_builtins(part) for part in given.content]
         return tuple(content_part(part, "inputs") for part in parts)
@@ -184,7 +184,7 @@ async def embed_v2(call: Call, body: CohereEmbedRequest) -> Reply:
 
 
 def _billed(given: Sequence[str | RawContent], result: Result[Columns]) -> dict[str, int]:
-    """Tokens of texts and of images, and the number of images where there are any."""
+    """Tokens of texts and of images, and the number of images if there are any."""
     request = result.request
     num_image_tokens = 0 if request.images is None else int(request.images.num_tokens.sum())
     units = {"input_tokens": request.num_tokens - num_image_tokens, "image_tokens": num_image_tokens}
@@ -264,7 +264,7 @@ async def _rerank(call: Call, body: CohereRerankRequest, version: str) -> Reply:
 
 
 def _ranked_text(document: str | dict[str, Any], fields: Sequence[str], index: int) -> str:
-    """The values of a document's fields in the given order, one a line."""
+    """The values of a document's fields in the given order, one per line."""
     values = {"text": document} if isinstance(document, str) else document
     lines: list[str] = []
     for name in fields:
@@ -282,7 +282,7 @@ def _ranked_text(document: str | dict[str, Any], fields: Sequence[str], index: i
 
 
 class EmbeddingsByType(msgspec.Struct, kw_only=True, omit_defaults=True, rename={"float_": "float"}):
-    """One list for each type that was asked for."""
+    """One list for each requested type."""
 
     float_: list[list[float]] | msgspec.UnsetType = msgspec.UNSET
     int8: list[list[int]] | msgspec.UnsetType = msgspec.UNSET

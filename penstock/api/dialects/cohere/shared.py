@@ -23,7 +23,7 @@ def truncating(truncate: Truncate, limit: int) -> InputOptions:
 
 
 def refusing_longer(limit: int, name: str) -> Callable[[list[int]], None]:
-    """What `truncate: NONE` does: refuse rows of more tokens than the limit."""
+    """The check for `truncate: NONE`: refuse rows with more tokens than the limit."""
 
     def check(lengths: list[int]) -> None:
         index = next((at for at, length in enumerate(lengths) if length > limit), None)
@@ -69,7 +69,7 @@ class CohereError(msgspec.Struct, kw_only=True):
 
 
 def cohere_errors(own_names: Mapping[str, str] | None = None) -> ErrorStyle:
-    """Cohere's errors. `own_names` are its names of fields that are called otherwise elsewhere."""
+    """Cohere's errors. `own_names` maps common names of fields to Cohere's names."""
     return ErrorStyle(partial(_cohere_body, own_names or {}), answer=CohereError)
 
 

@@ -33,8 +33,8 @@ from penstock.types import PoolingParams, Task
 
 MAX_TOKENIZED_CHARS = 65_536  # Cohere's limit
 MAX_DETOKENIZED_IDS = 65_536
-_MAX_LOOP_VALUES = 1024  # of an answer that is made on the event loop
-MIN_CONFIDENCE = 0.5  # of the predicted labels, where a text may have several
+_MAX_LOOP_VALUES = 1024  # answers with up to this many are made on the event loop
+MIN_CONFIDENCE = 0.5  # of predicted labels, if a text may have several
 
 
 class CohereClassifyRequest(RequestFields, kw_only=True):

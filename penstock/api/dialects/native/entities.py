@@ -35,7 +35,7 @@ _SPAN_FIELDS = ("threshold", "flat", "multi_label")
 
 
 def _task(body: EntitiesRequest) -> FindEntities | FindLabelledEntities:
-    """Without labels, those of the model."""
+    """The task for the labels of the request or, without any, the labels of the model."""
     if body.labels is None:
         for name in _SPAN_FIELDS:
             if getattr(body, name) is not None:

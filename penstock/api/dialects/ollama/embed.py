@@ -1,6 +1,6 @@
 """The dialect of Ollama: `/api/embed`, `/api/embeddings`, `/api/rerank`, and the routes that describe models.
 
-Durations are in nanoseconds. A model is loaded as long as the server runs, so loading takes no time.
+Durations are in nanoseconds. Models stay loaded while the server runs, so loading takes no time.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from penstock.outputs.ranking import check_top_n, top_indices
 from penstock.tasks.embed import Embed
 from penstock.types import OutputDtype, PoolingParams, Task
 
-FOREVER = datetime(2318, 1, 1, tzinfo=UTC)  # when a model that stays loaded is unloaded
+FOREVER = datetime(2318, 1, 1, tzinfo=UTC)  # reported as the expiry of models, which stay loaded
 KeepAlive = Annotated[float | str | None, NoEffect("models stay loaded as long as the server runs")]
 Unused = Annotated[Any, NoEffect("vectors do not depend on it")]
 
 
 class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Options of a request that computes vectors. `num_ctx` limits its texts; no other one matters."""
+    """Options of a request that computes vectors. Only `num_ctx` has an effect: it limits the texts."""
 
     num_ctx: int | None = None
     num_batch: Unused = None
@@ -172,8 +172,8 @@ async def ollama_embeddings(call: Call, body: OllamaEmbeddingsRequest) -> Reply:
 
 
 def _cut_at(options: OllamaOptions | None, model: ServedModel, *, truncates: bool) -> int | None:
-    """Where texts are cut: at `num_ctx`, or at the model's limit if that is lower; None: longer texts are
-    refused."""
+    """Where texts are truncated: at `num_ctx`, or at the model's limit (-1) if that is lower. None if longer
+    texts are refused."""
     num_ctx, limit = (options or OllamaOptions()).num_ctx, model.spec.max_model_len
     if num_ctx is None or num_ctx == 0 or num_ctx >= limit:
         return -1 if truncates else None
@@ -222,10 +222,10 @@ async def ollama_rerank(call: Call, body: OllamaRerankRequest) -> Reply:
 
 class ModelDetails(msgspec.Struct, kw_only=True):
     parent_model: str = ""
-    format: str  # of the weights
+    format: str  # weight format
     family: str
     families: list[str]
-    parameter_size: str  # such as 22.7M; "" if the files do not tell
+    parameter_size: str  # such as 22.7M; "" if the files do not say
     quantization_level: str  # such as F32
 
 

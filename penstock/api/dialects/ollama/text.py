@@ -25,7 +25,7 @@ from penstock.tasks.generate import ChatPrompt, Generate, TextPrompts
 NDJSON = b"application/x-ndjson"
 MAX_MESSAGES = 4096
 _FITS = (-1, -2)  # num_predict: as many tokens as fit
-_WHOLE = (None, -1)  # repeat_last_n: everything that was read and generated
+_WHOLE = (None, -1)  # repeat_last_n: the whole prompt and answer
 _NO_TOOLS = "the server does not generate tool calls"
 _NO_IMAGES = "this route reads texts; send images to /v1/chat/completions, as parts of type image_url"
 Unused = Annotated[Any, NoEffect("how a model is loaded is chosen when the server starts")]
@@ -71,7 +71,7 @@ class TextOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class OllamaTextFields(RequestFields, kw_only=True):
-    """What both routes have."""
+    """The fields of both routes."""
 
     stream: bool = True
     format: str | dict[str, Any] | None = None
@@ -108,7 +108,7 @@ class OllamaMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tool_call_id: str | None = None
 
     def plain(self, index: int) -> dict[str, Any]:
-        """The message as chat templates take it."""
+        """The message in the form that chat templates read."""
         if self.images:
             raise BadValue(f"messages[{index}] has images, but {_NO_IMAGES}", param="messages")
         if self.tool_calls or self.tool_name or self.tool_call_id or self.role.lower() == "tool":
@@ -176,7 +176,7 @@ def _response(text: str) -> dict[str, Any]:
 async def _answer(
     call: Call, body: OllamaTextFields, source: TextPrompts | ChatPrompt | None, shape: Any
 ) -> Reply | Streamed:
-    """The answer, whole or as a stream. Without a prompt there is nothing to say: clients load a model so."""
+    """The answer, whole or as a stream. Without a prompt, as clients send to load a model, it is empty."""
     fields = _fields(body)
     if source is None:
         model = call.model(fields, may_truncate=False)
@@ -198,8 +198,8 @@ async def _answer(
 
 
 async def _lines(generation: Generation, text: _Text) -> AsyncGenerator[bytes, None]:
-    """A line for each piece of text, and a last one with the statistics. An error after the first line is
-    the last one."""
+    """Yield a line for each piece of text, and a last line with the statistics. An error after the first line
+    becomes the last line."""
     has_begun = False
     try:
         async with aclosing(generation.deltas()) as stream:
@@ -232,7 +232,7 @@ class _Text:
         self._finish_reason = "stop"
 
     def take(self, piece: str, finish_reason: str | None) -> bool:
-        """Note a piece; whether it has text."""
+        """Record a piece. Returns whether it has text."""
         if self._first_s is None:
             self._first_s = time.monotonic()
         self._finish_reason = finish_reason or self._finish_reason
@@ -243,7 +243,7 @@ class _Text:
         return {"model": self._model, "created_at": created, **self._shape(text)}
 
     def last(self, text: str, generation: Generation) -> dict[str, Any]:
-        """The last piece, with the reason of the end and the statistics; times are in nanoseconds."""
+        """The last piece, with the finish reason and the statistics; times are in nanoseconds."""
         now, began, usage = time.monotonic(), self._call.began_s, generation.usage
         first = now if self._first_s is None else self._first_s
         return {
@@ -263,7 +263,7 @@ _OPTIONS_CHECK = refused_fields(TextOptions)
 
 
 def _fields(body: OllamaTextFields) -> TextFields:
-    """The body in the words of the text routes."""
+    """The body in the common fields of text generation."""
     given = body.options or TextOptions()
     if _OPTIONS_CHECK is not None:
         _OPTIONS_CHECK.check(given)
@@ -300,7 +300,7 @@ def _max_tokens(num_predict: int | None) -> int | None:
 
 
 def _penalties(given: TextOptions) -> dict[str, Any]:
-    """The penalties that are given. They are for the whole text: a window of it is refused."""
+    """The given penalties. They apply to the whole text; a window of it is refused."""
     pairs = (
         ("repetition_penalty", given.repeat_penalty, 1.0),
         ("presence_penalty", given.presence_penalty, 0.0),

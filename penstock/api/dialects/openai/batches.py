@@ -16,9 +16,9 @@ from penstock.batches.records import BatchRecord, LineError, Status, new_id, win
 from penstock.errors import BadValue, shown
 
 PATH = "/v1/batches"
-# Routes that take JSON with a model, and that a batch cannot have.
+# Routes that take JSON with a model, but cannot be used in batches.
 _NOT_IN_BATCHES = (PATH, "/v1/maxsim", "/maxsim", "/generate_stream", "/invocations")
-_MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512  # of metadata
+_MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512  # limits of metadata
 
 
 class BatchRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -99,7 +99,7 @@ class BatchesAnswer(msgspec.Struct, kw_only=True):
 
 
 def batch_endpoints(endpoints: Iterable[Endpoint]) -> dict[str, Endpoint]:
-    """The endpoints that lines of a batch may name: those that give a JSON object to a model."""
+    """The endpoints that lines of a batch may name, by path: JSON for a model, not streamed by default."""
     found = {}
     for each in endpoints:
         route = each.route

@@ -79,12 +79,12 @@ class ChatRequest(OpenAITextFields, kw_only=True):
     ] = False
 
     def __post_init__(self) -> None:
-        """The newer name of max_tokens."""
+        """Apply `max_completion_tokens`, the newer name of `max_tokens`."""
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
 
     def template_variables(self) -> dict[str, Any]:
-        """What the template can refer to; `chat_template_kwargs` come last."""
+        """The variables of the template; `chat_template_kwargs` take precedence."""
         variables: dict[str, Any] = {}
         if self.documents is not None:
             variables["documents"] = self.documents
@@ -139,7 +139,7 @@ async def chat_completions(call: Call, body: ChatRequest) -> Reply | Streamed:
 
 
 def check_tools(body: ChatRequest) -> None:
-    """Refuse tools that the model may be expected to call. With tool_choice `none` it does not see them."""
+    """Refuse tools that the model may be expected to call. With tool_choice `none` it does not see tools."""
     if body.tools and body.tool_choice != "none":
         raise BadValue(
             "tools are not supported: this server does not generate tool calls; leave tools out, or set "
@@ -164,7 +164,7 @@ def _top_logprobs(body: ChatRequest) -> int | None:
 
 
 def _named_as_sent(error: BadValue, body: ChatRequest) -> BadValue:
-    """An error of max_tokens, by the newer name if the request has that one."""
+    """The error. If it is about max_tokens, it uses the newer name if the request did."""
     if body.max_completion_tokens is None or error.param != "max_tokens":
         return error
     name = "max_completion_tokens"

@@ -72,7 +72,7 @@ class _Choice:
         self._generation = generation
         self._index = row
         self._prompt = generation.job.prompts[prompt]
-        self._echo = self._prompt_text(body, prompt) if body.echo else None  # until it has been shown
+        self._echo = self._prompt_text(body, prompt) if body.echo else None  # None once it was shown
         self._wants_logprobs = body.logprobs is not None
         self._shape = CompletionLogprobs(generation.token_name)
         self._wants_prompt_logprobs = body.prompt_logprobs is not None
@@ -80,7 +80,7 @@ class _Choice:
         self._text: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
         self._token_ids: list[int] = []
-        self._shows_prompt_ids = generation.shows_token_ids  # until they have been shown
+        self._shows_prompt_ids = generation.shows_token_ids  # until they were shown
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
 
@@ -93,7 +93,7 @@ class _Choice:
         return self._generation.tokenizer.decode(self._prompt.tolist(), body.skip_special_tokens)
 
     def take(self, delta: TextDelta) -> tuple[str, dict[str, Any] | None]:
-        """The delta's text and log probabilities; the first one begins with the echoed prompt."""
+        """Add a delta. Returns its text and log probabilities; the first begins with the echoed prompt."""
         texts, logprobs = [delta.text], []
         if self._echo is not None:
             texts.insert(0, self._echo)
@@ -132,7 +132,7 @@ class _Choice:
             "".join(self._text), concat_logprobs(self._logprobs) if self._wants_logprobs else None
         )
         if self._wants_prompt_logprobs:
-            choice["prompt_logprobs"] = self._prompt_logprobs or [None]  # a prompt of one token has no others
+            choice["prompt_logprobs"] = self._prompt_logprobs or [None]  # a prompt of one token has no scores
         return choice
 
     def _shaped(self, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:

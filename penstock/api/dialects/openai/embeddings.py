@@ -39,24 +39,24 @@ class ModelEntry(msgspec.Struct, kw_only=True):
     parent: str | None = None  # of a LoRA adapter: the model that it changes
     max_model_len: int
     tasks: list[Task]
-    dimensions: int | None  # of its vectors; None: it has none
+    dimensions: int | None  # length of its vectors; None: it has no vectors
     is_embedder: bool  # its vectors are made to be compared
     similarity: str  # of its vectors: cosine, dot, euclidean or manhattan
     prompts: dict[str, str]  # name → text that precedes an input
     default_prompt_name: str | None
     adapters: list[str]  # a request may choose one of them
-    requires_adapter: bool  # a request has to
+    requires_adapter: bool  # a request must choose one of them
     labels: list[str]  # of a classifier or token classifier
-    reads_images: bool  # images may take the place of texts, or stand among them
+    reads_images: bool  # inputs may be images, or texts with images
     reads_pairs: bool  # it classifies pairs of texts: natural-language inference
     zero_shot: bool  # it classifies by labels in the request: /v1/zero-shot
     score_kind: Literal["cross", "list", "bi", "late"] | None  # how it ranks; None: it does not
     late: LateLayout | None  # of a late-interaction model
     has_chat_template: bool  # /v1/chat/completions works
     token_style: TokenStyle  # how its tokens write spaces, parts of words and bytes
-    engines: int  # that hold the model (`--data-parallel-size`)
-    engines_ready: int  # of these, that can serve
-    state: ModelState  # a model that sleeps wakes for a request; one that starts or restarts gives 503
+    engines: int  # engines of the model (`--data-parallel-size`)
+    engines_ready: int  # engines of the model that can serve
+    state: ModelState  # a sleeping model wakes for a request; a starting or restarting one answers 503
 
 
 class ModelsAnswer(msgspec.Struct, kw_only=True):

@@ -21,8 +21,8 @@ from penstock.batches.records import FileRecord, Purpose, UploadPurpose, new_id
 from penstock.errors import BadValue, NotFound, NotPossible, TooManyRequests, shown
 
 T = TypeVar("T", bound=msgspec.Struct)
-MAX_UPLOADS = 16  # at a time, of one API process
-MIN_KEPT_S, MAX_KEPT_S = 3600, 30 * 86_400  # that a client may ask for
+MAX_UPLOADS = 16  # at a time, in one API process
+MIN_KEPT_S, MAX_KEPT_S = 3600, 30 * 86_400  # range of `expires_after`
 MAX_FILES_LISTED = 10_000
 _PIECE_BYTES = 1 << 18
 _EXPIRY_FIELDS = ("expires_after[anchor]", "expires_after[seconds]")
@@ -79,7 +79,7 @@ class FileDeleted(msgspec.Struct, kw_only=True):
 
 
 def service_of(call: Call) -> BatchService:
-    """The server's batches; an error that names the flag where it has none."""
+    """The server's batch service. Raises an error that names the flag if there is none."""
     if call.state.batches is None:
         raise NotFound("this server stores no files and batches; start it with --batch-folder DIR")
     call.state.batches.check()
@@ -87,7 +87,7 @@ def service_of(call: Call) -> BatchService:
 
 
 def owner_of(call: Call) -> str:
-    """Whose files and batches a request sees: those of its key."""
+    """The owner of the files and batches that a request sees: the name of its key."""
     return "" if call.key is None else call.key.name
 
 
@@ -192,7 +192,7 @@ def _kept_seconds(anchor: str | None, seconds: str | None) -> int | None:
 
 
 async def _check_quota(service: BatchService, num_bytes: int) -> None:
-    """Refuse more than the folder may hold."""
+    """Refuse an upload if it would exceed the quota of the folder."""
     if not (quota := service.quota_bytes):
         return
     used = await service.call(service.store.used_bytes)

@@ -1,5 +1,5 @@
 """The dialect of vLLM's routes for LoRA adapters: load and unload them while the server runs. They need the
-admin key: whoever loads an adapter has the server read a folder."""
+admin key, because loading an adapter makes the server read a folder."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ TEXT = b"text/plain; charset=utf-8"
 
 
 class AdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Which adapter an order is about."""
+    """The adapter that an order is about."""
 
     lora_name: str | None = None
-    model: str | None = None  # of a server with several
+    model: str | None = None  # needed if several models take adapters
 
 
 class LoadAdapterRequest(AdapterBody, kw_only=True):

@@ -119,7 +119,7 @@ async def chat_classify(call: Call, body: ChatClassifyRequest) -> Reply:
 
 
 async def _take_conversations(call: Call, body: ChatBody) -> None:
-    """Put the token ids of the conversations in the place of the inputs."""
+    """Set the conversations as the inputs of the body: as token ids, or as contents with images."""
     model = call.model(body)
     if (given := next((name for name in _PROMPTS if getattr(body, name) is not None), None)) is not None:
         raise BadValue(f"{given} does not apply to messages; write it into a message", param=given)
@@ -199,7 +199,7 @@ async def _multi_task(call: Call, body: PoolingBody, model: ServedModel, tasks: 
 
 
 def _task_params(body: PoolingBody, task: Task) -> PoolingParams:
-    """The body's fields as far as the task has them."""
+    """The parameters of one task, from those fields of the body that apply to it."""
     params = body.params(task)
     if task not in (Task.EMBED, Task.TOKEN_EMBED):
         params = msgspec.structs.replace(params, dimensions=None, dtype=PoolingParams().dtype)
@@ -310,7 +310,7 @@ def _tokenize_reply(model: ServedModel, rows: list[Ints], with_strings: bool, *,
 
 
 def _long_json(row: Ints) -> bytes:
-    """A long list of token ids, encoded in parts: other threads wait for each of them."""
+    """Encode a long list of token ids in parts, so that other threads wait for one part at most."""
     parts = np.array_split(row, -(-len(row) // _MAX_LOOP_IDS))
     return b"[%b]" % b",".join(orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1] for part in parts)
 

@@ -42,7 +42,7 @@ class RankBody(Protocol):
 
 
 def take_vllm_spellings(body: RankBody) -> None:
-    """Read the instruction among the template's variables, and 0 as no limit."""
+    """Take the instruction from the template's variables, and read 0 as no limit."""
     variables = body.chat_template_kwargs or {}
     if others := [name for name in variables if name != "instruction"]:
         raise BadValue(
@@ -138,7 +138,7 @@ class RankRequest(RerankRequest, kw_only=True):
 
 
 def _shown_documents(body: RankRequest) -> list[Any] | None:
-    """The documents of the answer. Their texts are exact only if the request asked for them."""
+    """The documents of the answer. Unless requested explicitly, those that cannot be encoded become texts."""
     if body.return_documents is not None:
         return returned_documents(body)
     body.return_documents = True

@@ -31,7 +31,7 @@ _SECRET = (
     "uds",
     "lora_root",
 )
-_PATHS = ("vocab_file", "merges_file", "name_or_path", "tokenizer_file")  # of the machine that made the model
+_PATHS = ("vocab_file", "merges_file", "name_or_path", "tokenizer_file")  # on the machine that made the model
 
 
 async def ping(call: Call) -> Reply:
@@ -53,13 +53,13 @@ class LoraInfo(msgspec.Struct, kw_only=True):
     """The LoRA adapters of a model: which are loaded, and where its engines hold them."""
 
     adapters: list[str]
-    max_loras: int | None  # in one step; null until the engine has started
+    max_loras: int | None  # adapters in one step; null until the engine has started
     max_lora_rank: int | None
-    max_cpu_loras: int | None  # in host memory
-    on_device: int  # the sum over all engines, as the following
+    max_cpu_loras: int | None  # adapters in host memory
+    on_device: int  # a sum over all engines, like the following
     in_host_memory: int
-    device_loads: int  # times that one was copied to the device, since the engines started
-    disk_loads: int  # times that one was read from its files
+    device_loads: int  # adapters copied to the device since the engines started
+    disk_loads: int  # adapters read from their files since the engines started
 
 
 class ServedModelInfo(msgspec.Struct, kw_only=True):
@@ -119,7 +119,7 @@ def lora_info(model: ServedModel) -> LoraInfo:
 
 
 def shown(config: ServerConfig) -> dict[str, Any]:
-    """The configuration as far as clients may see it."""
+    """The configuration, without settings that clients may not see."""
     return {name: value for name, value in msgspec.structs.asdict(config).items() if name not in _SECRET}
 
 
@@ -139,7 +139,7 @@ async def tokenizer_info(call: Call) -> Reply:
 
 
 def _plain(value: Any) -> Any:
-    """A special token as its text: files have it as text or with its options."""
+    """A special token as its text. Files store it as text, or as an object with its options."""
     if isinstance(value, dict):
         return value.get("content", {name: _plain(each) for name, each in value.items()})
     return [_plain(each) for each in value] if isinstance(value, list) else value
