@@ -147,7 +147,7 @@ class BatchRun:
     @property
     def _num_left(self) -> int:
         """The number of unanswered lines."""
-        return self.batch.total - self.batch.completed - self.batch.failed
+        return self.batch.total - self.batch.num_answered
 
     # --- lines ------------------------------------------------------------------------------------------
 
@@ -274,8 +274,13 @@ class BatchRun:
         """Check whether the batch is cancelled or has expired, even while no line is answered."""
         while not self._ending:
             await asyncio.sleep(CHECK_S)
-            self.batch = await asyncio.to_thread(self._service.store.batch, self.batch.id)
+            self._take(await asyncio.to_thread(self._service.store.batch, self.batch.id))
             self._check_end()
+
+    def _take(self, record: BatchRecord) -> None:
+        """Use a record of the store, unless a commit has finished since it was read."""
+        if record.num_answered >= self.batch.num_answered:
+            self.batch = record
 
     def _check_end(self) -> None:
         if self.batch.status == "cancelling":

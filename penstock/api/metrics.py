@@ -135,8 +135,8 @@ PUBLISH_INTERVAL_S = 0.1
 
 
 class ApiMetrics:
-    """Records events in memory, and adds them up a moment later for the files that all processes share. Adding
-    up many at once costs half as much as updating metrics during each request."""
+    """Records events in memory, and adds them up a moment later for the files that all processes share. This
+    costs half as much as updating metrics during each request."""
 
     def __init__(self) -> None:
         self._buffer = BufferedMetrics()

@@ -82,6 +82,10 @@ class BatchRecord(msgspec.Struct, kw_only=True):
     cancelled_at: int | None = None
 
     @property
+    def num_answered(self) -> int:
+        return self.completed + self.failed
+
+    @property
     def has_ended(self) -> bool:
         return self.status in ENDED
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,8 +18,10 @@ import msgspec
 import pytest
 
 from penstock.api.app import ROUTES
+from penstock.api.batch_run import BatchRun
 from penstock.api.dialects.openai.batches import BatchObject
 from penstock.api.dialects.openai.files import FileObject
+from penstock.batches.records import BatchRecord
 from penstock.errors import EngineUnavailable, QueueFull
 from penstock.types import PooledOutput, Request
 from tests.api.local_app import WholeClient, local_state
@@ -423,3 +426,30 @@ def test_the_document_describes_forms_and_parameters(site: Site) -> None:
     assert names == ["purpose", "limit", "order", "after"]
     assert paths["/v1/batches/{batch_id}/cancel"]["post"]["parameters"][0]["name"] == "batch_id"
     assert {route.path for route in ROUTES if route.form is not None} == {"/v1/files"}
+
+
+def test_a_url_with_too_many_parameters_is_refused(site: Site) -> None:
+    with site.client() as http:
+        answer = http.get("/v1/files?" + "&".join(f"a{number}=1" for number in range(65)))
+    assert answer.status_code == 400 and "more than 64 parameters" in answer.text
+
+
+def test_a_record_read_before_a_commit_does_not_replace_the_committed_one() -> None:
+    record = BatchRecord(
+        id="batch_1",
+        owner="",
+        endpoint=URL,
+        input_file_id="file-1",
+        completion_window="24h",
+        created_at=1,
+        expires_at=1 << 40,
+        total=2,
+        output_file_id="file-2",
+        error_file_id="file-3",
+    )
+    service: Any = SimpleNamespace(state=None, endpoints={})
+    run = BatchRun(service, msgspec.structs.replace(record, completed=1, failed=1))
+    run._take(record)
+    assert run.batch.num_answered == 2
+    run._take(msgspec.structs.replace(run.batch, status="cancelling"))
+    assert run.batch.status == "cancelling"

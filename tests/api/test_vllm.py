@@ -12,7 +12,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock.api.app import build_app
-from penstock.config import EngineConfig, PoolerConfig, from_mapping
+from penstock.api.dialects.vllm.server import shown
+from penstock.config import EngineConfig, PoolerConfig, ServerConfig, from_mapping
 from penstock.errors import ConfigError, ModelLoadError
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.types import Task
@@ -326,6 +327,14 @@ def test_server_info_holds_no_secret(folder: Path) -> None:
         assert answer.status_code == 200 and "hush" not in answer.text and str(folder) not in answer.text
         assert answer.json()["models"][0]["name"] == "model" and answer.json()["server_config"]["max_rows"]
         assert http.get("/ping").status_code == http.get("/load").status_code == 200
+
+
+def test_server_info_holds_no_path_of_the_server() -> None:
+    paths = ("api_key_file", "admin_key_file", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password_file")
+    paths += ("ssl_ca_certs", "batch_folder", "allowed_local_media_path", "lora_root", "uds")
+    urls = ("otlp_endpoint", "result_cache_redis")
+    given = dict.fromkeys(paths + urls, "/srv/secret")
+    assert "/srv/secret" not in str(shown(ServerConfig(**given)))
 
 
 def test_tokenizer_info_needs_its_flag(folder: Path, http: TestClient) -> None:

@@ -24,6 +24,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 MAX_UPLOADS = 16  # at a time, in one API process
 MIN_KEPT_S, MAX_KEPT_S = 3600, 30 * 86_400  # range of `expires_after`
 MAX_FILES_LISTED = 10_000
+MAX_QUERY_FIELDS = 64  # parameters of a URL
 _PIECE_BYTES = 1 << 18
 _EXPIRY_FIELDS = ("expires_after[anchor]", "expires_after[seconds]")
 
@@ -93,7 +94,11 @@ def owner_of(call: Call) -> str:
 
 def query_of(call: Call, kind: type[T]) -> T:
     """The parameters of the URL; others are refused by name."""
-    given = dict(parse_qsl(call.query_string.decode("latin-1"), keep_blank_values=True, max_num_fields=64))
+    try:
+        text = call.query_string.decode("latin-1")
+        given = dict(parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_QUERY_FIELDS))
+    except ValueError:
+        raise BadValue(f"the URL has more than {MAX_QUERY_FIELDS} parameters") from None
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:

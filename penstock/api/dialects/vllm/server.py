@@ -27,9 +27,13 @@ _SECRET = (
     "ssl_certfile",
     "ssl_keyfile",
     "ssl_keyfile_password",
+    "ssl_keyfile_password_file",
     "ssl_ca_certs",
     "uds",
     "lora_root",
+    "batch_folder",
+    "allowed_local_media_path",
+    "otlp_endpoint",  # a URL that may have credentials
 )
 _PATHS = ("vocab_file", "merges_file", "name_or_path", "tokenizer_file")  # on the machine that made the model
 
