@@ -55,7 +55,7 @@ class Deduplicator:
         if found is not None:
             if self._may_follow(request, found[0].request):
                 return None
-            keys = []  # later requests follow the one that was found
+            keys = []  # later requests follow the request that was found
         progress = Progress.of(request)
         progress.dedup_scope, progress.dedup_keys = shared, keys
         return progress

@@ -87,8 +87,8 @@ class DraftProposer:
         self._num_failures = 0  # in a row
         count = slots.num_slots
         # For each slot, the draft's cache holds the keys of the first `_num_run` tokens of the sequence, then
-        # those of `_num_ahead` drafted tokens. The latter are valid up to the first token that differs from
-        # the sequence.
+        # of `_num_ahead` drafted tokens. Keys of drafted tokens are valid as far as the sequence continued
+        # with the same tokens.
         self._visit: Ints = np.full(count, -1, dtype=np.int32)  # visit of the slot when they were written
         self._num_run: Ints = np.zeros(count, dtype=np.int32)
         self._num_ahead: Ints = np.zeros(count, dtype=np.int32)

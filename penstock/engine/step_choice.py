@@ -203,7 +203,7 @@ class StepChooser:
 
 def uses_no_cache(plan: PoolPlan) -> bool:
     """Whether a step shares no state with other steps: no caches, no image features, and no adapters, because
-    the layers hold those of the step that runs."""
+    layers hold only the adapters of the step that runs."""
     if plan.kv is not None or plan.adapters is not None or plan.images is not None:
         return False
     return all(variant.pairs is None for variant in plan.variants)

@@ -16,7 +16,7 @@ def halves(scheduled: Sequence[ScheduledRows]) -> tuple[list[ScheduledRows], lis
     be divided.
 
     Queries come before the documents that are scored against them. Only a row with a block table can be
-    divided into chunks.
+    divided.
     """
     scheduled = [_queries_first(entry) for entry in scheduled]
     lengths = np.concatenate([num_scheduled_tokens(entry) for entry in scheduled])
