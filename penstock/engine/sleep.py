@@ -103,9 +103,8 @@ class SleepController:
         self._wake_failure = ""  # why the last wake failed; empty if it did not
         self._held: dict[str, _Held] = {}  # in order of arrival
         self._held_bytes = 0  # of comparisons
-        self._expiries: list[
-            tuple[float, int, str]
-        ] = []  # heap of (time, number, id); may contain work that has left
+        # Heap of (time, number, id). It may contain work that has left.
+        self._expiries: list[tuple[float, int, str]] = []
         self._count = itertools.count()
 
     @property
