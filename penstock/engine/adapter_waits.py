@@ -1,5 +1,5 @@
-"""Requests whose LoRA adapters are read from disk. Each joins the engine's queues when its adapters are in
-host memory; neither the engine's thread nor another request waits for the disk."""
+"""Requests whose LoRA adapters are being read from disk. Each joins the engine's queues once its adapters are
+in host memory. Meanwhile neither the engine's thread nor any other request waits for the disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Waiting:
 
     @property
     def error(self) -> PenstockError | None:
-        """Why an adapter cannot be read; None: all were."""
+        """Why an adapter could not be read; None if all were read."""
         found = next((error for read in self.reads if (error := _error(read)) is not None), None)
         if found is None or isinstance(found, PenstockError):
             return found
@@ -49,7 +49,7 @@ class AdapterWaits:
         return request_id in self._waiting
 
     def hold(self, request: Request, reads: Sequence[Future[Any]], wake: Callable[[], None]) -> None:
-        """Keep a request until all its adapters are read; `wake` is called, on any thread, when one is."""
+        """Hold a request until all its adapters are read. `wake` is called, on any thread, as reads end."""
         if len(self._waiting) >= MAX_WAITING:
             raise QueueFull(f"{len(self._waiting)} requests wait for their adapters; try again shortly")
         self._waiting[request.id] = _Waiting(request, reads)
@@ -57,14 +57,14 @@ class AdapterWaits:
             read.add_done_callback(lambda _: wake())
 
     def ready(self) -> list[tuple[Request, PenstockError | None]]:
-        """Remove the requests whose adapters are read, or cannot be."""
+        """Remove and return the requests whose reads have ended, each with the error if a read failed."""
         done = [waiting for waiting in self._waiting.values() if waiting.is_done]
         for waiting in done:
             del self._waiting[waiting.request.id]
         return [(waiting.request, waiting.error) for waiting in done]
 
     def expire(self, now_s: float) -> list[tuple[Request, PenstockError]]:
-        """Remove the requests whose deadline has passed."""
+        """Remove and return the requests whose deadline has passed, each with its error."""
         late = [
             request
             for request in self.requests()
@@ -82,14 +82,14 @@ class AdapterWaits:
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def cancel(self, request_id: str) -> bool:
-        """Drop a request; whether it was here."""
+        """Drop a request. Returns whether it was waiting here."""
         return self._waiting.pop(request_id, None) is not None
 
     def requests(self) -> list[Request]:
         return [waiting.request for waiting in self._waiting.values()]
 
     def clear(self) -> list[str]:
-        """Drop all; their ids."""
+        """Drop all requests and return their ids."""
         ids = list(self._waiting)
         self._waiting.clear()
         return ids

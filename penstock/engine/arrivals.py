@@ -1,5 +1,5 @@
-"""Requests between their arrival and a queue. Some wait there until an adapter is read or a grammar is
-compiled; no other request waits for them."""
+"""Requests that have arrived but are not queued yet. Some wait here until an adapter is read or a grammar is
+compiled; they delay no other request."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from penstock.types import Failure, Outcome, Request, SamplerParams
 
 
 class Arrivals:
-    """add → admit, on the engine's thread. A request that has left is in a queue, or its failure was raised
-    or returned."""
+    """add → admit, on the engine's thread. A request leaves into a queue, or with a failure that is raised or
+    returned."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Arrivals:
         wake: Callable[[], None],
     ) -> None:
         """`wake` is called, on any thread, when a request may be admitted."""
-        self.adapters: AdapterStore | None = None  # None: requests have no adapters
+        self.adapters: AdapterStore | None = None  # None: the engine takes no adapters
         self.grammars: Grammars | None = None  # compiles grammars before their requests join `generation`
         self._queue = scheduler.queue
         self._pending = pending
@@ -42,7 +42,7 @@ class Arrivals:
         self._adapter_waits = AdapterWaits()
 
     def __len__(self) -> int:
-        """The requests that wait here."""
+        """Number of requests that wait here."""
         return len(self._adapter_waits) + (0 if self.grammars is None else len(self.grammars))
 
     def __contains__(self, request_id: str) -> bool:
@@ -55,13 +55,13 @@ class Arrivals:
         return compiling + self._adapter_waits.requests()
 
     def add(self, request: Request, now_s: float) -> None:
-        """Queue a request, or let it wait here for what it needs; `BadValue`, `NotPossible` or `QueueFull` if
-        it is refused."""
+        """Queue a request, or hold it here until its adapters or its grammar are ready. Raises `BadValue`,
+        `NotPossible` or `QueueFull` if it is refused."""
         if request.adapters is None or not self._waits_for_adapters(request):
             self._enqueue(request, now_s)
 
     def admit(self, now_s: float) -> list[Outcome]:
-        """Queue the requests that need not wait any longer. Returns the failures of those that cannot be."""
+        """Queue the requests that are ready. Returns the failures of those that cannot be queued."""
         outcomes: list[Outcome] = []
         for request, error in self._adapter_waits.ready() if self._adapter_waits else ():
             try:
@@ -80,7 +80,7 @@ class Arrivals:
         return [Failure(request.id, error) for request, error in expired]
 
     def next_deadline_s(self) -> float | None:
-        """When `expire` is to be called next, at the latest."""
+        """The latest time for the next call of `expire`; None: no call is needed."""
         adapting = self._adapter_waits.next_deadline_s() if self._adapter_waits else None
         compiling = None if self.grammars is None else self.grammars.next_deadline_s()
         if adapting is None or compiling is None:
@@ -102,8 +102,8 @@ class Arrivals:
             self.grammars.close()
 
     def _waits_for_adapters(self, request: Request) -> bool:
-        """Refuse adapters that are not loaded, and begin to read those that are only on disk. Returns whether
-        the request waits for that."""
+        """Refuse adapters that are not loaded, and start reading those that are only on disk. Returns whether
+        the request has to wait for a read."""
         if self.adapters is None or request.adapters is None:
             raise NotPossible("this model has no adapters", param="adapter")
         self.adapters.check(request.adapters)

@@ -28,7 +28,9 @@ from penstock.scheduler.vector_cache import VectorCache
 from penstock.speculative_config import SpeculativeConfig
 from penstock.types import Grammar, PoolingParams
 
-_PATCHES_PER_TOKEN = 4  # that a step may run: a vision tower is about as much smaller than a text model
+# Image patches that a step may run, per token of its budget. A vision tower is smaller than a text model by
+# about this factor.
+_PATCHES_PER_TOKEN = 4
 MAX_GENERATING = 1024  # sequences at once: each step has logits over the vocabulary for all of them
 
 
@@ -82,7 +84,7 @@ def build_core(
 
 
 def _device_failed(core: EngineCore, error: DeviceFailed) -> None:
-    """Give up the device, which failed while no step may run; called on another thread."""
+    """Give up the device, which may have failed while no step was running. Called on another thread."""
     core.fail_device(error)
     core.wake()
 
@@ -145,14 +147,14 @@ def _enable_speculation(
 
 
 def _mark_drafts(core: EngineCore) -> None:
-    """Show waits for the draft model as launches, which may block for long."""
+    """Report waits for the draft model as launches, because they may block for long."""
     speculation = None if core.generation is None else core.generation.speculation
     if speculation is not None and isinstance(speculation.proposer, DraftProposer):
         speculation.proposer.mark_wait = lambda waits: core.mark_launch(core.clock() if waits else 0.0)
 
 
 def _token_bytes(spec: ModelSpec, params: PoolingParams) -> int:
-    """Output bytes of each token of a row; 0 for tasks with one output per row."""
+    """Output bytes per token of a row; 0 for tasks with one output per row."""
     if not params.per_token:
         return 0
     width = params.dimensions or spec.width(params.task) * max(1, params.num_labels)
@@ -160,8 +162,8 @@ def _token_bytes(spec: ModelSpec, params: PoolingParams) -> int:
 
 
 def _grammars(spec: ModelSpec) -> Grammars:
-    """Compiles grammars over the model's vocabulary, which is prepared when the first one comes. A sandbox
-    compiles each of them before this process does."""
+    """Compiles grammars over the model's vocabulary, which is loaded when the first grammar arrives. A
+    sandbox compiles each grammar before this process does."""
     file, lock = spec.path / "tokenizer.json", Lock()
     sandbox = GrammarSandbox(file, spec.vocab_size, spec.eos_token_ids)
 
@@ -169,7 +171,7 @@ def _grammars(spec: ModelSpec) -> Grammars:
     def compiler() -> GrammarCompiler:
         if not file.is_file():
             raise NotPossible(f"structured output needs {file.name} in the model's folder")
-        sandbox.start()  # it loads the vocabulary while this process does
+        sandbox.start()  # the sandbox loads the vocabulary at the same time as this process
         return GrammarCompiler(file, spec.vocab_size, spec.eos_token_ids)
 
     def compile(grammar: Grammar, max_s: float) -> Compiled:

@@ -1,6 +1,5 @@
-"""Scores of vectors that callers bring. They run one after another beside the steps, in small parts between
-which steps run too. They wait in a queue of their own, which has the limits, deadlines and cancellation of
-every other request."""
+"""Comparisons: scores of vectors that callers supply. They run one at a time, in small parts between steps.
+They wait in a separate queue, with limits, deadlines and cancellation like those of requests."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ Compare = Callable[[Comparison], Future[Array]]  # cancelling the future stops t
 
 @dataclass(frozen=True, slots=True)
 class ComparisonLimits:
-    """What may wait behind the running comparison; an empty queue takes any."""
+    """Limits of what waits behind the running comparison. An empty queue accepts a comparison of any size."""
 
     max_waiting_bytes: int = 256 << 20  # of vectors
-    max_waiting_operations: float = 2.0**38  # products of values: some seconds of a small CPU
+    max_waiting_operations: float = 2.0**38  # multiplications: some seconds on a small CPU
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,19 +40,19 @@ class Comparisons:
 
     def __init__(self, limits: ComparisonLimits | None = None) -> None:
         self._limits = limits or ComparisonLimits()
-        self.ids: set[str] = set()  # of those that wait or run
+        self.ids: set[str] = set()  # of waiting and running comparisons
         self._waiting: dict[str, _Waiting] = {}  # in order of arrival
         self._waiting_bytes = 0
         self._waiting_operations = 0.0
         self._running: _Running | None = None
-        # No deadline is earlier; every turn of the loop asks, so it is kept. None: there is none.
+        # No deadline is earlier. Kept, because every turn of the loop reads it. None: there are no deadlines.
         self._next_deadline_s: float | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def add(self, comparison: Comparison) -> None:
-        """Join the queue; `QueueFull` if too much waits."""
+        """Queue a comparison. Raises `QueueFull` if too much waits."""
         entry, limits = _Waiting(comparison, comparison.num_bytes, comparison.num_operations), self._limits
         num_bytes = self._waiting_bytes + entry.num_bytes
         num_operations = self._waiting_operations + entry.num_operations
@@ -96,7 +95,7 @@ class Comparisons:
         scores.add_done_callback(lambda _: wake())
 
     def collect(self, now_s: float) -> list[Outcome]:
-        """The outcome of the comparison that ran, if it is done."""
+        """The outcome of the running comparison, if it has finished."""
         running = self._running
         if running is None or not running.scores.done():
             return []
@@ -105,7 +104,7 @@ class Comparisons:
         return [_outcome(running, now_s)]
 
     def expire(self, now_s: float) -> list[Outcome]:
-        """Drop the comparisons whose deadline has passed."""
+        """Fail the comparisons whose deadline has passed."""
         if self._next_deadline_s is None or now_s < self._next_deadline_s:
             return []
         expired = [each for each in self._all() if each.deadline_s is not None and each.deadline_s <= now_s]
@@ -123,7 +122,7 @@ class Comparisons:
         found: list[Comparison] = []
         for entry in self._waiting.values():
             if entry.comparison.arrival_s + max_queue_s > now_s:
-                break  # later ones arrived later
+                break  # the queue is in order of arrival
             found.append(entry.comparison)
         for comparison in found:
             self.cancel(comparison.id)
@@ -133,7 +132,7 @@ class Comparisons:
         return self._next_deadline_s
 
     def cancel(self, comparison_id: str) -> bool:
-        """Drop a comparison; False if there is none of this id. A running one ends after a part."""
+        """Drop a comparison; False if the id is unknown. A running one stops after its current part."""
         running = self._running
         if comparison_id not in self.ids:
             return False

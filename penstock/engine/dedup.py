@@ -16,7 +16,7 @@ _Scope = tuple[object, ...]
 
 
 class LeaderRows(NamedTuple):
-    """Rows of a request that equal rows of one in flight, its leader."""
+    """Rows of a request that are identical to rows of a request in flight, its leader."""
 
     leader: Progress
     rows: Ints
@@ -24,30 +24,29 @@ class LeaderRows(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The rows of a request that have to run, and those that requests in flight compute already."""
+    """The rows of a request that have to run, and those that requests in flight already compute."""
 
     scope: _Scope  # what rows must have in common before their keys are compared
     job: Request
-    source_rows: (
-        Ints | None
-    )  # [rows], the job's row that each is; -1: of a leader; None: the job has all rows
+    # [rows], the row of the job that computes each row; -1: a leader computes it. None: the job has all rows.
+    source_rows: Ints | None
     keys: list[bytes]  # of the job's rows
-    first_rows: Ints  # [rows of the job], in the request
+    first_rows: Ints  # [rows of the job], the first row of the request with this content
     leaders: list[LeaderRows]
 
 
 class Deduplicator:
-    """Rows in flight, by what is asked of them and by content."""
+    """Rows in flight, by requested outputs and by content."""
 
     def __init__(self, runs_soon: Callable[[Request], bool] = lambda leader: True) -> None:
-        """`runs_soon` says whether the rows of a request that is in flight run before long."""
+        """`runs_soon` returns whether the rows of a request in flight will run soon."""
         self.shared_rows = 0
         self._runs_soon = runs_soon
         self._rows: dict[_Scope, _Rows] = {}
 
     def lead(self, request: Request) -> Progress | None:
-        """The progress of a request whose only row must run. None: the request has several rows, or follows
-        one in flight; then it is to be split. `register` lets others follow it."""
+        """The progress of a single-row request whose row has to run. None: the request has several rows, or
+        may follow a request in flight; use `split`. Call `register` to let others follow the request."""
         if request.num_rows != 1:
             return None
         shared, keys = _scope_of(request), row_keys(request)
@@ -56,7 +55,7 @@ class Deduplicator:
         if found is not None:
             if self._may_follow(request, found[0].request):
                 return None
-            keys = []  # later rows follow the other request
+            keys = []  # later requests follow the request that was found
         progress = Progress.of(request)
         progress.dedup_scope, progress.dedup_keys = shared, keys
         return progress
@@ -67,7 +66,7 @@ class Deduplicator:
             self._rows.setdefault(progress.dedup_scope, {})[key] = (progress, 0)
 
     def split(self, request: Request) -> Split:
-        """Find the rows of a request that are in flight, and those that it has more than once."""
+        """Separate the rows that have to run from rows that are in flight or repeated within the request."""
         shared, keys = _scope_of(request), row_keys(request)
         known = self._rows.get(shared, {})
         own: dict[bytes, int] = {}  # content → row of the job
@@ -96,8 +95,8 @@ class Deduplicator:
         return Split(shared, job, source_rows, list(own), to_run, found_rows)
 
     def _may_follow(self, request: Request, leader: Request) -> bool:
-        """Whether a request may wait for rows of another: not where these are less urgent, or wait behind
-        many others of another client."""
+        """Whether a request may wait for rows of another. It may not if these rows are less urgent, or if
+        they belong to another client and will not run soon."""
         if leader.is_background is not request.is_background:
             return request.is_background
         if leader.priority > request.priority:
@@ -105,7 +104,7 @@ class Deduplicator:
         return leader.client == request.client or self._runs_soon(leader)
 
     def begin(self, request: Request, split: Split) -> Progress:
-        """Register a request: it follows the rows that it found, and others may follow its own."""
+        """Register a split request: it follows its leaders, and later requests may follow its own rows."""
         progress = Progress.of(request, split.job, split.source_rows)
         self.shared_rows += request.num_rows - split.job.num_rows
         for leader, rows, leader_rows in split.leaders:

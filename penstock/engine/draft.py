@@ -1,11 +1,12 @@
-"""Proposes tokens by a draft model: a small model of the same vocabulary that runs ahead of the engine's own.
+"""Proposes tokens with a draft model: a small model with the same vocabulary that runs ahead of the engine's
+model.
 
-The draft has weights, a sampler and a KV cache of its own. Its cache uses the block tables of the engine's
+The draft model has its own weights, sampler and KV cache. Its cache uses the block tables of the engine's
 model, so blocks are allocated, shared and freed in one place. Its steps are ordinary generation plans. All
-steps of a proposal are launched one behind another and read together at the end.
+steps of a proposal are launched without waiting in between, and their results are read at the end.
 
-Its sampler draws with the same noise as the model's: seed, stream and position of a token are the same. So a
-sampled token is accepted about as often as the two distributions agree on it.
+Its sampler uses the same noise as that of the engine's model: seed, stream and position of a token are the
+same. So a sampled token is accepted about as often as the two distributions agree on it.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from penstock.types import (
 
 log = logging.getLogger("penstock.engine")
 
-MAX_FAILURES = 3  # of steps in a row, after which the draft model is given up
-_MAX_LAG = 2  # known tokens that the first step of a proposal runs: the last one, and one before it
+MAX_FAILURES = 3  # failures in a row after which the draft model is not used any more
+_MAX_LAG = 2  # known tokens that the first step of a proposal may run: the last one and the one before it
 
 
 class _Chosen(NamedTuple):
-    """The sequences of a proposal, [sequences] each."""
+    """The sequences of a proposal. All arrays are [sequences]."""
 
-    rows: NDArray[np.intp]  # of the call
+    rows: NDArray[np.intp]  # indices in the slots passed to `propose`
     slots: Ints
     num_known: Ints
     num_cached: Ints  # tokens whose keys the draft's cache holds
@@ -76,22 +77,24 @@ class DraftProposer:
         block_size: int,
         max_tokens: int,
     ) -> None:
-        """`vocab_size`: of the engine's model. `max_tokens`: known tokens that one proposal may run."""
+        """`vocab_size`: that of the engine's model. `max_tokens`: known tokens that one proposal may run."""
         self.num_tokens = num_tokens
-        self.mark_wait: Callable[[bool], None] = lambda waits: None  # called around what may block for long
+        # Called with True before a wait that may be long, and with False after it.
+        self.mark_wait: Callable[[bool], None] = lambda waits: None
         self._slots, self._draft, self._vocab_size = slots, draft, vocab_size
         self._memory = SequenceMemory(slots.token_ids, slots.block_tables, block_size)
         self._max_tokens = max_tokens
         self._num_failures = 0  # in a row
         count = slots.num_slots
-        # The draft's cache holds the keys of the first `_num_run` tokens of a sequence, and of `_num_ahead`
-        # tokens that it drafted behind them. These are right as far as the same tokens came.
-        self._visit: Ints = np.full(count, -1, dtype=np.int32)  # of the blocks that hold them
+        # For each slot, the draft's cache holds the keys of the first `_num_run` tokens of the sequence, then
+        # of `_num_ahead` drafted tokens. Keys of drafted tokens are valid as far as the sequence continued
+        # with the same tokens.
+        self._visit: Ints = np.full(count, -1, dtype=np.int32)  # visit of the slot when they were written
         self._num_run: Ints = np.zeros(count, dtype=np.int32)
         self._num_ahead: Ints = np.zeros(count, dtype=np.int32)
         self._ahead: Ints = np.full((count, num_tokens), -1, dtype=np.int32)
-        self._has_joined = np.zeros(count, dtype=bool)  # the draft's sampler
-        self._is_excluded = np.zeros(count, dtype=bool)  # nothing is drafted for it
+        self._has_joined = np.zeros(count, dtype=bool)  # whether it is in the draft's sampler
+        self._is_excluded = np.zeros(count, dtype=bool)  # whether nothing is drafted for it
 
     @property
     def is_given_up(self) -> bool:
@@ -99,14 +102,14 @@ class DraftProposer:
         return self._num_failures >= MAX_FAILURES
 
     def forget(self, slots: Ints) -> None:
-        """Other sequences have taken these slots."""
+        """Forget the sequences of these slots, because other sequences have taken them."""
         self._visit[slots] = -1
         self._has_joined[slots] = False
-        self._is_excluded[slots] = self._slots.has_images[slots]  # the draft reads text alone
+        self._is_excluded[slots] = self._slots.has_images[slots]  # the draft model reads only text
 
     def propose(self, slots: Ints, max_counts: Ints) -> Proposals:
-        """Tokens of the sequences that the draft has caught up with. If a step of it fails, nothing is
-        proposed, and the engine's model decodes without it."""
+        """Propose tokens for the sequences that the draft model has caught up with. If a draft step fails,
+        nothing is proposed, and the engine's model decodes without proposals."""
         proposals = _nothing(len(slots), self.num_tokens)
         chosen = self._choose(slots, max_counts)
         if not len(chosen.slots):
@@ -122,10 +125,10 @@ class DraftProposer:
             self.mark_wait(False)
         return proposals._replace(seconds=time.perf_counter() - began_s)
 
-    # Which sequences, and what is cached of them.
+    # Choose sequences, and find what the draft's cache holds of them.
 
     def _choose(self, slots: Ints, max_counts: Ints) -> _Chosen:
-        """The sequences that the draft can read and that have room for a proposal."""
+        """The sequences that the draft model can run and that have room for a proposal."""
         table = self._slots
         known = table.num_known[slots]
         can = (max_counts > 0) & ~self._is_excluded[slots] & (known == table.num_tokens[slots])
@@ -140,7 +143,7 @@ class DraftProposer:
         return chosen.where(~is_unknown)
 
     def _num_cached(self, slots: Ints) -> Ints:
-        """Tokens of each sequence whose keys are in the draft's cache; its last token never counts."""
+        """Number of tokens of each sequence whose keys are in the draft's cache, without the last token."""
         table, known = self._slots, self._slots.num_known[slots]
         base, width = self._num_run[slots], self.num_tokens
         ahead = np.arange(width, dtype=np.int32)
@@ -153,8 +156,7 @@ class DraftProposer:
         return cached
 
     def _has_unknown_token(self, chosen: _Chosen) -> NDArray[np.bool_]:
-        """Which sequences have a token that is not in the draft's vocabulary among those that it has yet to
-        run."""
+        """[sequences], whether a token that the draft model has yet to run is not in its vocabulary."""
         counts = chosen.num_known - chosen.num_cached  # at least 1
         ids = self._slots.token_ids[np.repeat(chosen.slots, counts), runs(chosen.num_cached, counts)]
         if not len(ids):
@@ -169,8 +171,9 @@ class DraftProposer:
     def _draft_tokens(self, chosen: _Chosen, proposals: Proposals) -> Proposals:
         """Launch all steps of a proposal, and read their tokens."""
         changes = self._changes(chosen.slots)
-        self._visit[chosen.slots] = -1  # unless all steps succeed
-        # Sequences that are far behind run their tokens but the last as prompts, as many as one step may.
+        self._visit[chosen.slots] = -1  # until all steps have succeeded
+        # Sequences that are far behind first run all their tokens but the last as prompts, up to the token
+        # limit of a step.
         lag = chosen.num_known - chosen.num_cached
         behind = np.where(lag > _MAX_LAG, lag - 1, 0)
         taken: Ints = np.clip(self._max_tokens - (np.cumsum(behind) - behind), 0, behind).astype(np.int32)
@@ -201,8 +204,8 @@ class DraftProposer:
         return proposals._replace(catch_up_s=sum(each.device_s for each in results[:num_prompt_steps]))
 
     def _decode_plan(self, chosen: _Chosen, ahead: int, changes: SamplerChanges) -> GeneratePlan:
-        """One token of each sequence. The first step also runs an accepted token before the last, where the
-        draft has no key of it: as a row of its own, whose sample goes to nobody."""
+        """The plan of a step that drafts one token per sequence. If the draft's cache lacks the token before
+        the last, the first step runs it too, as a separate row whose sample is discarded."""
         ones = np.ones(len(chosen.slots), dtype=np.int32)
         if ahead:
             begins = chosen.num_known + np.int32(ahead - 1)
@@ -236,7 +239,7 @@ class DraftProposer:
         return generation_plan(rows, self._memory, changes)
 
     def _changes(self, slots: Ints) -> SamplerChanges:
-        """New sequences join the draft's sampler, with what decides which token is drawn."""
+        """Add new sequences to the draft's sampler, with the parameters that decide which token is drawn."""
         new = slots[~self._has_joined[slots]].tolist()
         self._has_joined[new] = True
         joins = []
@@ -253,7 +256,7 @@ class DraftProposer:
         return SamplerChanges(leaves=tuple(new), joins=tuple(joins))
 
     def _run(self, plans: list[GeneratePlan]) -> list[SampledResult]:
-        """Launch steps one behind another; wait for all of them, whatever becomes of each."""
+        """Launch all steps, then wait for all of them, even if one fails. Raises the first error."""
         launched: list[Future[StepResult]] = []
         try:
             launched.extend(self._draft.runner.launch(plan) for plan in plans)
@@ -265,26 +268,26 @@ class DraftProposer:
         return [result for result in results if isinstance(result, SampledResult)]
 
     def _remember(self, chosen: _Chosen, ready: _Chosen, token_ids: Ints) -> None:
-        """Note which keys the cache holds now."""
+        """Record which keys the cache holds now."""
         self._visit[chosen.slots] = self._slots.visit[chosen.slots]
         self._num_run[chosen.slots] = chosen.num_cached
         self._num_ahead[chosen.slots] = 0
         self._num_run[ready.slots] = ready.num_known
-        self._num_ahead[ready.slots] = ready.counts - 1  # the last one has not run
+        self._num_ahead[ready.slots] = ready.counts - 1  # the last drafted token has not run
         self._ahead[ready.slots] = token_ids[ready.rows]
 
     def _num_usable(self, token_ids: Ints, counts: Ints) -> Ints:
-        """How many tokens of each proposal the engine's model may run: those before one that it does not
-        know, or that could not be sampled."""
+        """Number of tokens of each proposal that the engine's model may run: those before the first that is
+        outside its vocabulary or could not be sampled."""
         is_usable = (token_ids >= 0) & (token_ids < self._vocab_size)
         is_usable &= np.arange(self.num_tokens, dtype=np.int32) < counts[:, None]
         usable: Ints = np.logical_and.accumulate(is_usable, axis=1).sum(axis=1, dtype=np.int32)
         return usable
 
     def _step_failed(self, slots: Ints, error: Exception) -> None:
-        """Draft nothing more for these sequences; after too many failures, for none."""
+        """Stop drafting for these sequences; after too many failures in a row, for all sequences."""
         self._num_failures += 1
-        self._has_joined[:] = False  # what the sampler has taken in is not known
+        self._has_joined[:] = False  # the sampler's state is unknown
         self._visit[:] = -1
         self._is_excluded[slots] = True
         log.warning("a step of the draft model %s failed: %s", self._draft.name, error)

@@ -1,4 +1,4 @@
-"""Fails work that is late, wherever it waits: its deadline has passed, or it should have started."""
+"""Fails late work, wherever it waits: its deadline has passed, or it has not started in time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Expiry:
         self._admission = admission
 
     def next_s(self) -> float | None:
-        """When `expire` is to be called next, at the latest."""
+        """The latest time for the next call of `expire`; None: no call is needed."""
         times = (
             self._scheduler.queue.next_deadline_s(),
             None if self._generation is None else self._generation.next_deadline_s(),

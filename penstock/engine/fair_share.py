@@ -1,21 +1,21 @@
 """Fair share of the device between pooling and generation: each kind of step gets half of the device time.
 
-Steps alternate by the time they take, not by their number. A pooling step of long texts takes as long as
-dozens of decode steps, and every generated token would wait for such a step.
+Turns are balanced by device time, not by the number of steps. A pooling step of long texts takes as long as
+dozens of decode steps. If steps simply alternated, every generated token would wait for such a step.
 """
 
 from __future__ import annotations
 
-_LATEST_WEIGHT = 0.2  # of the latest step in the moving average of step costs
+_LATEST_WEIGHT = 0.2  # weight of the latest step in the moving average of step costs
 
 
 class FairShare:
-    """Device seconds of each kind of step: index 0 for pooling, 1 for generation. Steps in flight count with
-    an estimate from earlier steps."""
+    """Device seconds of each kind of step: index 0 for pooling, 1 for generation. Steps in flight count as
+    estimated from earlier steps."""
 
     def __init__(self) -> None:
         self._spent_s = [0.0, 0.0]
-        self._cost_s = [0.0, 0.0]  # of a token that is pooled; of a whole generation step, whatever its rows
+        self._cost_s = [0.0, 0.0]  # per pooled token; per generation step, whatever its rows
         self._last_generated = False
 
     @property
@@ -25,8 +25,8 @@ class FairShare:
         return generated < pooled or (generated == pooled and not self._last_generated)
 
     def launched(self, generates: bool, num_tokens: int, *, other_has_work: bool) -> float:
-        """Count a step at its launch, and return its estimated seconds. A kind that has no work now has
-        nothing to catch up on later."""
+        """Count a step at its launch, and return its estimated seconds. If the other kind has no work, it
+        gets no credit for the time that it leaves unused."""
         estimate_s = self._cost_s[generates] * _units(generates, num_tokens)
         self._last_generated = generates
         self._spent_s[generates] += estimate_s
@@ -42,7 +42,7 @@ class FairShare:
         self._spent_s[generates] += device_s - estimate_s
 
     def failed(self, generates: bool, estimate_s: float) -> None:
-        """Take back the estimate of a failed step: it gave its kind nothing."""
+        """Take back the estimate of a failed step, which gave its kind no progress."""
         self._spent_s[generates] -= estimate_s
 
 

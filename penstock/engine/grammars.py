@@ -1,8 +1,8 @@
-"""Grammars compile on threads of their own. A request joins the generation scheduler when its grammar is
-ready, and no other request waits for it.
+"""Compiles grammars on separate threads. A request joins the generation scheduler when its grammar is ready,
+and delays no other request.
 
-One thread compiles small grammars only, so a small one never waits for large ones. A small grammar that turns
-out slow is put behind the large ones.
+One thread compiles only small grammars, so a small one never waits for large ones. A small grammar that turns
+out to be slow moves behind the large ones.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ ConstraintFactory = Callable[[], Constraint]  # makes a fresh constraint for eac
 @dataclass(frozen=True, slots=True, eq=False)
 class Compiled:
     factory: ConstraintFactory
-    num_bytes: int = 0  # that it holds
+    num_bytes: int = 0  # of memory that it holds
 
 
-Compile = Callable[[Grammar, float], Compiled]  # with a limit in seconds
+Compile = Callable[[Grammar, float], Compiled]  # the number is a time limit in seconds
 
 MAX_CACHED = 64  # compiled grammars, by content
 MAX_CACHED_BYTES = 1 << 30
 MAX_WAITING = 256  # requests
 MAX_COMPILE_S = 30.0
 MAX_SMALL_CHARS = 4096
-MAX_SMALL_S = 2.0  # of compiling, before a small grammar counts as large
-REFUSED_S = 60.0  # for which a grammar that was too complex is refused without trying it again
+MAX_SMALL_S = 2.0  # compile time after which a small grammar counts as large
+REFUSED_S = 60.0  # how long a grammar that was too slow or too complex is refused without a new attempt
 _MAX_REFUSED = 1024
-_THREAD_STACK_BYTES = (
-    4 * STACK_BYTES
-)  # more than the sandbox gives, so that what compiled there compiles here
+# More than the stack of the sandbox, so that a grammar that compiled there compiles here too.
+_THREAD_STACK_BYTES = 4 * STACK_BYTES
 
 _Key = tuple[str, str]
 
@@ -68,7 +67,7 @@ class _Waiting:
 
 
 class Grammars:
-    """begin → ready. Everything but compiling itself is called on the engine's thread."""
+    """begin → ready. All public methods are called on the engine's thread."""
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class Grammars:
         self._clock = clock
         self._max_compile_s = max_compile_s
         self._max_small_s = max_small_s
-        self._changed = threading.Condition()  # guards what follows, up to the empty line
+        self._changed = threading.Condition()  # guards the attributes up to the empty line
         self._small: deque[_Job] = deque()
         self._large: deque[_Job] = deque()
         self._cache: OrderedDict[_Key, _Job] = OrderedDict()  # last used last
@@ -101,7 +100,7 @@ class Grammars:
         return request_id in self._waiting
 
     def begin(self, request: Request, grammar: Grammar, wake: Callable[[], None]) -> None:
-        """Compile the grammar of a request; `wake` is called, on any thread, when it is ready."""
+        """Start compiling the grammar of a request. `wake` is called, on any thread, when it is ready."""
         if len(self._waiting) >= MAX_WAITING:
             raise QueueFull(f"{len(self._waiting)} requests wait for their grammars; try again shortly")
         self._start_threads()
@@ -112,14 +111,14 @@ class Grammars:
         job.compiled.add_done_callback(lambda _: wake())
 
     def ready(self) -> list[tuple[Request, list[Constraint] | PenstockError]]:
-        """Remove the requests whose grammars are ready: a constraint for each row, or the error."""
+        """Remove and return the requests whose grammars are done: a constraint for each row, or the error."""
         done = [waiting for waiting in self._waiting.values() if waiting.job.compiled.done()]
         for waiting in done:
             self._forget(waiting.request.id)
         return [(waiting.request, _constraints(waiting)) for waiting in done]
 
     def expire(self, now_s: float) -> list[tuple[Request, PenstockError]]:
-        """Remove the requests whose deadline has passed, and those whose grammar takes too long to
+        """Remove and return the requests whose deadline has passed, and those whose grammar takes too long to
         compile. Waiting for a thread does not count as compiling."""
         expired: list[tuple[Request, PenstockError]] = []
         for waiting in list(self._waiting.values()):
@@ -135,11 +134,11 @@ class Grammars:
         return expired
 
     def requests(self) -> list[Request]:
-        """Those whose grammar is being compiled."""
+        """The requests whose grammar is being compiled."""
         return [waiting.request for waiting in self._waiting.values()]
 
     def next_deadline_s(self) -> float | None:
-        """When `expire` is to be called next, at the latest."""
+        """The latest time for the next call of `expire`; None: no call is needed."""
         now_s = self._clock()
         deadlines = [self._give_up_s(waiting.job, now_s) for waiting in self._waiting.values()]
         requests = (waiting.request for waiting in self._waiting.values())
@@ -147,7 +146,7 @@ class Grammars:
         return min(deadlines, default=None)
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request; a grammar that is being compiled stays in the cache."""
+        """Forget a request. If its grammar is being compiled, the grammar stays in the cache."""
         if request_id in self._waiting:
             self._forget(request_id)
 
@@ -175,7 +174,7 @@ class Grammars:
         return f"the grammar takes more than {self._max_compile_s:g} s to compile; use a simpler one"
 
     def _job(self, grammar: Grammar) -> _Job:
-        """The job of an equal grammar, or a new one; a grammar that failed is compiled again."""
+        """The job of an identical grammar, or a new job. A grammar that failed to compile is tried again."""
         key, now_s = (grammar.kind, grammar.text), self._clock()
         if key in self._refused:
             until_s, reason = self._refused[key]
@@ -192,7 +191,7 @@ class Grammars:
         return job
 
     def _evict(self) -> None:
-        """Drop the grammars that were not used for longest. Requests that use one keep it."""
+        """Evict the least recently used grammars. Requests that use one keep it."""
         sizes = {key: _num_bytes(job) for key, job in self._cache.items()}
         num_bytes = sum(sizes.values())
         while len(self._cache) > MAX_CACHED or (num_bytes > MAX_CACHED_BYTES and len(self._cache) > 1):
@@ -205,7 +204,7 @@ class Grammars:
         default = threading.stack_size(_THREAD_STACK_BYTES)
         try:
             for small_only in (False, True):
-                # Daemon threads: a grammar that never compiles keeps no process alive.
+                # Daemon threads, so that a grammar that never finishes does not keep the process alive.
                 thread = threading.Thread(
                     target=self._work, args=(small_only,), name="penstock-grammars", daemon=True
                 )
@@ -280,5 +279,5 @@ def _constraints(waiting: _Waiting) -> list[Constraint] | PenstockError:
         return [make_constraint() for _ in range(waiting.request.num_rows)]
     except PenstockError as error:
         return type(error)(error.message, param=param)
-    except Exception as error:  # an error of the grammar library ends this request, not the engine
+    except Exception as error:  # an error in the grammar library must end this request, not the engine
         return BadValue(f"the grammar cannot be used: {error}", param=param)

@@ -21,9 +21,9 @@ class InFlightStep:
     launched_s: float
     is_alone: bool  # no other step was in flight at its launch
     is_suspect: bool  # it reruns rows of a failed step, so nothing is launched behind it
-    estimate_s: float  # the device time that it is expected to take
+    estimate_s: float  # expected device time
     left_backlog: bool = False  # more rows waited when it was launched
-    is_background: bool = False  # it has nothing but background rows
+    is_background: bool = False  # it has only background rows
     interrupts: bool = False  # a background step was running when it was launched
     lost: RowSet = field(default_factory=set)  # rows that depend on a failed step and start over
 
@@ -33,11 +33,11 @@ class InFlightStep:
 
 
 class StepsInFlight:
-    """The steps that run: one behind the other, and beside them a background step that they interrupt."""
+    """The steps in flight: a queue of steps, and at most one background step that they interrupt."""
 
     def __init__(self) -> None:
         self.steps: deque[InFlightStep] = deque()  # in the order of their launches
-        self.interrupted: InFlightStep | None = None  # the background step
+        self.interrupted: InFlightStep | None = None  # the background step that others interrupt
 
     def __bool__(self) -> bool:
         return bool(self.steps) or self.interrupted is not None
@@ -49,12 +49,12 @@ class StepsInFlight:
 
     @property
     def oldest_launch_s(self) -> float:
-        """When the oldest of `steps` was launched; 0 if there is none. A step that others interrupt may take
-        any time; if it hangs, so do they."""
+        """When the oldest of `steps` was launched; 0 if there is none. The interrupted step is left out: it
+        may take any time, and if it hangs, the steps that interrupt it hang too."""
         return self.steps[0].launched_s if self.steps else 0.0
 
     def take_finished(self) -> Iterator[InFlightStep]:
-        """Remove the steps that are done: in launch order, and the background step when it is done."""
+        """Remove and yield finished steps: those of `steps` in launch order, then the background step."""
         while self.steps and self.steps[0].future.done():
             yield self.steps.popleft()
         if (step := self.interrupted) is not None and step.future.done():

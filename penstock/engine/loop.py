@@ -1,7 +1,7 @@
 """The engine loop: requests in, answers out, one step after another.
 
 Synchronous and single-threaded: its owner calls `add`, `cancel` and `step` from one thread. The server runs
-it in a process of its own, offline use in a thread; the code is the same.
+it in a separate process, offline engines in a thread.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from penstock.types import (
 log = logging.getLogger("penstock.engine")
 
 _NO_ADAPTERS = AdapterStats(0, 0, 0, 0, 0)
-BACKGROUND_STEP_S = 0.002  # a background step, while interactive requests come
+BACKGROUND_STEP_S = 0.002  # target time of a background step while interactive requests arrive
 
 
 class EngineCore:
@@ -85,18 +85,18 @@ class EngineCore:
         self.clock = clock
         self.wake = wake  # called from another thread when a step has finished
         self.observe = observe
-        # Called when a launch begins, which may block for long, and with 0 when it is over.
+        # Called with the time when a launch begins, because it may block for long, and with 0 when it ends.
         self.mark_launch: Callable[[float], None] = lambda began_s: None
-        self.generation = generation  # None: this engine only pools
-        self.background: BackgroundSteps | None = None  # None: nothing interrupts a step
+        self.generation = generation  # None if the engine only serves pooling models
+        self.background: BackgroundSteps | None = None  # None: steps cannot be interrupted
         self.idle_work: IdleWork | None = None  # None: the runner has none
         self._last_busy_s = clock()  # when something last ran or waited
         self.sleeper: Sleeper | None = None  # None: this engine cannot sleep
-        self.why_not_sleep = "this engine cannot sleep"  # where it has no sleeper
+        self.why_not_sleep = "this engine cannot sleep"  # the reason, if there is no sleeper
         self.dedup = Deduplicator(scheduler.runs_soon) if share_identical else None
         self.pending = pending = PendingRequests(scheduler, self.dedup)
         self.admission = admission = Admission(scheduler, generation)
-        self.held = admission.held  # while the engine sleeps
+        self.held = admission.held  # work that waits for the engine to wake
         self._in_flight = StepsInFlight()
         self._recovery = StepRecovery(scheduler, pending, generation)
         self._comparisons = Comparisons()
@@ -116,7 +116,7 @@ class EngineCore:
 
     @property
     def max_queue_s(self) -> float:
-        """How long a request may wait until it starts; 0: no limit."""
+        """Maximum time that a request waits until it starts; 0: no limit."""
         return self.admission.max_queue_s
 
     @max_queue_s.setter
@@ -125,7 +125,7 @@ class EngineCore:
 
     @property
     def adapters(self) -> AdapterStore | None:
-        """None: requests have no adapters."""
+        """The adapters that requests may choose; None: this engine takes no adapters."""
         return self._arrivals.adapters
 
     @adapters.setter
@@ -134,7 +134,7 @@ class EngineCore:
 
     @property
     def grammars(self) -> Grammars | None:
-        """None: this engine does not constrain its output."""
+        """The grammar compiler; None: this engine does not constrain its output."""
         return self._arrivals.grammars
 
     @grammars.setter
@@ -149,7 +149,7 @@ class EngineCore:
 
     @property
     def device_failure(self) -> DeviceFailed | None:
-        """Why the device is lost; then nothing can run any more."""
+        """The error by which the device was lost; None while it works. After it no step can run."""
         return self._recovery.device_failure
 
     @property
@@ -181,12 +181,12 @@ class EngineCore:
 
     @property
     def backlog(self) -> Backlog:
-        """The pooling work that waits."""
+        """The waiting pooling work."""
         return self.admission.backlog
 
     @property
     def prompt_backlog(self) -> Backlog:
-        """The prompts that wait to generate."""
+        """The prompts that wait to start generating."""
         return self.admission.prompt_backlog
 
     @property
@@ -198,19 +198,19 @@ class EngineCore:
     # Requests.
 
     def add(self, request: Request) -> None:
-        """Take on a request; `BadValue`, `NotPossible` or `QueueFull` if it cannot be."""
+        """Accept a request. Raises `BadValue`, `NotPossible` or `QueueFull` if it is refused."""
         self._check_id(request.id)
         self._arrivals.add(request, self.clock())
 
     def compare(self, comparison: Comparison) -> None:
-        """Score vectors that the caller brings; `QueueFull` if too many wait. They wait for no step."""
+        """Score vectors that the caller supplies, independently of steps. `QueueFull` if too much waits."""
         self._check_id(comparison.id)
         self._comparisons.add(comparison)
         self._launch_comparison()
 
     def submit(self, work: Request | Comparison) -> list[Outcome]:
-        """Take on a request or a comparison. Returns its failure if it is refused, and also if the code
-        raises anything unexpected: nothing in one request may stop the engine."""
+        """Accept a request or a comparison. Returns its failure if it is refused. An unexpected error becomes
+        a failure too, because no single request may stop the engine."""
         try:
             if isinstance(work, Comparison):
                 self.compare(work)
@@ -234,7 +234,7 @@ class EngineCore:
             self.generation.cancel(request_id)
 
     def generates(self, request_id: str) -> bool:
-        """Whether further tokens of this request may come."""
+        """Whether this request may still generate tokens."""
         generation = self.generation
         return request_id in self._arrivals or (generation is not None and request_id in generation)
 
@@ -248,8 +248,8 @@ class EngineCore:
     # Adapters.
 
     def load_adapter(self, adapter_id: int, folder: str, name: str) -> Future[AdapterInfo]:
-        """Let requests choose the LoRA adapter in `folder`. The future completes on another thread; it raises
-        a `PenstockError` if the adapter does not fit the model. Ids are never used twice."""
+        """Load the LoRA adapter in `folder`, so that requests can choose it. The future completes on another
+        thread; it raises a `PenstockError` if the adapter does not fit the model. Ids are never reused."""
         if self.adapters is not None:
             return self.adapters.load(adapter_id, folder, name)
         refused: Future[AdapterInfo] = Future()
@@ -266,14 +266,14 @@ class EngineCore:
         return {int(each) for array in arrays for each in np.unique(array)}
 
     def unload_adapter(self, adapter_id: int) -> None:
-        """Refuse new requests for an adapter; those taken on before finish."""
+        """Refuse new requests for an adapter. Requests that were accepted before still finish."""
         if self.adapters is not None:
             self.adapters.unload(adapter_id)
 
     # Turns of the loop.
 
     def next_deadline_s(self) -> float | None:
-        """The earliest deadline of all requests, or when background rows that wait may run."""
+        """The earliest deadline, or the time when waiting background rows may run if that is earlier."""
         times = self._expiry.next_s(), self._chooser.next_chance_s()
         return min((time_s for time_s in times if time_s is not None), default=None)
 
@@ -291,15 +291,15 @@ class EngineCore:
         return outcomes
 
     def idle_work_due_s(self) -> float | None:
-        """When the runner may do what no request waits for; None: it has nothing to do, or others run."""
+        """When the runner may do idle work; None: it has none, or the engine is busy."""
         if self.idle_work is None or self.busy:
             return None
         min_idle_s = self.idle_work.min_idle_s
         return None if min_idle_s is None else self._last_busy_s + min_idle_s
 
     def run_idle_work(self) -> None:
-        """Let the runner do a short piece of such work, if it is due. The owner calls this when it has waited
-        for requests and none has come."""
+        """Let the runner do a short piece of idle work, if it is due. The owner calls this after a wait in
+        which no request arrived."""
         due_s = self.idle_work_due_s()
         if due_s is None or self.idle_work is None or self.clock() < due_s:
             return
@@ -308,7 +308,7 @@ class EngineCore:
         self.mark_launch(0.0)
 
     def forget_cached(self) -> None:
-        """Forget cached prefixes and vectors, whose contents are lost. Nothing may be in flight."""
+        """Forget cached prefixes, vectors and images, whose contents are lost. No step may be in flight."""
         if (pool := self.pool) is not None:
             pool.forget_prefixes()
         if (vectors := self.scheduler.vector_cache) is not None:
@@ -321,7 +321,7 @@ class EngineCore:
         self._recovery.device_failure = error
 
     def check_integrity(self) -> None:
-        """Assert that nothing is held for requests that are gone; for tests, when idle."""
+        """Assert that nothing is held for requests that have ended. For tests, while the engine is idle."""
         if self.generation is not None:
             self.generation.check_integrity()
         if not self.busy and self.scheduler.chunking is not None:

@@ -1,4 +1,4 @@
-"""Requests between arrival and answer: they start, get the rows of finished steps, and end exactly once."""
+"""Pooling requests between arrival and answer. Each gets rows from finished steps and ends exactly once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from penstock.types import (
     Timings,
 )
 
-MAX_JOINED_BYTES = 1 << 14  # of the row of a request that is answered together with others
+MAX_JOINED_BYTES = 1 << 14  # maximum output bytes per row for requests that are answered together
 
 
 class PendingRequests:
@@ -36,7 +36,7 @@ class PendingRequests:
 
     def __init__(self, scheduler: Scheduler, dedup: Deduplicator | None) -> None:
         self.allocate: Allocate = np.empty  # makes the arrays of answers
-        self.joins_answers = False  # requests of one row that end in the same step become one `PooledRows`
+        self.joins_answers = False  # single-row requests that end in the same step become one `PooledRows`
         self._scheduler = scheduler
         self._dedup = dedup
         self._progress: dict[str, Progress] = {}
@@ -55,7 +55,7 @@ class PendingRequests:
         return (progress.request for progress in self._progress.values())
 
     def add(self, request: Request, start_by_s: float | None = None) -> None:
-        """Queue the rows of a request that no other computes; `QueueFull` or `NotPossible` if refused."""
+        """Queue the rows that no other request computes. Raises `QueueFull` or `NotPossible` if refused."""
         dedup = self._dedup
         if dedup is None or request.pairs is not None:
             self._scheduler.add(request, start_by_s)
@@ -84,7 +84,7 @@ class PendingRequests:
                 progress.first_launch_s = now_s
 
     def deliver(self, step: InFlightStep, plan: PoolPlan, result: PooledResult) -> list[Outcome]:
-        """Give each request its rows of a step; requests that are complete become answers."""
+        """Give each request its rows of a step. Returns answers of complete requests, and failures."""
         outcomes: list[Outcome] = []
         not_finite = _requests_not_finite(step, plan, result)
         if self.joins_answers and not (not_finite or step.lost) and _has_one_small_output(plan, result):
@@ -110,8 +110,8 @@ class PendingRequests:
     def _join_answers(
         self, plan: PoolPlan, result: PooledResult
     ) -> tuple[PooledRows | None, tuple[RowSlice, ...]]:
-        """Answer at once the requests of one row that ran in this step alone and whose row no other request
-        waits for. Returns their answer and the slices of all others."""
+        """Answer together the single-row requests that ran in this step only and that no other request
+        follows. Returns their joint answer, and the slices of all other requests."""
         ids: list[str] = []
         rows: list[Ints] = []
         queue_s: list[float] = []
@@ -149,7 +149,7 @@ class PendingRequests:
         return [Failure(progress.request.id, error) for progress in pending if not progress.is_relay]
 
     def cancel(self, request_id: str) -> bool:
-        """Drop a request; False if there is none of this id. Rows in flight finish and are ignored."""
+        """Drop a request; False if the id is unknown. Rows in flight finish and are ignored."""
         if (progress := self._progress.get(request_id)) is None:
             return False
         self._drop(progress)
@@ -160,7 +160,7 @@ class PendingRequests:
         self._progress[progress.request.id] = progress
 
     def _finish(self, progress: Progress) -> list[Outcome]:
-        """The answer of a complete request, and of followers that waited for it alone."""
+        """The answers of a complete request and of the followers that it completes."""
         progress.spread()
         self._forget(progress, succeeded=True)
         outcomes: list[Outcome] = [] if progress.is_relay else [_answer(progress)]
@@ -174,7 +174,7 @@ class PendingRequests:
         return outcomes
 
     def _fail(self, progress: Progress, error: PenstockError) -> list[Outcome]:
-        """End a request with an error. Rows that its followers need run for them."""
+        """End a request with an error. Rows that its followers need are queued again for them."""
         outcomes: list[Outcome] = [] if progress.is_relay else [Failure(progress.request.id, error)]
         return outcomes + self._drop(progress, error)
 
@@ -193,7 +193,7 @@ class PendingRequests:
         return outcomes
 
     def _relay(self, follower: Follower) -> None:
-        """Run rows for a follower whose leader is gone. It was admitted before, so no queue limit applies."""
+        """Queue rows for a follower whose leader has ended. It was admitted, so no queue limit applies."""
         other, rows = follower.progress, follower.rows
         self._num_relays += 1
         job = select_rows(other.request, rows, f"{other.request.id}~{self._num_relays}")
@@ -211,7 +211,7 @@ class PendingRequests:
 
 
 def _has_one_small_output(plan: PoolPlan, result: PooledResult) -> bool:
-    """Whether all rows of a step end in it and have one output of the same size, which is small."""
+    """Whether all rows of a step end in it, each with one small output of the same size."""
     if len(plan.variants) != 1 or plan.variants[0].rows is not None or plan.variants[0].params.per_token:
         return False
     return result.outputs[0].nbytes <= MAX_JOINED_BYTES * plan.num_rows
@@ -220,7 +220,7 @@ def _has_one_small_output(plan: PoolPlan, result: PooledResult) -> bool:
 def _slice_values(
     step: InFlightStep, plan: PoolPlan, arrays: tuple[Array, ...]
 ) -> list[tuple[RowSlice, tuple[Values, ...]]]:
-    """What each slice of a step gets, without the rows that depend on a failed step."""
+    """The values of each slice of a step, without the rows that depend on a failed step."""
     found = split_outputs(plan, arrays)
     if not step.lost:
         return found
@@ -229,7 +229,7 @@ def _slice_values(
 
 
 def _requests_not_finite(step: InFlightStep, plan: PoolPlan, result: PooledResult) -> set[str]:
-    """The requests with values that are not finite. One look at the whole step rules out most steps."""
+    """Ids of the requests with values that are not finite. One check of the whole step clears most steps."""
     checked, are_flags = result.finite or result.outputs, bool(result.finite)
     if all_finite(checked, are_flags):
         return set()

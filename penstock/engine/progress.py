@@ -1,4 +1,4 @@
-"""A request between its arrival and its answer: where the rows of finished steps go."""
+"""The state of a pooling request between arrival and answer: it collects the rows of finished steps."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _NO_VALUES: Array = np.empty((0, 0), dtype=np.float32)
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """What a request has so far. Its rows come from one or more steps, or from another request.
+    """The results that a request has so far. Its rows come from one or more steps, or from other requests.
 
     `job` holds the rows that run for it: all of them, or those that no other request computes.
     """
 
     request: Request
     job: Request
-    values: list[Array | None]  # of the job, one for each of `all_params`
+    values: list[Array | None]  # outputs of the job, one for each of `all_params`
     num_rows_done: int = 0
-    start_by_s: float | None = None  # rows that run for it in the place of a leader must start by then
+    start_by_s: float | None = None  # latest start, also of rows that run in place of a leader's
     first_launch_s: float | None = None
     device_s: float = 0.0
-    source_rows: Ints | None = None  # [rows], the job's row that each is; -1: a row of another request
+    source_rows: Ints | None = None  # [rows], the job's row that computes each; -1: a leader computes it
     num_leaders: int = 0  # requests whose rows it still waits for
     received: list[tuple[Progress, Follower]] = field(default_factory=list)  # leaders that are complete
     followers: list[Follower] = field(default_factory=list)
-    is_relay: bool = False  # runs for its followers alone; no caller knows this id
-    dedup_scope: tuple[object, ...] = ()  # with `dedup_keys`, how others find rows that they may follow
+    is_relay: bool = False  # it runs only for its followers; no caller knows its id
+    dedup_scope: tuple[object, ...] = ()  # with `dedup_keys`: where others find rows to follow
     dedup_keys: list[bytes] = field(default_factory=list)
     allocate: Allocate = np.empty  # makes the arrays of the answer
 
@@ -45,13 +45,13 @@ class Progress:
 
     @property
     def queue_s(self) -> float:
-        """From its arrival until its first row ran."""
+        """Time from arrival until the launch of its first row."""
         launched_s = self.first_launch_s
         return 0.0 if launched_s is None else max(0.0, launched_s - self.request.arrival_s)
 
     @property
     def ends_with_its_row(self) -> bool:
-        """Whether it has one row, which runs for it alone and in one step, and one output."""
+        """Whether it has one row and one output, and the row runs only for it, in one step."""
         request = self.request
         if self.job is not request or request.num_rows != 1 or request.extra_params:
             return False
@@ -63,7 +63,8 @@ class Progress:
         return self.num_rows_done == needed and not self.num_leaders
 
     def store(self, row_slice: RowSlice, values: Sequence[Values]) -> None:
-        """Copy rows of a step, one of `values` for each of `all_params`: the step's memory is reused."""
+        """Copy rows of a step, because its memory is reused. `values` has one item for each of
+        `all_params`."""
         if row_slice.request.pairs is not None:
             rows = scored_documents(row_slice)
             self.num_rows_done += len(rows)
@@ -103,7 +104,7 @@ class Progress:
         values[rows] = array
 
     def _put_tokens(self, number: int, starts: Ints, rows: list[Array], size: int) -> None:
-        """Copy the tokens of each row to where the row starts: every byte once, in any order of rows."""
+        """Copy the tokens of each row to the start of the row. Rows may come in any order."""
         for start, row in zip(starts.tolist(), rows, strict=True):
             if (values := self.values[number]) is None:
                 values = self.values[number] = self.allocate((size, *row.shape[1:]), row.dtype)
@@ -123,8 +124,8 @@ class Progress:
                     self._copy_rows(number, rows, array, giver, their_rows)
 
     def _share_arrays(self) -> bool:
-        """Take the arrays of one other request that has all rows of this one, in the same order. From then on
-        nobody may write to them."""
+        """Share the arrays of a leader that has the same rows in the same order. The arrays become
+        read-only."""
         if len(self.received) != 1 or self.job.num_rows:
             return False
         leader, follower = self.received[0]
@@ -137,7 +138,7 @@ class Progress:
         return True
 
     def receive(self, leader: Progress, follower: Follower) -> None:
-        """A request that this one waited for is complete."""
+        """Record that a leader is complete."""
         self.received.append((leader, follower))
         self.num_leaders -= 1
         self.device_s += leader.device_s
@@ -162,7 +163,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Follower:
-    """A request that waits for rows of another, its leader: `rows` of its own equal `leader_rows`."""
+    """A request that waits for another, its leader: its `rows` equal the leader's `leader_rows`."""
 
     progress: Progress
     rows: Ints
@@ -170,7 +171,7 @@ class Follower:
 
 
 def split_outputs(plan: PoolPlan, arrays: Sequence[Array]) -> list[tuple[RowSlice, tuple[Values, ...]]]:
-    """Each slice of the plan with its part of the variants' arrays, one for each output it wants."""
+    """Each slice of the plan, with its part of the variants' arrays: one for each requested output."""
     if plan.variants and (first := plan.variants[0]).rows is None:
         values = arrays[0]
         if first.params.per_token:
@@ -195,7 +196,7 @@ def _vectors(values: Array, slots: Ints) -> Array:
 
 
 def _tokens(plan: PoolPlan, values: Array, slots: Ints) -> list[Array]:
-    """For each row a view of its tokens."""
+    """A view of the tokens of each row."""
     begins, ends = plan.cu_lengths[slots].tolist(), plan.cu_lengths[slots + 1].tolist()
     return [values[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
@@ -233,7 +234,7 @@ def _take(
 
 
 def scored_documents(row_slice: RowSlice) -> Ints:
-    """The rows of a slice that have a score in this step, in the order of its values."""
+    """The rows of a slice that get a score in this step, in the order of its values."""
     rows = row_slice.rows[row_slice.finished]
     rows = rows[rows >= row_slice.request.num_queries]
     cached = row_slice.cached_documents
@@ -247,6 +248,6 @@ def _rows(values: Values) -> Array:
 
 
 def all_finite(parts: Sequence[Values], are_flags: bool) -> bool:
-    """Whether all values are finite; with `are_flags` the parts hold 0 where a value was not."""
+    """Whether all values are finite. `are_flags`: the parts hold flags, which are 0 where a value was not."""
     arrays = [array for part in parts for array in (part if isinstance(part, list) else [part])]
     return all((array if are_flags else np.isfinite(array)).all() for array in arrays)

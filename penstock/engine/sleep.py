@@ -1,8 +1,8 @@
-"""Puts an engine to sleep and wakes it: an idle model gives its memory back until a request comes.
+"""Puts an engine to sleep and wakes it: an idle model gives its memory back until a request arrives.
 
-`SleepController` belongs to the thread of the engine's loop. Weights move on a thread of their own, so the
-loop continues. Work that arrives while the engine is not awake is held here in order of arrival; it
-wakes the engine, and then joins the engine's queues.
+`SleepController` runs on the thread of the engine's loop. Weights move on a separate thread, so the loop
+continues. Work that arrives while the engine is not awake is held here in order of arrival. It wakes the
+engine, and then joins the engine's queues.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.types import Comparison, EngineSleep, Failure, Outcome, Request
 
 log = logging.getLogger("penstock.engine")
 
-Done = Callable[[str | None], None]  # called with None, or with the reason why it failed
+Done = Callable[[str | None], None]  # called with None on success, or with the reason of the failure
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,11 +45,11 @@ Command = SleepCommand | WakeCommand
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SleepReport:
-    """A sleep or a wake that has ended well."""
+    """A sleep or a wake that has succeeded."""
 
     state: EngineSleep  # ASLEEP or AWAKE
     seconds: float
-    num_bytes: int  # that were freed or taken
+    num_bytes: int  # freed by a sleep, or taken by a wake
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +61,7 @@ class _Held:
 
 @dataclass(slots=True, eq=False)
 class _Move:
-    """Work of the other thread."""
+    """A sleep or a wake that runs on the separate thread."""
 
     thread: Thread
     began_s: float
@@ -73,7 +73,8 @@ class _Move:
 class SleepController:
     """awake → falling asleep → asleep → waking → awake.
 
-    Commands run one after another. The thread that owns the core calls everything but `commands.append`.
+    Commands run one after another. All methods are called on the core's thread. Other threads may only append
+    to `commands`.
     """
 
     def __init__(
@@ -86,23 +87,24 @@ class SleepController:
         observe: Callable[[SleepReport], None] = lambda report: None,
         commands: deque[Command] | None = None,
     ) -> None:
-        """`wake_timeout_s`: how long work is held before it fails. 0: it is not held, but wakes the engine.
-        `commands` may be appended to by other threads, which then wake the loop."""
+        """`wake_timeout_s`: how long work is held before it fails. 0: work fails at once, but wakes the
+        engine. Other threads that append to `commands` have to wake the loop afterwards."""
         self.state = EngineSleep.AWAKE
-        self.level = 0  # at which the engine sleeps
+        self.level = 0  # the level at which the engine sleeps; 0: it is awake
         self.commands: deque[Command] = deque() if commands is None else commands
         self._core = core
         self._sleeper = sleeper
         self._wake_timeout_s = wake_timeout_s
         self._make_room = make_room
         self._observe = observe
-        self._command: Command | None = None  # the one under way
+        self._command: Command | None = None  # the command that is being carried out
         self._move: _Move | None = None
-        self._is_wanted = False  # work has come since the engine is not awake
-        self._wake_failure = ""  # why the last wake failed; empty: it did not
+        self._is_wanted = False  # work has arrived while the engine was not awake
+        self._wake_failure = ""  # why the last wake failed; empty if it did not
         self._held: dict[str, _Held] = {}  # in order of arrival
         self._held_bytes = 0  # of comparisons
-        self._expiries: list[tuple[float, int, str]] = []  # a heap that may name work that has left
+        # Heap of (time, number, id). It may contain work that has left.
+        self._expiries: list[tuple[float, int, str]] = []
         self._count = itertools.count()
 
     @property
@@ -116,7 +118,7 @@ class SleepController:
 
     @property
     def busy(self) -> bool:
-        """Whether work is held or weights are on their way."""
+        """Whether work is held or weights are being moved."""
         return bool(self._held) or self._move is not None
 
     @property
@@ -124,7 +126,7 @@ class SleepController:
         return 0 if self._sleeper is None else self._sleeper.num_bytes
 
     def next_deadline_s(self) -> float | None:
-        """When held work must be looked at."""
+        """When held work expires next; None: no work is held."""
         self._drop_stale_expiries()
         return self._expiries[0][0] if self._expiries else None
 
@@ -150,7 +152,7 @@ class SleepController:
         return []
 
     def cancel(self, request_id: str) -> bool:
-        """Drop held work; False if there is none of this id."""
+        """Drop held work; False if the id is unknown."""
         return self._release(request_id) is not None
 
     def _check_room(self, work: Request | Comparison) -> None:
@@ -184,7 +186,7 @@ class SleepController:
         return held.work
 
     def _submit_held(self) -> list[Outcome]:
-        """Let held work join the core's queues, in order of arrival."""
+        """Submit held work to the core, in order of arrival."""
         outcomes: list[Outcome] = []
         for request_id in list(self._held):
             if (work := self._release(request_id)) is not None:
@@ -206,7 +208,7 @@ class SleepController:
         return held is not None and held.number == number
 
     def _expire(self) -> list[Outcome]:
-        """Fail held work whose deadline or whose time to wait has passed."""
+        """Fail held work whose deadline or maximum wait has passed."""
         outcomes: list[Outcome] = []
         now_s = self._core.clock()
         while self._expiries and self._expiries[0][0] <= now_s:
@@ -219,7 +221,7 @@ class SleepController:
     # Turns of the loop.
 
     def turn(self) -> list[Outcome]:
-        """Go on as far as possible without waiting. Returns failures of work that was held."""
+        """Make every transition that is possible without waiting. Returns failures of held work."""
         outcomes = self._expire()
         if self._move is not None and self._move.is_done:
             outcomes += self._end_move(self._move)
@@ -228,7 +230,7 @@ class SleepController:
         return outcomes
 
     def _go_on(self) -> bool:
-        """Take one transition; False if there is none now."""
+        """Make one transition; False if none is possible now."""
         if self._command is None and self.commands:
             self._command = self.commands.popleft()
             if (refusal := self._refusal(self._command)) is not None:
@@ -282,10 +284,10 @@ class SleepController:
             return
         try:
             command.done(reason)
-        except Exception:  # a caller's mistake must not stop the engine
+        except Exception:  # an error in the caller's function must not stop the engine
             log.exception("the end of a sleep or a wake could not be reported")
 
-    # Moves, on a thread of their own.
+    # Moves, on a separate thread.
 
     def _begin_sleep(self) -> None:
         assert isinstance(self._command, SleepCommand)
@@ -373,6 +375,6 @@ def _words(error: BaseException) -> str:
 
 
 def _unexpected(error: BaseException) -> BaseException | None:
-    """An error whose traceback belongs into the log."""
+    """The error, if its traceback should be logged."""
     is_expected = isinstance(error, PenstockError) and type(error) is not EngineError
     return None if is_expected else error

@@ -1,8 +1,8 @@
-"""What the engine runs next: interactive or background work, pooling or generation.
+"""Chooses what the engine runs next: interactive or background work, pooling or generation.
 
-A step has work of one kind. Interactive and background rows never mix, so an interactive row never waits for
-background rows beside it. Pooling and generation never mix: a model may attend in both directions in one and
-not in the other, and each keeps its fastest attention.
+A step has work of one kind. Interactive and background rows never mix, so background rows in the same step
+never delay an interactive row. Pooling and generation never mix: a model may use bidirectional attention in
+one and causal attention in the other, and each keeps its fastest attention.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows, Scheduler
 from penstock.types import GeneratePlan, PooledResult, PoolPlan, StepPlan, StepResult
 
-MAX_LONG_ROW = 4  # times a short step: a background row that others interrupt
+MAX_LONG_ROW = 4  # maximum size of a background row that can be interrupted, in short steps
 
 
 class NextStep(NamedTuple):
@@ -59,11 +59,11 @@ class StepChooser:
         self._lane = lane
         self._clock = clock
         self._fair_share = FairShare()
-        self._background_generated = False  # the last background step
+        self._background_generated = False  # whether the last background step was a generation step
 
     def next_step(self, *, can_interrupt: bool) -> NextStep | None:
-        """An interactive step; if nothing interactive can run, a background one. None: nothing can run.
-        `can_interrupt`: others may interrupt background steps."""
+        """An interactive step; a background step if nothing interactive can run, or if background work
+        starves. None: nothing can run. `can_interrupt`: interactive steps can interrupt background steps."""
         if self._in_flight.interrupted is not None:
             if (step := self._interactive_step()) is not None:
                 self._lane.launched(is_background=False)
@@ -79,7 +79,7 @@ class StepChooser:
         return step
 
     def hold_interrupted(self, background: BackgroundSteps) -> None:
-        """Hold the background step while others run or wait, but for a part of it now and then."""
+        """Hold the interrupted background step while other work runs or waits; let it advance at times."""
         if not (self._in_flight.steps or self._has_work(generates=False) or self._has_work(generates=True)):
             background.release()
             return
@@ -89,11 +89,11 @@ class StepChooser:
             self._lane.launched(is_background=True)
 
     def next_chance_s(self) -> float | None:
-        """When background rows that wait may run, though nothing else happens. None: none wait for that."""
+        """When waiting background rows may run if nothing else happens. None: no rows wait for this."""
         return self._lane.next_chance_s() if self._has_background_work and not self._in_flight else None
 
     def launched(self, step: NextStep, now_s: float) -> float:
-        """Count a step that is launched now, and return its estimated seconds."""
+        """Record the launch of a step, and return its estimated device time in seconds."""
         if step.is_background:
             return 0.0
         generates = isinstance(step.plan, GeneratePlan)
@@ -103,14 +103,14 @@ class StepChooser:
         )
 
     def succeeded(self, step: InFlightStep, result: StepResult) -> None:
-        """Learn from the times of a step."""
+        """Record the times of a successful step."""
         plan, lane = step.plan, self._lane
         if step.is_background:
             kept_s = (isinstance(result, PooledResult) and result.stretch_s) or result.device_s
             lane.ran_background(plan.num_tokens, kept_s, step.launched_s, self._clock())
             return
         lane.ran_interactive(result.device_s)
-        if isinstance(plan, PoolPlan) and plan.slices:  # one request of each step tells enough
+        if isinstance(plan, PoolPlan) and plan.slices:  # one request of each step is enough
             lane.answered_interactive(self._waited_s(step, plan, result), self._clock())
         self._fair_share.succeeded(step.generates, plan.num_tokens, step.estimate_s, result.device_s)
 
@@ -120,7 +120,7 @@ class StepChooser:
             self._fair_share.failed(step.generates, step.estimate_s)
 
     def _waited_s(self, step: InFlightStep, plan: PoolPlan, result: StepResult) -> float:
-        """For how long the first request of an interactive step waited for a background step."""
+        """How long the first request of an interactive step waited for a background step."""
         if step.interrupts:
             return self._clock() - step.launched_s - result.device_s
         return self._lane.waited_s(plan.slices[0].request.arrival_s, step.launched_s)
@@ -155,7 +155,7 @@ class StepChooser:
 
     def _background_pooling(self, max_tokens: int, can_interrupt: bool) -> NextStep | None:
         scheduled = self._scheduler.schedule_background(max_tokens)
-        if not scheduled and can_interrupt:  # others do not wait for all of it, so a row may be longer
+        if not scheduled and can_interrupt:  # the step can be interrupted, so its row may be longer
             scheduled = self._scheduler.schedule_background(MAX_LONG_ROW * max_tokens, max_rows=1)
         if not scheduled and self._lane.may_run_long(self._clock()):
             scheduled = self._scheduler.schedule_background(max_tokens, first_fits=True)
@@ -202,8 +202,8 @@ class StepChooser:
 
 
 def uses_no_cache(plan: PoolPlan) -> bool:
-    """Whether a step neither reads nor writes what other steps may use: caches, image features, and the
-    adapters of the step that runs, which the layers hold."""
+    """Whether a step shares no state with other steps: no caches, no image features, and no adapters, because
+    layers hold only the adapters of the step that runs."""
     if plan.kv is not None or plan.adapters is not None or plan.images is not None:
         return False
     return all(variant.pairs is None for variant in plan.variants)

@@ -1,4 +1,4 @@
-"""One step in numbers, for metrics."""
+"""The figures of a step, for metrics."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class StepStats:
     tokens: int
     rows: int
     requests: int
-    fill: float  # tokens over the budget
+    fill: float  # tokens, as a fraction of the step's token budget
     step_s: float
     device_s: float
 
     @classmethod
     def of(cls, step: InFlightStep, result: StepResult, max_tokens: int, now_s: float) -> StepStats:
-        """`max_tokens`: the budget of a step."""
+        """`max_tokens`: the token budget of a step."""
         plan = step.plan
         return cls(
             tokens=plan.num_tokens,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 _WINDOW_S = 5.0  # measurements fade with this time constant
-_MAX_PAUSE_S = 1.0  # before a step; after a longer one, the work that waited has gone otherwise
+# A pause before a step counts up to this long. In a longer pause, the waiting work has left in another way.
+_MAX_PAUSE_S = 1.0
 
 
 class Throughput:

@@ -1,7 +1,7 @@
 """The adapters that requests may choose: files on disk, copies in host memory, and slots on the device.
 
-The least recently used adapter leaves its slot, or host memory, for another. A slot is overwritten in the
-order of the device's work, so a step that was launched before still reads the old contents.
+The least recently used adapter leaves its slot, or host memory, for another. Slots are written in stream
+order, so a step that was launched before still reads the old contents.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from penstock.weights.adapters import ModuleWeights
 
 log = logging.getLogger("penstock.adapters")
 
-_ALIGNMENT = 64  # bytes; of each tensor in pinned memory
+_ALIGNMENT = 64  # bytes; alignment of each tensor in pinned memory
 
 
 class HostAdapter(NamedTuple):
@@ -42,7 +42,7 @@ class HostAdapter(NamedTuple):
     weights: ModuleWeights
     rank: int
     num_bytes: int
-    copy: int = 0  # where other ranks have their parts of it: the number by which they know them
+    copy: int = 0  # with several ranks: the number under which the others keep their parts
 
 
 class _Files(NamedTuple):
@@ -52,22 +52,23 @@ class _Files(NamedTuple):
     digest: str  # of their content
 
     def marks_of_same(self, spec: LoraSpec) -> Marks:
-        """The marks of the files now, if they have the same content: they may have been copied again."""
+        """The current marks of the files. Raises if their content has changed; new copies are accepted."""
         if (marks := file_marks(spec.folder)) != self.marks and adapter_digest(spec.folder) != self.digest:
             raise _changed(spec)
         return marks
 
 
 class AdapterPool:
-    """Takes adapters on, and gives those of a step their slots. `AdapterStore` describes its methods."""
+    """Loads adapters, and assigns slots to the adapters of a step. `AdapterStore` describes its methods."""
 
     def __init__(
         self, sites: AdapterSites, max_on_host: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`max_on_host` counts adapters that were loaded; those of the checkpoint itself always stay."""
+        """`max_on_host`: maximum number of loaded adapters in host memory; the checkpoint's own stay."""
         self.max_adapters = sites.num_slots
         self.in_use: Callable[[], Collection[int]] = tuple  # adapters of requests that have not finished
-        self.on_growth: Callable[[], None] = lambda: None  # layers took memory: their old addresses are gone
+        # Called when layers have allocated memory for adapters, so that addresses in graphs are invalid.
+        self.on_growth: Callable[[], None] = lambda: None
         self._max_on_host = max(max_on_host, self.max_adapters)
         self._dtype = dtype
         self._device = device
@@ -75,25 +76,25 @@ class AdapterPool:
         self._reader = ThreadPoolExecutor(
             1, thread_name_prefix="penstock-adapters", initializer=use_device, initargs=(device,)
         )
-        self._specs: dict[int, LoraSpec] = {}  # that were loaded and not yet dropped
-        self._files: dict[int, _Files] = {}  # as they were loaded
-        self._known: set[int] = set()  # that requests may choose
+        self._specs: dict[int, LoraSpec] = {}  # of adapters that were loaded and not yet dropped
+        self._files: dict[int, _Files] = {}  # their state when the adapters were loaded
+        self._known: set[int] = set()  # adapters that requests may choose
         self._used_ids: set[int] = set(range(len(sites.own)))
         self._host: OrderedDict[int, HostAdapter] = OrderedDict()  # the least recently used first
         self._reading: dict[int, Future[HostAdapter]] = {}
-        self._slots: OrderedDict[int, int] = OrderedDict()  # on the device, the least recently used first
-        self._ranks: dict[int, int] = {}  # of what is in each slot
+        self._slots: OrderedDict[int, int] = OrderedDict()  # adapter → slot, the least recently used first
+        self._ranks: dict[int, int] = {}  # slot → rank of its adapter
         self._num_host_loads = self._num_device_loads = 0
         self._sum_over_ranks: SumOverRanks | None = None  # None: this process computes the whole model
         self.attach(sites)
 
     def attach(self, sites: AdapterSites) -> None:
-        """Use the layers of a model. Nothing is on the device yet."""
+        """Use the layers of a model. No adapter is on the device yet."""
         self._sites: AdapterSites | None = sites
         self._slots.clear()
         self._free = list(range(sites.num_slots - 1, -1, -1))
         self._own = [host_adapter(weights, self._pins) for weights in sites.own]
-        sites.own = []  # they are here now
+        sites.own = []  # this pool holds them now
         if self._pins:
             with torch.inference_mode():
                 for adapter in self._own:
@@ -101,7 +102,7 @@ class AdapterPool:
         self._known.update(range(len(self._own)))
 
     def detach(self) -> None:
-        """Let go of the model's layers."""
+        """Release the model's layers."""
         self._sites = None
         self._own = []
         self._slots.clear()
@@ -113,7 +114,7 @@ class AdapterPool:
     def close(self) -> None:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
-    # Adapters come and go.
+    # Load and unload.
 
     def load(self, adapter_id: int, folder: str, name: str) -> Future[AdapterInfo]:
         return self._reader.submit(self._load, adapter_id, folder, name)
@@ -164,7 +165,7 @@ class AdapterPool:
             return AdapterStats(len(self._known), on_host, len(self._slots), *counts)
 
     def _drop_unused(self) -> None:
-        """Forget adapters that were unloaded and that no request needs any more."""
+        """Drop adapters that were unloaded and that no request uses any more."""
         unloaded = [each for each in self._specs if each not in self._known]
         if not unloaded:
             return
@@ -193,14 +194,14 @@ class AdapterPool:
         for other in list(self._host):
             if len(self._host) <= self._max_on_host:
                 break
-            if other in self._known and other != adapter_id:  # an unloaded one may be gone from the disk
+            if other in self._known and other != adapter_id:  # an unloaded adapter may be gone from disk
                 self._on_left_host(self._host.pop(other))
 
     def _on_left_host(self, adapter: HostAdapter) -> None:
-        """An adapter is not in host memory any more. It may still be in a slot, or on its way to one."""
+        """Called when an adapter has left host memory. It may still be in a slot, or about to be written."""
 
     def _begin_reading(self, adapter_id: int) -> Future[HostAdapter] | None:
-        """Read an adapter again that has left host memory; None if it is there."""
+        """Start reading an adapter that has left host memory. None: it is still there."""
         if adapter_id in self._host:
             self._host.move_to_end(adapter_id)
             return None
@@ -216,7 +217,7 @@ class AdapterPool:
                         self._keep(adapter_id, adapter)
                     return adapter
                 finally:
-                    with self._lock:  # it is entered below before it leaves, however fast this is
+                    with self._lock:  # the caller holds it until it has made the entry
                         self._reading.pop(adapter_id, None)
 
             reading = self._reading[adapter_id] = self._reader.submit(read)
@@ -236,8 +237,8 @@ class AdapterPool:
     # The device.
 
     def plan(self, adapter_ids: Ints) -> AdapterPlan:
-        """Slots for the adapters of a step's rows. Those that are not on the device are copied there, behind
-        the steps that were launched before."""
+        """Assign slots to the adapters of a step's rows. Adapters that are not on the device are copied
+        there, after the steps that were launched before."""
         ids = np.unique(adapter_ids)
         wanted = ids[ids >= 0].tolist()
         if len(wanted) > self.max_adapters or self._sites is None:
@@ -276,7 +277,7 @@ class AdapterPool:
             self.on_growth()
 
     def _on_written(self, slot: int, adapter: HostAdapter) -> None:
-        """An adapter is in a slot now."""
+        """Called when an adapter has been written to a slot."""
 
 
 def check_marks(spec: LoraSpec, marks: Marks) -> None:
@@ -290,7 +291,7 @@ def _changed(spec: LoraSpec) -> EngineError:
 
 
 def host_adapter(weights: ModuleWeights, pins: bool) -> HostAdapter:
-    """An adapter in one piece of memory, pinned for fast copies to a GPU."""
+    """An adapter in host memory. `pins`: copy it into one pinned buffer, for fast copies to a GPU."""
     tensors = [tensor for each in weights.values() for tensor in each if tensor is not None]
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     rank = max((each.rank for each in weights.values()), default=0)

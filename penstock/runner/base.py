@@ -12,7 +12,7 @@ from penstock.errors import ModelNotFound, NotPossible
 from penstock.types import Array, Comparison, Ints, PoolPlan, StepPlan, StepResult
 
 BLOCK_SIZE = 16  # tokens of a block of the KV cache
-LATE_VECTORS = 1 << 16  # token vectors of queries, in the store that scores read from
+LATE_VECTORS = 1 << 16  # capacity for token vectors of queries, in the store that scores read
 
 
 class Runner(Protocol):
@@ -26,7 +26,7 @@ class Runner(Protocol):
         ...
 
     def compare(self, comparison: Comparison) -> Future[Array]:
-        """Score vectors that the caller brings, fp32 [documents, 1]; independent of steps.
+        """Score vectors that the caller supplies, independently of steps. Returns fp32 [documents, 1].
 
         It runs in parts between steps. Cancelling the future ends it after the current part. The engine
         starts the next comparison when this one is done or cancelled.
@@ -47,14 +47,14 @@ class DraftRunner(NamedTuple):
 
 
 class BackgroundSteps(Protocol):
-    """Runs one background step at a time, which the runner's other steps interrupt. They finish first."""
+    """Runs one background step at a time. The runner's other steps interrupt it and finish first."""
 
     def launch(self, plan: PoolPlan) -> Future[StepResult]:
         """Start a step that neither reads nor writes caches."""
         ...
 
     def hold(self) -> None:
-        """Stop the step soon, until it is released: other steps are running or about to be launched."""
+        """Pause the step soon, until `release`: other steps are running or about to be launched."""
         ...
 
     def release(self) -> None: ...
@@ -78,17 +78,17 @@ class IdleWork(Protocol):
 
 
 class AdapterInfo(NamedTuple):
-    """An adapter that was loaded, in numbers."""
+    """Figures of a loaded adapter."""
 
-    rank: int  # the largest of its modules
-    kinds: tuple[str, ...]  # last parts of the names of the modules that it changes, sorted
+    rank: int  # the largest rank of its modules
+    kinds: tuple[str, ...]  # last name parts of the modules that it changes, sorted
     num_bytes: int  # in host memory
 
 
 class AdapterStats(NamedTuple):
     """The adapters of an engine, for metrics."""
 
-    num_loaded: int  # that requests may choose
+    num_loaded: int  # adapters that requests may choose
     num_on_host: int
     num_on_device: int
     num_host_loads: int  # read from disk, since the start
@@ -98,10 +98,10 @@ class AdapterStats(NamedTuple):
 class AdapterStore(Protocol):
     """The adapters that requests may choose: on disk, in host memory and on the device.
 
-    Ids are never used twice. Those of the checkpoint's own adapters come first and are always there.
+    Ids are never reused. The checkpoint's own adapters have the first ids and are always available.
     """
 
-    max_adapters: int  # different ones in one step
+    max_adapters: int  # different adapters in one step
     in_use: Callable[[], Collection[int]]  # adapters of requests that have not finished
 
     def load(self, adapter_id: int, folder: str, name: str) -> Future[AdapterInfo]:
@@ -110,22 +110,22 @@ class AdapterStore(Protocol):
         ...
 
     def unload(self, adapter_id: int) -> None:
-        """Refuse new requests for an adapter. What is held for others is kept while `in_use` names it."""
+        """Refuse new requests for an adapter. It stays in memory while `in_use` contains it."""
         ...
 
     def check(self, adapter_ids: Ints) -> None:
-        """`ModelNotFound` for an adapter that is not loaded, -1 excepted; `NotPossible` for too many."""
+        """Raise `ModelNotFound` for an adapter that is not loaded (-1: none), `NotPossible` for too many."""
         ...
 
     def prefetch(self, adapter_ids: Ints) -> list[Future[Any]]:
-        """Begin to read those that are only on disk. Empty if all are in memory."""
+        """Start reading the adapters that are only on disk. Empty if all are in memory."""
         ...
 
     def stats(self) -> AdapterStats: ...
 
 
 def check_adapters(adapter_ids: Ints, known: Collection[int], max_adapters: int) -> None:
-    """`ModelNotFound` for an adapter that is not known, `NotPossible` for too many."""
+    """Raise `ModelNotFound` if an adapter is not in `known`, `NotPossible` if there are too many."""
     wanted = set(np.unique(adapter_ids).tolist()) - {-1}
     if unknown := wanted.difference(known):
         raise ModelNotFound(f"adapter {min(unknown)} is not loaded", param="adapter")
@@ -136,7 +136,7 @@ def check_adapters(adapter_ids: Ints, known: Collection[int], max_adapters: int)
         )
 
 
-SLEEP_LEVELS = (1, 2)  # 1: weights are kept in the host's memory; 2: they are read again from their files
+SLEEP_LEVELS = (1, 2)  # 1: weights are kept in host memory; 2: they are read from their files again
 MakeRoom = Callable[[int], None]  # blocks until that many bytes are free, or others cannot free more
 
 
@@ -144,13 +144,13 @@ class Sleeper(Protocol):
     """Takes a runner's weights and caches off the device and brings them back. No step may run meanwhile."""
 
     default_level: int
-    num_bytes: int  # of the device, or of a CPU's memory, that the model takes while it is awake
+    num_bytes: int  # device memory (host memory on a CPU) that the model takes while awake
 
     def sleep(self, level: int) -> int:
-        """Free memory; returns how many bytes. If it raises, nothing has changed. A runner that sleeps at
-        level 1 may be sent on to level 2."""
+        """Free memory, and return the number of bytes. If it raises, nothing has changed. A runner that
+        sleeps at level 1 may be sent to level 2."""
         ...
 
     def wake(self, make_room: MakeRoom) -> None:
-        """Take the memory again. If it raises, the runner still sleeps."""
+        """Take the memory again. If it raises, the runner is still asleep."""
         ...

@@ -1,4 +1,4 @@
-"""The few shapes that steps are padded to so that a graph can be replayed, and where their integers lie.
+"""The few shapes that steps are padded to for CUDA graphs, and the layout of their integers.
 
 A graph is captured for one shape and replayed for every step that fits it. Padding rows are empty, and
 padding tokens belong to no row, so nothing reads what is computed for them.
@@ -15,7 +15,7 @@ from penstock.kernels.lora import tile_lines_for
 from penstock.layers.adapter_lines import LinePlan, max_tiles
 from penstock.types import Ints, KVPlan, LengthGroup, PoolPlan, StepPlan
 
-# A small product takes as long as one of twice its tokens; a large one does not, so large sizes are closer.
+# A small product takes as long as one with twice the tokens. A large one does not: large sizes are closer.
 TOKENS = (
     *(16, 32, 64, 128, 256),
     *range(384, 1025, 128),
@@ -26,11 +26,11 @@ TOKENS = (
 ROWS = (1, 4, 16, 64, 128, 256, 512, 1024)
 # Up to the first size, attention holds all scores of a row in registers, so smaller sizes would gain nothing.
 MAX_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-CACHED_KEYS = (4096, 16384, 65536)  # keys that a step reads from the KV cache, of all rows
+CACHED_KEYS = (4096, 16384, 65536)  # keys that all rows of a step read from the KV cache
 _TILE = 64  # tokens; attention splits rows between programs in tiles of this size
 FREE_TILES = 512  # up to this many tiles, empty ones cost no time
-# As measured, this many tiles cost a step of 2,048 tokens less than a fifth of its time. Launching its
-# kernels eagerly costs more than its own time.
+# Measured: this many tiles take less than a fifth of the time of a step of 2,048 tokens. Launching the
+# kernels of such a step eagerly takes longer than the step itself.
 _MAX_TILES = 2048
 
 
@@ -41,8 +41,8 @@ class Bucket(NamedTuple):
 
 
 def bucket_of(tokens: int, rows: int, max_length: int) -> Bucket | None:
-    """The smallest bucket that holds such a step. None: the step is too large, or its lengths differ so much
-    that most of attention's programs would have no work."""
+    """The smallest bucket that holds a step of this shape. None: it is too large, or its lengths differ so
+    much that most of attention's programs would have no work."""
     if tokens > TOKENS[-1] or rows > ROWS[-1] or not rows:
         return None
     size = TOKENS[bisect_left(TOKENS, tokens)]
@@ -66,18 +66,18 @@ def num_tiles(bucket: Bucket) -> int:
 
 
 def cached_keys_of(num_cached: int) -> int | None:
-    """The smallest bucket for the keys that a step reads from the KV cache. None: they are too many."""
+    """The smallest bucket for the keys that a step reads from the KV cache. None: there are too many."""
     at = bisect_left(CACHED_KEYS, num_cached)
     return CACHED_KEYS[at] if at < len(CACHED_KEYS) else None
 
 
 class NotCapturable(RuntimeError):
-    """The model needs to know the step itself."""
+    """The model needs more of a step than its bucket, so it cannot be captured."""
 
 
 class NoGroups(tuple[LengthGroup, ...]):
-    """Stands in for the length groups of a step that is not known yet. Code that iterates over them cannot
-    be captured."""
+    """Placeholder for length groups, which are unknown when a graph is captured. Code that iterates over
+    them cannot be captured."""
 
     def __iter__(self) -> Iterator[LengthGroup]:
         raise NotCapturable("the model processes rows of equal length group by group")
@@ -112,7 +112,7 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LineLayout:
-    """The adapters of some lines of a step: room for a bucket of them."""
+    """Offsets of the adapters of a step's lines (tokens or rows), with room for a bucket of lines."""
 
     slots: slice
     order: slice
@@ -125,7 +125,7 @@ class LineLayout:
         return cls(slots, order, space.take(3 * max_tiles(lines, num_slots)), tile_lines_for(lines))
 
     def write(self, out: Ints, lines: LinePlan) -> None:
-        """Padding lines are in no tile, so they are left as they are."""
+        """Write the adapters of lines. Padding lines are in no tile, so no adapter changes them."""
         fill(out[self.slots], lines.slots, padding=-1)
         fill(out[self.order], lines.order)
         fill(out[self.tiles], lines.tiles)
@@ -156,7 +156,7 @@ class Layout:
     type_ids: slice | None
     skip: slice | None
     kv: KVLayout | None  # None: the step does not use the KV cache
-    adapters: AdapterLayout | None  # None: the step has none
+    adapters: AdapterLayout | None  # None: the step has no adapters
     size: int
 
     @classmethod
@@ -169,7 +169,7 @@ class Layout:
         max_cached_keys: int | None = None,
         num_slots: int = 0,
     ) -> Layout:
-        """`num_slots`: of adapters; 0: the step has none."""
+        """`num_slots`: adapter slots; 0: the step has no adapters."""
         tokens, rows, _ = bucket
         space = BufferSpace()
         cu_lengths, lengths = space.take(rows + 1), space.take(rows)
@@ -186,8 +186,8 @@ class Layout:
         )
 
     def write(self, out: Ints, plan: StepPlan) -> None:
-        """Write the step's integers, and padding behind each array: rows without tokens, and tokens with id
-        0 at position 0 that are written to no cache slot."""
+        """Write the step's integers, with padding after each array: rows without tokens, and tokens with id 0
+        at position 0 that are not written to the KV cache."""
         fill(out[self.cu_lengths], plan.cu_lengths, padding=int(plan.cu_lengths[-1]))
         fill(out[self.lengths], plan.lengths)
         fill(out[self.token_ids], plan.token_ids)
@@ -202,7 +202,7 @@ class Layout:
 
 
 def fill(part: Ints, array: Ints | None, padding: int = 0) -> None:
-    if array is None:  # the graph takes what this step has none of
+    if array is None:  # the graph has this input, but the step does not
         part[:] = 0
         return
     part[: len(array)] = array

@@ -1,7 +1,7 @@
-"""Capture of CUDA graphs, whatever is in them, and what happens where a capture fails.
+"""Capture of CUDA graphs of any kind, and handling of failed captures.
 
-A failed capture costs nothing but its graph. If a capture runs out of memory, no other is tried for a while.
-If a step runs out of memory, all graphs are dropped.
+After a failed capture only its graph is missing. If a capture runs out of memory, no other is tried for a
+while. If a step runs out of memory, all graphs are dropped.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Capture = Callable[[Work], tuple[Callable[[], None], list[Tensor]]]  # → (repl
 K = TypeVar("K", bound=Hashable)
 G = TypeVar("G")
 
-MAX_FAILURES = 3  # captures that fail before no more are tried
-OOM_PAUSE_S = 60.0  # without captures after memory ran out
+MAX_FAILURES = 3  # failed captures after which no more are tried
+OOM_PAUSE_S = 60.0  # pause before the next capture after memory ran out
 
 
 class CudaCapture:
@@ -40,7 +40,7 @@ class CudaCapture:
         self.renew_pool()
 
     def renew_pool(self) -> None:
-        """Take a new pool: a broken capture, or the end of all its graphs, closes the old one for good."""
+        """Use a new pool. A pool is unusable after a broken capture, or when all its graphs are freed."""
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(self.device)
 
@@ -52,7 +52,7 @@ class CudaCapture:
         gc.disable()  # freeing an object could call the device during the capture
         try:
             with torch.cuda.stream(self.stream):
-                # torch.cuda.graph would wait for the device and empty its cache first.
+                # Not `torch.cuda.graph`, which would wait for the device and empty its cache first.
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     outputs = work()
@@ -69,8 +69,8 @@ class CudaCapture:
         return graph.replay, outputs
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a failed capture. If it cannot be ended, tell the allocator at least: while it assumes a
-        capture it returns no cached memory, and steps would run out."""
+        """End a failed capture. If that fails, at least tell the allocator: while it assumes a capture, it
+        frees no cached memory, and steps would run out of memory."""
         try:
             graph.capture_end()
         except Exception:
@@ -79,7 +79,7 @@ class CudaCapture:
 
 
 class Captures(Generic[K, G]):
-    """Graphs by the steps that they serve."""
+    """Captured graphs, by the key of the steps that they replay."""
 
     kind = "steps"  # for the log
 
@@ -104,7 +104,7 @@ class Captures(Generic[K, G]):
         return self._failures >= MAX_FAILURES
 
     def _try_capture(self, key: K, make: Callable[[], G], steps: str) -> G | None:
-        """Capture a graph now. None: that failed."""
+        """Capture a graph now. None: the capture failed."""
         began = self.clock()
         try:
             graph = make()
@@ -116,7 +116,7 @@ class Captures(Generic[K, G]):
             self.refused.add(key)
             self._failures += 1
             if out_of_memory(error):
-                traceback.clear_frames(error.__traceback__)  # they hold the tensors of the failed capture
+                traceback.clear_frames(error.__traceback__)  # the frames hold the tensors of the capture
                 self._pause_captures()
             log.warning("no graph for %s: %s: %s", steps, type(error).__name__, error)
             if self.gave_up:
@@ -129,7 +129,7 @@ class Captures(Generic[K, G]):
         return graph
 
     def drop(self) -> None:
-        """Free the memory of all graphs for a step that ran out of it. Shapes that come again are captured
+        """Free the memory of all graphs after a step ran out of memory. Shapes that occur again are captured
         again."""
         if self.captured:
             log.warning("memory ran out: %d graphs are dropped", len(self.captured))
@@ -137,8 +137,8 @@ class Captures(Generic[K, G]):
         self._pause_captures()
 
     def forget(self) -> None:
-        """Drop all graphs: the tensors that they read will have other addresses. The next may be captured at
-        once."""
+        """Drop all graphs, because the tensors that they read will have other addresses. New graphs may be
+        captured at once."""
         self._forget()
 
     def _forget(self) -> None:
@@ -148,7 +148,7 @@ class Captures(Generic[K, G]):
             self.capture.renew_pool()
 
     def forget_where(self, is_stale: Callable[[K], bool]) -> None:
-        """Drop some graphs: tensors that they read have other addresses now."""
+        """Drop some graphs, because tensors that they read have other addresses now."""
         for key in [key for key in self.captured if is_stale(key)]:
             del self.captured[key]
 

@@ -1,7 +1,8 @@
 """The memory of an engine that computes on a CPU.
 
-Objects that live long, such as the matrix library's code for each shape, lie among a step's large tensors and
-leave holes in the heap. Their pages are returned to the system here. `layers.cpu_shapes` bounds the shapes.
+Long-lived objects, such as the matrix library's code for each shape, are allocated between a step's large
+tensors. The freed tensors then leave holes in the heap, whose pages are returned to the system here.
+`layers.cpu_shapes` limits the number of shapes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MACHINE_MEMORY = Path("/proc/meminfo")
 
 
 def total_memory_bytes() -> int:
-    """The memory of this machine, or of the container if it may use less."""
+    """The memory of this machine, or the limit of the container if it is lower."""
     total = _PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # "max" is no number: there is no limit
         total = min(total, int(_CONTAINER_LIMIT.read_text()))
@@ -33,7 +34,7 @@ def total_memory_bytes() -> int:
 
 
 def available_memory_bytes() -> int:
-    """The memory that this machine or the container can still give, with what the system caches of files."""
+    """The memory that this machine or the container has left, including the file cache of the system."""
     available = _PAGE_BYTES * os.sysconf("SC_AVPHYS_PAGES")
     with suppress(OSError, KeyError, ValueError):
         lines = (line.split() for line in _MACHINE_MEMORY.read_text().splitlines())
@@ -49,8 +50,8 @@ class HeapTrimmer:
     """Returns the free pages of the heap to the system once the process has grown by `MAX_UNTRIMMED_BYTES`
     since the last time.
 
-    The heap cannot say how much a trim would return, because it counts pages that were returned before. So
-    growth is the measure, looked at once in `MIN_TRIM_INTERVAL_S`.
+    The heap's own figures do not show how much a trim would return, because they include pages that were
+    returned before. So growth of the process is the measure, checked once per `MIN_TRIM_INTERVAL_S`.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class HeapTrimmer:
 
 
 def process_bytes() -> int:
-    """Memory of this process that is neither a file's nor shared; 0 where the system does not say."""
+    """Private memory of this process, without mapped files; 0 if the system does not report it."""
     with suppress(OSError, ValueError):
         _, resident, shared, *_ = map(int, _MEMORY_USE.read_text().split())
         return (resident - shared) * _PAGE_BYTES
@@ -80,7 +81,7 @@ def process_bytes() -> int:
 
 
 def malloc_trim() -> Callable[[], None]:
-    """glibc's function; nothing where the C library has none."""
+    """glibc's `malloc_trim`, or a function that does nothing if the C library has none."""
     try:
         function = ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError, TypeError):

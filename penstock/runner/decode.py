@@ -1,8 +1,8 @@
 """CUDA graphs of decode steps, in which every sequence runs one token.
 
-A decode step does little on the device but read weights, and there is one for every generated token:
-launching its kernels one by one would take several times as long. A graph holds the model, the logits and,
-where no row asks for more than a temperature and filters, the choice of the token too.
+A decode step does little on the device except read weights, and every generated token needs one. Launching
+its kernels one by one would take several times as long. A graph contains the model and the logits. It also
+contains sampling, unless a row needs more than a temperature and filters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.types import GeneratePlan, Ints
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 MAX_BLOCKS = (16, 64, 256, 1024, 4096, 16384)  # blocks of the longest row
-MAX_VERIFY_WARM_UP_ROWS = 128  # of steps with proposals; graphs of larger steps are captured on demand
+MAX_VERIFY_WARM_UP_ROWS = 128  # rows of steps with proposals; larger graphs are captured on demand
 
 
 class Key(NamedTuple):
@@ -53,12 +53,12 @@ class Layout:
     num_keys: slice
     slots: slice  # of the sampler
     block_tables: slice
-    adapters: LineLayout | None  # None: no row has one
+    adapters: LineLayout | None  # None: no adapters
     max_size: int
 
     @classmethod
     def of(cls, rows: int, max_blocks: int, num_slots: int = 0) -> Layout:
-        """`num_slots`: adapter slots; 0: no row has one."""
+        """`num_slots`: adapter slots; 0: no adapters."""
         space = BufferSpace()
         return cls(
             rows,
@@ -104,7 +104,7 @@ class Layout:
         out[self.token_slots][first_row:] = -1
         out[self.num_keys][first_row:] = 1
         out[self.slots][first_row:] = padding_slot
-        out[self.fed_slots] = -1  # of all rows: a step sets those that are fed afterwards
+        out[self.fed_slots] = -1  # for all rows; a step sets its fed rows afterwards
         out[self.block_tables].reshape(self.rows, self.max_blocks)[first_row:, 0] = 0
 
 
@@ -177,7 +177,7 @@ class DecodeGraphs(GenerationGraphs[Key, Layout]):
 
 
 def warm_up_keys(max_rows: int) -> list[Key]:
-    """Graphs for short sequences, up to `max_rows` at a time; a few of them apply filters."""
+    """Keys of graphs for up to `max_rows` short sequences. A few of the graphs apply filters."""
     plain = [Key(size, MAX_BLOCKS[0], True, False) for size in ROWS if size <= bucket_size(ROWS, max_rows)]
     filtering = [
         Key(key.rows, MAX_BLOCKS[0], True, True) for key in (plain[0], plain[len(plain) // 2], plain[-1])

@@ -1,7 +1,7 @@
-"""CUDA graphs of generation steps, whatever rows are in them: one copy in, one replay, tokens out.
+"""CUDA graphs of all kinds of generation steps: one copy in, one replay, tokens out.
 
 `GenerationGraphs` decides when a graph is captured, captures it with padding, and replays steps. `decode` and
-`mixed` define which steps a graph serves and what its batch is.
+`mixed` define which steps a graph can replay, and the batch of a graph.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from penstock.sampling.plan import EDITS, Need
 from penstock.sampling.sampler import VerifyTensors
 from penstock.types import GeneratePlan, Ints, SamplePlan
 
-AFTER_GRAPH = Need.LOGPROBS | Need.TAIL | EDITS  # needs that are served after the graph, from its logits
+AFTER_GRAPH = Need.LOGPROBS | Need.TAIL | EDITS  # needs that are met after the graph, from its logits
 
 
 class GenerationKey(Protocol):
@@ -66,13 +66,13 @@ class GenerationLayout(Protocol):
         """Number of integers of the largest step."""
 
     def size(self, plan: GeneratePlan | None = None) -> int:
-        """Number of integers of a step. None: of padding."""
+        """Number of integers of a step; None: of a step of padding."""
 
     def write(self, out: Ints, plan: GeneratePlan, padding_slot: int, adapters: AdapterPlan | None) -> None:
         """Write the step's integers, with padding after each array."""
 
     def write_padding(self, out: Ints, padding_slot: int) -> None:
-        """A step of padding only: it writes nothing to the cache, and only `padding_slot` samples."""
+        """Write a step of padding only: it writes nothing to the cache, and only `padding_slot` samples."""
 
 
 K = TypeVar("K", bound=GenerationKey)
@@ -88,7 +88,7 @@ class Graph(Generic[L]):
 
 
 class GraphInputs(NamedTuple):
-    """What a graph reads, as parts of the buffer."""
+    """The inputs of a graph, as parts of the buffer."""
 
     batch: Batch
     fed_slots: Tensor  # int32 [tokens]: the slot whose last token is fed; -1: the batch holds the token
@@ -100,7 +100,7 @@ class GenerationGraphs(Captures[K, Graph[L]], ABC, Generic[K, L]):
     """Graphs of one kind of generation step."""
 
     max_graphs: ClassVar[int]
-    uses_before_capture: ClassVar[int]  # of a shape
+    uses_before_capture: ClassVar[int]  # uses of a shape before it is captured
 
     def __init__(
         self, model: Model, generator: Generator, staging: Staging, store: KVStore, capture: Capture
@@ -112,7 +112,7 @@ class GenerationGraphs(Captures[K, Graph[L]], ABC, Generic[K, L]):
         self._uses: Counter[K] = Counter()
         # None: the model takes no adapters.
         self.adapter_sites: AdapterSites | None = getattr(model, "adapter_sites", None)
-        # Graphs read from the addresses they were captured with, so the buffer fits the largest at once.
+        # Graphs read from fixed addresses, so the buffer has room for the largest layout from the start.
         size = self._layout(self._largest_key(), self._num_slots).max_size
         self.integers = torch.zeros(size, dtype=torch.int32, device=staging.device)
 
@@ -124,7 +124,7 @@ class GenerationGraphs(Captures[K, Graph[L]], ABC, Generic[K, L]):
 
     @abstractmethod
     def _largest_key(self) -> K:
-        """A key whose layout no other exceeds."""
+        """The key with the largest layout."""
 
     @abstractmethod
     def _layout(self, key: K, num_slots: int) -> L:
@@ -187,8 +187,8 @@ class GenerationGraphs(Captures[K, Graph[L]], ABC, Generic[K, L]):
 
     def _make_graph(self, key: K) -> Graph[L]:
         layout = self._layout(key, self._num_slots if key.adapter_rank else 0)
-        # A capture first runs its work once, which must not change any sequence. Its padding uses one more
-        # pinned buffer than a step, so copies in flight have to finish first.
+        # A capture first runs its work once, on padding, which must not change any sequence. The padding
+        # needs one more pinned buffer than a step, so wait for in-flight copies first.
         if self.staging.device.type == "cuda":
             torch.cuda.current_stream(self.staging.device).synchronize()
         pinned = self.staging.pinned_ints(layout.size())
@@ -212,7 +212,7 @@ class GenerationGraphs(Captures[K, Graph[L]], ABC, Generic[K, L]):
         return Graph(layout, replay, output, sampled_slots)
 
     def _sampling(self, sample: SamplePlan) -> tuple[bool, bool]:
-        """Whether the graph of such a step samples, and whether it filters."""
+        """Whether the graph of a step samples, and whether it filters."""
         need = self.generator.sampler.plan.need(sample.sampled_slots)
         samples = not need & AFTER_GRAPH and sample.verify is None and use_kernel(self.generator.last)
         return samples, samples and bool(need & Need.FILTER)
@@ -225,7 +225,7 @@ class GenerationGraphs(Captures[K, Graph[L]], ABC, Generic[K, L]):
         return self.generator.choose(logits, sample, slots, verify)
 
     def _adapters(self, key: K, tokens: LineLayout | None, sampled: LineLayout | None) -> StepAdapters | None:
-        """The adapters of the whole bucket. None: the graph has none."""
+        """The adapters of the whole bucket. None: the graph has no adapters."""
         if tokens is None or sampled is None or self.adapter_sites is None:
             return None
         lines = padded_lines(tokens, self.integers), padded_lines(sampled, self.integers)

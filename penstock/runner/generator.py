@@ -50,7 +50,7 @@ class SampleTensors(NamedTuple):
 
     @classmethod
     def take(cls, sample: SamplePlan, sent: Iterator[Tensor]) -> SampleTensors:
-        """Those of `arrays`, in the same order."""
+        """Take the tensors of `arrays`, in the same order."""
         sampled_tokens, sampled_slots, fed_tokens, fed_slots = next(sent), next(sent), next(sent), next(sent)
         prompts = None if sample.prompts is None else _prompt_tensors(sample.prompts, sent)
         verify = None if sample.verify is None else VerifyTensors(next(sent), next(sent), next(sent))
@@ -67,10 +67,10 @@ def _prompt_tensors(prompts: PromptPlan, sent: Iterator[Tensor]) -> PromptTensor
 
 
 class GeneratedTensors(NamedTuple):
-    """What a generation step gives, on the device."""
+    """The results of a generation step, on the device."""
 
     token_ids: Tensor  # int32 [sampled]
-    logprobs: LogprobTensors | None = None  # of the sampled rows that asked
+    logprobs: LogprobTensors | None = None  # of the sampled rows that request them
     prompt_logprobs: LogprobTensors | None = None  # of the scored prompt tokens
 
     def tensors(self) -> list[Tensor]:
@@ -78,7 +78,7 @@ class GeneratedTensors(NamedTuple):
 
 
 def feed_tokens(batch: Batch, sample: SampleTensors, last: Tensor) -> Batch:
-    """Fill in the newest tokens of slots; `last` [slots]."""
+    """Fill in the newest tokens of slots. `last` [slots] holds them."""
     if not len(sample.fed_tokens):
         return batch
     ids = last.index_select(0, sample.fed_slots)
@@ -94,10 +94,10 @@ class Generator:
         self.last = self.sampler.last  # the newest token of each slot
 
     def update_slots(self, sample: SamplePlan) -> None:
-        """Let sequences leave and join, whatever becomes of the step."""
+        """Remove and add sequences. The changes stay even if the step fails."""
         held = self.sampler.plan.held
         for slot in sample.leaves:
-            if slot in held:  # a sequence may be gone before the sampler was given it
+            if slot in held:  # a sequence may leave before it has joined the sampler
                 self.sampler.leave(slot)
         for join in sample.joins:
             self.sampler.join(join.slot, join.params, join.prompt_ids, join.output_ids, join.stream)

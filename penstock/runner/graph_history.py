@@ -56,7 +56,7 @@ class GraphHistory:
         self.identity = identity
         name = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
         self.file = (cache_folder() / "graphs" if folder is None else folder) / f"{name}.json"
-        self._known_uses: dict[Key, int] = {}  # of earlier runs
+        self._known_uses: dict[Key, int] = {}  # uses in earlier runs
         self._writer: Thread | None = None
 
     def load(self) -> list[Key]:
@@ -102,8 +102,8 @@ class GraphHistory:
                 draft.unlink(missing_ok=True)
 
     def save_in_background(self, used: Iterable[tuple[Key, int]]) -> None:
-        """Write on a separate thread, because a file system may be slow. Does nothing while one is
-        writing."""
+        """Write on a separate thread, because a file system may be slow. Does nothing while the thread of an
+        earlier call is writing."""
         if self._writer is None or not self._writer.is_alive():
             self._writer = Thread(target=self.save, args=(list(used),), name="penstock-history", daemon=True)
             self._writer.start()

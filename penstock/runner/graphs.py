@@ -1,8 +1,9 @@
 """Small pooling steps, and steps of prompt chunks, as CUDA graphs: one copy in, one replay, one copy out.
 
-Launching a small step's kernels one by one costs the host more than the step costs the device. `graph_policy`
-decides when a graph is captured for a bucket. Until then a step is replayed by a larger graph, if its padding
-costs less than launching; otherwise, and wherever a graph cannot be captured, steps run eagerly.
+Launching a small step's kernels one by one takes the host longer than the step takes the device.
+`graph_policy` decides when a graph is captured for a bucket. Until then a larger graph replays the step, if
+its padding costs less than launching the kernels. Otherwise, or if no graph can be captured, steps run
+eagerly.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ from penstock.types import GeneratePlan, PooledResult, PoolingParams, PoolPlan, 
 log = logging.getLogger("penstock.graphs")
 
 MAX_GRAPHS = 256
-MAX_OUTPUT_BYTES = 1 << 30  # of the graphs' outputs; they share all their other memory
-# The last layer is computed for the output tokens alone from this many tokens × hidden size on, and only if
-# they are at most this share of all tokens: selecting them takes a few small kernels.
+MAX_OUTPUT_BYTES = 1 << 30  # of all graphs' outputs; graphs share all other memory
+# The last layer is computed only for the output tokens if a step has at least this many tokens × hidden size,
+# and if they are at most this share of all tokens. Selecting them takes a few small kernels.
 MIN_PRUNED_SIZE, MAX_PRUNED_SHARE = 1 << 20, 0.75
 _CAPTURE_PAUSE = 4.0  # pause before the next capture under load, as a multiple of a capture's duration
 
@@ -62,7 +63,7 @@ class HiddenGraph:
     """A graph that ends with the model."""
 
     layout: Layout
-    batch: Batch  # of the bucket, on the buffer that steps are copied to
+    batch: Batch  # of the whole bucket, on the buffer that steps are copied to
     replay: Callable[[], None]
     hidden: Tensor  # [tokens of the bucket, hidden]
 
@@ -73,14 +74,14 @@ class HiddenGraph:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PooledGraph:
-    """A graph that pools too."""
+    """A graph that also pools."""
 
     layout: Layout
     replay: Callable[[], None]
     values: Tensor  # [rows or tokens of the bucket, …]
     finite: Tensor | None  # uint8 [rows or tokens of the bucket]
     packed: Tensor  # uint8: the bytes of the values, then of the flags
-    row_bytes: int  # of the values
+    row_bytes: int  # bytes of one row or token of `values`
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -134,7 +135,7 @@ class Graphs(Captures[Key, Graph]):
 
     @contextlib.contextmanager
     def capture_on_first_use(self) -> Iterator[None]:
-        """For warm-up, before there is any load."""
+        """Capture shapes when they are first used. For warm-up, before there is any load."""
         self._captures_on_first_use = True
         try:
             yield
@@ -150,7 +151,7 @@ class Graphs(Captures[Key, Graph]):
         return 0 if self.adapter_sites is None else self.adapter_sites.num_slots
 
     def key_of(self, plan: StepPlan, adapters: AdapterPlan | None = None) -> Key | None:
-        """None: such a step is never replayed."""
+        """The key of a step; None: the step always runs eagerly."""
         key = self._pool_key(plan) if isinstance(plan, PoolPlan) else self._prompt_key(plan)
         if key is None or adapters is None:
             return key
@@ -168,7 +169,7 @@ class Graphs(Captures[Key, Graph]):
             if max_cached_keys is None:
                 return None
             if params is not None and not params.per_token:
-                params = None  # few of the step's rows may end in it
+                params = None  # perhaps only a few rows end in this step
         return Key(bucket, plan.type_ids is not None, plan.skip is not None, params, max_cached_keys)
 
     def _cached_keys(self, num_cached: int) -> int | None:
@@ -177,7 +178,7 @@ class Graphs(Captures[Key, Graph]):
         return cached_keys_of(num_cached) if self._reads_in_place() and not self._carries_sums else None
 
     def _prompt_key(self, plan: GeneratePlan) -> Key | None:
-        """For a step that runs chunks of prompts and nothing else; all its token ids are known."""
+        """The key of a step that only runs prompt chunks, all of whose token ids are known."""
         if plan.paged.num_rows or len(plan.sample.fed_tokens) or not self._reads_in_place():
             return None
         if _is_multimodal(plan):
@@ -192,7 +193,7 @@ class Graphs(Captures[Key, Graph]):
         return self.cache is not None and reads_in_place(self.cache.store)
 
     def _params_inside(self, variants: tuple[Variant, ...]) -> PoolingParams | None:
-        """What can be pooled inside a graph: one variant of all rows, with common parameters."""
+        """The parameters that a graph can pool with: one variant of all rows, with common parameters."""
         if len(variants) != 1:
             return None
         variant, params = variants[0], variants[0].params
@@ -203,7 +204,7 @@ class Graphs(Captures[Key, Graph]):
         return None if params.task is Task.SPARSE and self.pooler.splade is not None else params
 
     def prepare(self, key: Key, plan: StepPlan, adapters: AdapterPlan | None = None) -> Graph | None:
-        """The graph for a step, with the copy of the step's integers under way. None: run it eagerly."""
+        """Find or capture the graph for a step, and start copying its integers. None: run it eagerly."""
         self.policy.note_use(key)
         graph = self.captured.get(key)
         if graph is not None and not key.is_prompt and self.policy.prefers_eager(key):
@@ -227,13 +228,13 @@ class Graphs(Captures[Key, Graph]):
         return graph
 
     def replay_pooled(self, graph: PooledGraph, plan: PoolPlan) -> PooledResult:
-        """Replay a prepared step; its arrays are valid once the device has passed this point."""
+        """Replay a prepared step. Its arrays are valid once the device has reached this point."""
         self.replays += 1
         self.last_replayed = graph
         graph.replay()
         count = plan.num_tokens if plan.variants[0].params.per_token else plan.num_rows
         values, size = graph.values, graph.row_bytes
-        # Where there are flags, they follow the bucket's values.
+        # Flags, if there are any, follow the values of the whole bucket.
         packed = graph.packed[: count * size] if graph.finite is None else graph.packed
         flat = self.staging.fetch_bytes(packed)
         array = flat[: count * size].view(values.dtype).view(count, *values.shape[1:]).numpy()
@@ -341,7 +342,7 @@ class Graphs(Captures[Key, Graph]):
         return True
 
     def compile_ahead(self, keys: Iterable[Key]) -> None:
-        """Launch the kernels of these graphs while launches only compile."""
+        """Launch the kernels of these graphs. Called while launches only compile."""
         for key in keys:
             if self.can_capture(key):
                 self._work_of(key, self._empty_layout(key)).run()
@@ -420,7 +421,7 @@ class Graphs(Captures[Key, Graph]):
             own = batch
             if method is not None:
                 own = replace(batch, output_tokens=_one_token_per_row(method, batch, rows))
-                if (adapters := batch.adapters) is not None:  # an output token is that of its row
+                if (adapters := batch.adapters) is not None:  # one output token per row
                     own = replace(own, adapters=replace(adapters, outputs=adapters.rows))
             with adapting(own.adapters):
                 pooled = self.pooler(self.model(own), own.output_batch(), variants, tensors)
@@ -432,8 +433,8 @@ class Graphs(Captures[Key, Graph]):
         return _GraphWork(batch, work)
 
     def _pruning_method(self, key: Key, params: PoolingParams) -> str | None:
-        """The pooling method, where it reads one token of each row and the last layer is better computed for
-        those tokens alone."""
+        """The pooling method, if it reads one token of each row and it pays to compute the last layer only
+        for those tokens. Otherwise None."""
         tokens, rows, _ = key.bucket
         if not self.model.prunes_last_layer or key.max_cached_keys is not None:
             return None
@@ -505,7 +506,7 @@ def _one_token_per_row(method: str, batch: Batch, rows: Tensor) -> OutputTokens:
 
 
 def _padded_batch(layout: Layout, integers: Tensor, cache: KVCache | None) -> Batch:
-    """The whole bucket: the host decides by the bucket's shape, not by that of any step."""
+    """The whole bucket. The host's decisions depend on the bucket's shape, not on that of a step."""
     tokens, rows, max_length = layout.bucket
     return Batch(
         token_ids=integers[layout.token_ids],
@@ -540,11 +541,11 @@ def _padded_kv(layout: KVLayout, integers: Tensor, cache: KVCache) -> KVAccess:
 
 
 def _without_decodes(kv: KVAccess) -> KVAccess:
-    """The same for a generation step in which no row reads through block tables."""
+    """The same access for a generation step in which no row reads through block tables."""
     nothing = kv.read_slots[:0]
     return replace(kv, paged=PagedTensors(0, nothing.view(0, 0), nothing, BLOCK_SIZE))
 
 
 def _is_multimodal(plan: StepPlan) -> bool:
-    """Whether a step has images, whose numbers of patches no bucket knows."""
+    """Whether a step has images. Buckets do not cover their numbers of patches."""
     return plan.images is not None or plan.rope_positions is not None

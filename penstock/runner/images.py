@@ -16,7 +16,7 @@ from penstock.types import ImagePlan, Ints
 
 
 class ImageRunner:
-    """The tower of a model, and the features of the images that it has run: [slots, feature width]."""
+    """The vision tower of a model, and a store of features that it has computed: [slots, feature width]."""
 
     def __init__(self, tower: VisionTower, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tower = tower
@@ -25,7 +25,7 @@ class ImageRunner:
     def send(
         self, staging: Staging, arrays: list[Ints], images: ImagePlan
     ) -> tuple[Sequence[Tensor], ImageTensors]:
-        """The arrays on the device, and the step's images, all in one copy."""
+        """Send the arrays and the step's images to the device in one copy."""
         layout = self.tower.layout(images.grids) if images.num_images else []
         own = image_arrays(images, layout)
         tensors, patches = staging.send_with_bytes(arrays + own, images.patches)
@@ -33,7 +33,7 @@ class ImageRunner:
         return tensors[: len(arrays)], ImageTensors.take(images, len(layout), patches, sent)
 
     def __call__(self, batch: Batch, images: ImagePlan, tensors: ImageTensors) -> Batch:
-        """The batch with the features of its images, after the tower has run those that are new."""
+        """Run the tower on new images, and return the batch with the features of all its images."""
         if tensors.batch is not None and tensors.write_slots is not None:
             features = self.tower(tensors.batch).to(self.store.dtype)
             self.store.index_copy_(0, tensors.write_slots.long(), features)

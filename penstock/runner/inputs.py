@@ -1,7 +1,7 @@
-"""From a plan to the tensors of a batch.
+"""Turns plans into the tensors of batches.
 
 Each `…_arrays` function lists the arrays of one part of a plan. The function after it takes the same arrays
-back in the same order, as tensors on the device. Between the two all of them travel in one copy.
+back in the same order, as tensors on the device. In between, one copy sends all arrays to the device.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ Sent = Iterator[Tensor]
 
 
 class OutputPlan(NamedTuple):
-    """The tokens whose final hidden states the pooler reads, where they are not all."""
+    """The tokens whose final hidden states the pooler reads, if it does not read all."""
 
     tokens: Ints  # [output tokens]
-    cu_lengths: Ints  # [rows + 1], of these
+    cu_lengths: Ints  # [rows + 1], of output tokens
     lengths: Ints  # [rows]
 
 
@@ -58,7 +58,7 @@ class AdapterPlan(NamedTuple):
     """The adapters of a step: the slot of each of its rows, and their largest rank."""
 
     state: AdapterState
-    rank: int  # a bucket
+    rank: int  # bucket of the largest rank
     row_slots: Ints  # [rows]; -1: none
 
     def of_tokens(self, plan: StepPlan, tile_lines: int | None = None) -> LinePlan:
@@ -71,7 +71,7 @@ class AdapterPlan(NamedTuple):
         return plan_lines(self.row_slots, outputs.lengths)
 
     def of_rows(self, rows: Ints | None = None, tile_lines: int | None = None) -> LinePlan:
-        """Those of a line for each row, or for some rows."""
+        """The adapters of one line for each row, or for each of some rows."""
         slots = self.row_slots if rows is None else self.row_slots[rows]
         return plan_lines(slots, np.ones_like(slots), tile_lines)
 
@@ -86,7 +86,7 @@ class AdapterInputs:
         outputs: OutputPlan | None = None,
         rows: Ints | None = None,
     ) -> None:
-        """`rows`: those that heads read; None: all."""
+        """`rows`: the rows that heads read; None: all rows."""
         self.adapters = adapters
         self.tokens = adapters.of_tokens(plan)
         self.tile_slots = adapters.tile_slots(plan)
@@ -141,7 +141,7 @@ def pool_batch(
     token_ids, positions = next(sent), next(sent)
     type_ids = None if plan.type_ids is None else next(sent)
     cu_lengths, lengths = next(sent), next(sent)
-    return Batch(  # the arguments are evaluated, and so take their tensors, in the order of `pool_arrays`
+    return Batch(  # arguments are evaluated in order: they take tensors in the order of `pool_arrays`
         token_ids=token_ids,
         positions=positions,
         type_ids=type_ids,
@@ -196,7 +196,7 @@ def generation_batch(
 
 
 def image_arrays(images: ImagePlan | None, layout: Sequence[Ints]) -> list[Ints]:
-    """`layout` is what the vision tower needs besides, for the images that run."""
+    """`layout`: further arrays that the vision tower needs for the images that run."""
     if images is None:
         return []
     running = [images.cu_patches, images.write_slots, *layout] if images.num_images else []
@@ -213,7 +213,7 @@ class ImageTensors(NamedTuple):
 
     @classmethod
     def take(cls, images: ImagePlan, num_layout: int, patches: Tensor, sent: Sent) -> ImageTensors:
-        """`patches` are those of all images that run, uint8 [patches · values]."""
+        """`patches`: the patches of all images that run, uint8 [patches · values]."""
         tokens, read_slots = next(sent), next(sent)
         if not images.num_images:
             return cls(tokens, read_slots, None, None)
@@ -253,7 +253,7 @@ def variant_tensors(variants: tuple[Variant, ...], sent: Sent) -> list[VariantTe
 
 
 def _pooler_index(variant: Variant) -> Ints | None:
-    """What the pooler selects for a variant. A `PairPlan` and a `LabelPlan` name what they read."""
+    """The rows or tokens that the pooler selects. A `PairPlan` or `LabelPlan` lists what it reads."""
     if variant.labels is not None:
         return None
     return variant.index if variant.pairs is None else variant.tokens
@@ -279,7 +279,7 @@ def _kv_access(kv: KVPlan, cache: KVCache | None, sent: Sent, paged: PagedPlan |
         raise ValueError("a plan that uses the KV cache needs a runner that has one")
     cu_keys = next(sent)
     index = [next(sent) for _ in range(6)]
-    if not reads_in_place(cache.store):  # the library needs int64 where kernels take int32
+    if not reads_in_place(cache.store):  # torch operations need int64, kernels take int32
         index = [tensor.long() for tensor in index]
     new_key_at, cached_key_at, read_slots, write_tokens, write_slots, token_slots = index
     return KVAccess(

@@ -1,8 +1,8 @@
 """A background step on a CPU that other steps interrupt.
 
 A step of long rows takes many milliseconds, and the rows of an encoder cannot be chunked. So a background
-step stops at the yield points of its layers, runs on its own thread what has been offered meanwhile, and
-continues. Nothing that interrupts it can see what it has computed.
+step stops at the yield points of its layers, runs the work that was offered meanwhile on its own thread, and
+continues. Work that interrupts it cannot see what it has computed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from penstock.types import PooledResult, PoolPlan, StepResult
 
 Work = Callable[[], Any]
 
-# The share of a step's stretches that are no longer than what it tells. The longest of many is mostly one in
-# which the operating system ran another process.
+# A step reports this quantile of its stretches. In the longest of many, the operating system has usually run
+# another process.
 _LONG_STRETCH = 0.75
 
 
 class InterruptibleSteps:
-    """At most one step at a time. `launch`, `hold`, `release` and `advance` belong to the engine's loop."""
+    """At most one step at a time. The engine's loop calls `launch`, `hold`, `release` and `advance`."""
 
     def __init__(self, run: Callable[[PoolPlan], StepResult], thread: Executor) -> None:
-        """`run` computes a step on the caller's thread; `thread` is the one that steps run on."""
+        """`run` computes a step on the caller's thread; steps run on `thread`."""
         self._run = run
         self._thread = thread
         self._changed = Condition()
@@ -37,11 +37,11 @@ class InterruptibleSteps:
         self._is_running = False  # from launch to end
         self._is_held = False
         self._num_advances = 0  # yield points that a held step may pass
-        self._resumed_s = 0.0  # when it began, or continued after a yield point
-        self._stretches_s: list[float] = []  # its own time, from one yield point to the next
+        self._resumed_s = 0.0  # when the step began, or continued after a yield point
+        self._stretches_s: list[float] = []  # compute time from one yield point to the next
 
     def launch(self, plan: PoolPlan) -> Future[StepResult]:
-        """Start a step. Its result tells for how long it keeps others waiting."""
+        """Start a step. Its result includes how long it keeps other work waiting."""
         with self._changed:
             self._is_running, self._num_advances = True, 0
         return self._thread.submit(self._step, plan)
@@ -89,7 +89,7 @@ class InterruptibleSteps:
 
     def _yield(self) -> None:
         """Run what has been offered, and wait while the step is held."""
-        if not self._offered and not self._is_held:  # a late look costs one product at most
+        if not self._offered and not self._is_held:  # without the lock: a miss costs one product at most
             self._pause()
             self._resumed_s = time.perf_counter()
             return
@@ -99,7 +99,7 @@ class InterruptibleSteps:
         self._resumed_s = time.perf_counter()
 
     def _next_offer(self) -> tuple[Future[Any], Work] | None:
-        """The next offer, for which a held step waits; None: the step may continue."""
+        """The next offer; a held step waits for it. None: the step may continue."""
         with self._changed:
             while True:
                 if self._offered:

@@ -35,7 +35,7 @@ OnDeviceFailed = Callable[[DeviceFailed], None]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A runner and the sizes of its stores."""
+    """A runner, the sizes of its stores, and its optional parts."""
 
     runner: Runner
     num_blocks: int = 0  # of the KV cache
@@ -43,7 +43,7 @@ class Loaded:
     num_image_features: int = 0  # slots of the store of image features; 0: the model reads no images
     sleeper: Sleeper | None = None  # None: the runner cannot sleep
     background: BackgroundSteps | None = None  # None: the runner's steps cannot be interrupted
-    adapters: AdapterStore | None = None  # None: no request has one
+    adapters: AdapterStore | None = None  # None: the runner takes no adapters
     # Whether mixed steps of prompts and decodes run as CUDA graphs now. None: this runner has no graphs.
     replays_mixed_steps: Callable[[], bool] | None = None
     idle_work: IdleWork | None = None  # None: no work while idle
@@ -117,7 +117,7 @@ def is_parallel(settings: Resolved) -> bool:
 
 
 def num_image_features(settings: Resolved, num_cached: int) -> int:
-    """Slots of the feature store: those of a whole step at least, and of a row that runs alone."""
+    """Slots of the feature store: at least enough for a whole step, and for a row that runs alone."""
     return max(settings.max_num_batched_tokens, settings.max_model_len, num_cached)
 
 

@@ -1,4 +1,4 @@
-"""The KV cache of a model: how many blocks fit into the memory that it was granted, and its tensors."""
+"""The KV cache of a model: the number of blocks that fit into its memory budget, and its tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def count_blocks(
     device: torch.device,
     others: Sequence[CausalModel] = (),
 ) -> int:
-    """The blocks of the KV cache: as many as were granted, and at least those of one row."""
+    """The number of KV cache blocks: as many as the budget allows and rows can use, at least one row's."""
     cached = _cache_dtype(settings, dtype, device)
     slot_bytes = [KVStore.bytes_per_slot(*each.kv_shape, cached) for each in (model, *others)]
     block_bytes = BLOCK_SIZE * sum(slot_bytes)
@@ -43,7 +43,7 @@ def count_blocks(
     enough = needed * settings.max_num_seqs
     granted = settings.kv_cache_bytes or int(settings.kv_share * torch.cuda.mem_get_info(device)[0])
     if device.type == "cpu":
-        granted //= settings.tensor_parallel_size  # its ranks share the memory
+        granted //= settings.tensor_parallel_size  # the ranks share the memory
     blocks = max(needed, min(enough, granted // block_bytes))
     if blocks * block_bytes > (total := device_bytes(device)):
         raise ConfigError(

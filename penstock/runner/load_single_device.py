@@ -38,7 +38,7 @@ _IMAGE_CACHE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 
 
 class Parts(NamedTuple):
-    """What a runner computes with."""
+    """The parts of a runner."""
 
     model: Model
     pooler: Pooler
@@ -72,7 +72,7 @@ def load_single_device(spec: ModelSpec, settings: Resolved, watch: Stopwatch) ->
     draft = None if parts.draft is None else _draft_runner(parts.draft, spec, settings, runner, watch)
     log.info("%s", watch)
     warn_of_unmarked(spec)
-    # The KV cache must have as many blocks again, however much memory is free then.
+    # After a wake, the KV cache must have the same number of blocks, however much memory is free then.
     caches = [cache, None if parts.draft is None else parts.draft.cache]
     cache_bytes = sum(each.store.nbytes for each in caches if each is not None)
     again = msgspec.structs.replace(settings, kv_cache_bytes=cache_bytes)
@@ -154,7 +154,7 @@ def _graph_history(spec: ModelSpec, settings: Resolved) -> GraphHistory | None:
 
 
 def _adapter_pool(model: Model, settings: Resolved, runner: ModelRunner) -> AdapterPool | None:
-    """The adapters of a model that takes some, whether at run time or those of its own checkpoint."""
+    """The pool of adapters that are loaded at run time or with the checkpoint; None: the model takes none."""
     if (sites := adapter_sites(model)) is None:
         return None
     pool = AdapterPool(sites, settings.max_cpu_loras, getattr(torch, settings.dtype), runner.device)
@@ -164,7 +164,7 @@ def _adapter_pool(model: Model, settings: Resolved, runner: ModelRunner) -> Adap
 
 @contextmanager
 def _without_repeated_warnings() -> Iterator[None]:
-    """Say nothing of what a checkpoint leaves unused: that was said when it was first loaded."""
+    """Suppress warnings about unused parts of a checkpoint. They were logged when it was first loaded."""
     levels = {name: logging.getLogger(name).level for name in ("penstock.load", "penstock.models")}
     for name in levels:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -28,7 +28,7 @@ def warm_up_runner(
     precompiles: bool = True,
 ) -> None:
     """Run the first steps of every kind, which compile kernels, and capture the first graphs. `precompiles`:
-    kernels are compiled together before the steps run."""
+    compile kernels in parallel before the steps run."""
     lengths = warmup.KERNEL_LENGTHS if runner.device.type == "cuda" else warmup.LENGTHS
     longest = min(settings.max_model_len, settings.max_num_batched_tokens)
     generates = runner.generator is not None and settings.max_model_len >= 8
@@ -74,7 +74,7 @@ def warm_up_runner(
 
 
 def warm_up_draft(runner: ModelRunner, settings: Resolved, blocks: int, watch: Stopwatch) -> None:
-    """Run a prompt and decode, and capture the first graphs of decode steps."""
+    """Run a prompt and a few decode steps, and capture the first graphs of decode steps."""
     if runner.generator is None or settings.max_model_len < 8:
         return
     with watch.timed("draft"):
@@ -88,7 +88,7 @@ def warm_up_draft(runner: ModelRunner, settings: Resolved, blocks: int, watch: S
 
 
 def capture_likely_graphs(runner: ModelRunner, graphs: Graphs, spec: ModelSpec, settings: Resolved) -> None:
-    """Capture graphs for the first seconds: shapes of earlier runs, then those of natural texts."""
+    """Capture graphs for the first requests: shapes of earlier runs, then those of natural texts."""
     longest = min(settings.max_model_len, settings.max_num_batched_tokens)
     params = _first_params(spec)
     max_tokens, has_skip = settings.max_num_batched_tokens, spec.pooling.after is not None

@@ -31,7 +31,7 @@ from penstock.weights.stream import WeightSource, open_weights
 
 log = logging.getLogger("penstock.load")
 
-_ROW_VECTORS = 4096  # queries with one vector each, as many as one request may have
+_ROW_VECTORS = 4096  # capacity for queries with one vector each: the most that a request may have
 
 
 def build_weights(
@@ -74,7 +74,7 @@ def _model(
     min_bits = 8 if stored is None else min(stored.min_bits, 8)
     is_small = settings.quantization is not None or (stored is not None and device.type == "cuda")
     ranks = settings.tensor_parallel_size
-    total_bytes = device_bytes(device) // (ranks if device.type == "cpu" else 1)  # which its ranks share
+    total_bytes = device_bytes(device) // (ranks if device.type == "cpu" else 1)  # ranks share a CPU's memory
     check_memory(sizes, min_bits / 8 if is_small else dtype.itemsize, total_bytes, ranks=ranks)
     splade = spec.sparse is not None and spec.sparse.kind == "splade"
     tokens = () if spec.score is None else spec.score.tokens
@@ -106,7 +106,7 @@ def _with_adapter(spec: ModelSpec, weights: WeightSource) -> WeightSource:
 def _static_model(
     spec: ModelSpec, static: StaticSpec, settings: Resolved, device: torch.device
 ) -> StaticModel:
-    """The table stays in fp32 whatever the dtype: a mean costs as much as its memory reads, and no more."""
+    """The table stays in fp32 whatever the dtype, because a mean costs no more than its memory reads."""
     check_memory(spec.sizes, torch.float32.itemsize, device_bytes(device))
     if settings.load_format == "dummy":
         static = msgspec.structs.replace(static, has_mapping=False, has_weights=False, rows=static.vocab_size)
@@ -117,8 +117,8 @@ def _static_model(
 
 @contextmanager
 def _buildable(spec: ModelSpec, device: torch.device) -> Iterator[None]:
-    """Turn the error of a model that cannot be built from its files into one that says so. Errors of a GPU
-    are left alone: they may be gone after a restart."""
+    """Raise `ModelLoadError` if a model cannot be built from its files. GPU errors pass unchanged, because
+    they may be gone after a restart."""
     try:
         with usable_values(spec.path):
             yield

@@ -1,6 +1,6 @@
 """CUDA graphs of mixed steps, with decodes and prompt chunks.
 
-Decodes read their keys through block tables, prompts by a run of slots, as in an eager step. Tokens are
+Decodes read their keys through block tables, prompts through a list of slots, as in an eager step. Tokens are
 contiguous: first one of each decode, then those of the prompts. Padding decodes have no keys, and the kernel
 writes nothing for them. Attention of prompts and of decodes are parallel branches of the graph.
 
@@ -21,12 +21,12 @@ from penstock.runner.inputs import AdapterPlan
 from penstock.scheduler.prefill_budget import STEP_SIZES
 from penstock.types import GeneratePlan, Ints
 
-DECODES = (8, 16, 32, 64, 128, 256, 512, 1024)  # fewer decodes: attention splits their keys into more parts
+DECODES = (8, 16, 32, 64, 128, 256, 512, 1024)  # the fewer decodes, the more parts attention splits keys into
 PROMPTS = (4, 16, 64, 256, 1024)  # rows of more than one token
 SHORT_PROMPTS = (16, 64, 256, 1024)  # tokens of the longest prompt chunk, if there are many rows
-MAX_LONG_PROMPTS = 16  # up to here, rows may have any length; most attention programs then have no work
+MAX_LONG_PROMPTS = 16  # up to here, prompts may have any length; most attention programs have no work
 MAX_BLOCKS = (256, 1024, 4096, 16384)  # blocks of the longest decode
-MAX_CACHED_KEYS = 1 << 17  # of all prompts of a step
+MAX_CACHED_KEYS = 1 << 17  # cached keys of all prompts of a step
 MAX_OVERSIZE = 1.5  # tokens of a graph, as a multiple of those of a step that it replays
 ALWAYS_SERVES = 512  # a graph of up to this many tokens replays smaller steps of any size
 _CAPTURE_PAUSE = 4.0  # pause between captures, as a multiple of a capture's duration, because decodes wait
@@ -65,7 +65,7 @@ class Layout:
     token_slots: slice
     num_keys: slice  # [decodes]
     block_tables: slice  # [decodes · max_blocks]
-    cu_lengths: slice  # [decodes + prompts + 1], of which those of the decodes are not read
+    cu_lengths: slice  # [decodes + prompts + 1]; entries of decodes are not read
     cu_keys: slice  # the same
     sampled_tokens: slice
     sampled_slots: slice
@@ -219,7 +219,7 @@ class MixedGraphs(GenerationGraphs[Key, Layout]):
             positions=integers[layout.positions],
             type_ids=None,
             cu_lengths=cu_lengths,
-            lengths=cu_lengths[1:],  # lengths of rows that generate are not read
+            lengths=cu_lengths[1:],  # not read in generation steps
             skip=None,
             groups=NoGroups(),
             max_length=key.max_length,
@@ -232,14 +232,14 @@ class MixedGraphs(GenerationGraphs[Key, Layout]):
 
 
 def _length_bucket(prompts: int, tokens: int, max_length: int) -> int:
-    """How long a piece of a prompt may be in a graph. It decides how many programs attention has."""
+    """The longest prompt chunk that a graph allows. It decides how many programs attention has."""
     if prompts <= MAX_LONG_PROMPTS:
         return tokens
     return min(tokens, next((size for size in SHORT_PROMPTS if size >= max_length), tokens))
 
 
 def warm_up_keys(max_rows: int) -> list[Key]:
-    """Graphs for the first prompts that come beside decodes."""
+    """Keys of graphs for the first prompts that arrive while sequences decode."""
     # Each number of decodes needs another variant of the attention kernel, which is compiled here.
     shapes = [(256, decodes, PROMPTS[0]) for decodes in (16, 64, 32, 8)]
     shapes += [(tokens, decodes, PROMPTS[0]) for tokens in (192, 512, 384, 128, 768) for decodes in (16, 64)]

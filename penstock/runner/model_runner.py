@@ -70,14 +70,14 @@ from penstock.types import (
     cumulative,
 )
 
-# Without a graph the last layer is computed for the output tokens alone from this many tokens × hidden size
-# on: in a smaller step, selecting them costs more host time than it saves.
+# An eager step computes the last layer only for the output tokens if it has at least this many tokens ×
+# hidden size. In a smaller step, selecting them costs more host time than it saves.
 MIN_PRUNED_SIZE_EAGER = 1 << 23
-HISTORY_INTERVAL_S = 60.0  # between two times that the shapes of steps are written down
+HISTORY_INTERVAL_S = 60.0  # time between writes of the history of step shapes
 
 
 def run_model(model: Model, batch: Batch, *, pads: bool) -> Tensor:
-    """The model's hidden states, of the batch's own tokens. `pads`: as `pads_steps` says of the device."""
+    """The hidden states of the batch's own tokens. `pads`: the value of `pads_steps` for the device."""
     if not pads:
         return model(batch)
     return model(batch.padded(padded_size(batch.num_tokens)))[: batch.num_tokens]
@@ -98,13 +98,13 @@ class ModelRunner:
         beside: ModelRunner | None = None,
     ) -> None:
         """`cache` is needed for plans that use the KV cache, `generator` for those that generate, `images`
-        for those with images. `beside`: another runner of the same device, whose thread this one uses, so
-        that their steps take turns."""
+        for those with images. `beside`: another runner on the same device, whose thread this runner shares,
+        so that their steps take turns."""
         self.device = device
         self.staging = Staging(device, depth)
         self._uses_graphs = graphs
         self._graph_policy = GraphPolicy()
-        self.graph_history: GraphHistory | None = None  # None: shapes are not kept for the next start
+        self.graph_history: GraphHistory | None = None  # None: shapes are not saved for the next start
         self._history_saved_s = time.monotonic()
         self.planned_decodes: deque[DecodeKey] = deque()  # graphs of decode steps to capture in idle gaps
         self.adapters: AdapterPool | None = None  # None: no plan has adapters
@@ -112,11 +112,11 @@ class ModelRunner:
         self._events: list[_Events] = []  # one pair more than there are steps in flight
         self._depth = depth
         self._turn = 0
-        self._newest_events: _Events | None = None  # of the step that was launched last
-        self._no_hidden = torch.empty((0, model.hidden_size), device=device)  # of a step without tokens
+        self._newest_events: _Events | None = None  # events of the step that was launched last
+        self._no_hidden = torch.empty((0, model.hidden_size), device=device)  # for steps without tokens
         self._pads_steps = pads_steps(device)
-        self._trimmer = HeapTrimmer()  # of steps on a CPU
-        self._launching_thread = 0  # the last one that launched a step
+        self._trimmer = HeapTrimmer()  # for steps on a CPU
+        self._launching_thread = 0  # the thread that last launched a step
         self.background: InterruptibleSteps | None = None
         self._thread = (
             ThreadPoolExecutor(
@@ -134,7 +134,7 @@ class ModelRunner:
 
     @property
     def thread(self) -> ThreadPoolExecutor:
-        """The one that steps run on, or are waited for."""
+        """The thread that runs steps on a CPU, and that waits for steps on CUDA."""
         return self._thread
 
     def install(
@@ -145,7 +145,7 @@ class ModelRunner:
         generator: Generator | None,
         images: ImageRunner | None = None,
     ) -> None:
-        """Run the next steps with these. No step may be in flight."""
+        """Use these parts for all further steps. No step may be in flight."""
         self.images = images
         self.model = model
         self.pooler = pooler
@@ -155,13 +155,13 @@ class ModelRunner:
         if self._uses_graphs:
             self.graphs = Graphs(model, pooler, self.staging, cache=cache, policy=self._graph_policy)
         self.decode: DecodeGraphs | None = None
-        self.mixed: MixedGraphs | None = None  # steps of prompts beside decodes
+        self.mixed: MixedGraphs | None = None  # steps with prompts and decodes
         if self.graphs is not None and generator is not None and cache is not None:
             self.decode = DecodeGraphs(model, generator, self.staging, cache.store, self.graphs.capture)
             self.mixed = MixedGraphs(model, generator, self.staging, cache.store, self.graphs.capture)
 
     def uninstall(self) -> None:
-        """Let go of everything that `install` was given; steps fail until it is called again."""
+        """Release everything that was passed to `install`. Steps fail until it is called again."""
         if self.graphs is not None:
             self.graphs.forget()
         del self.model, self.pooler
@@ -170,7 +170,7 @@ class ModelRunner:
             self.adapters.detach()
 
     def forget_adapter_graphs(self) -> None:
-        """Drop the graphs of steps with adapters: a layer has taken memory for them."""
+        """Drop the graphs of steps with adapters, because a layer has allocated memory for adapters."""
         for graphs in (self.graphs, self.decode, self.mixed):
             if graphs is not None:
                 graphs.forget_where(lambda key: key.adapter_rank > 0)
@@ -190,13 +190,13 @@ class ModelRunner:
             raise
 
     def _use_device(self) -> None:
-        """Let this thread use the runner's device."""
+        """Launch the kernels of this thread on the runner's device."""
         if self._launching_thread != (thread := get_ident()):
             use_device(self.device)
             self._launching_thread = thread
 
     def _submit(self, work: Callable[[], StepResult]) -> Future[StepResult]:
-        """Run on the runner's thread, where device errors are translated as they are on the caller's."""
+        """Run work on the runner's thread, with device errors translated."""
 
         def guarded() -> StepResult:
             with typed_faults(self.device):
@@ -206,7 +206,7 @@ class ModelRunner:
         return self._thread.submit(guarded) if offered is None else offered
 
     def compare(self, comparison: Comparison) -> Future[Array]:
-        """Its parts take turns with steps on the runner's thread."""
+        """Score in parts, which take turns with steps on the runner's thread."""
         scores: Future[Array] = Future()
         parts = compare_in_parts(comparison, self.device)
 
@@ -253,14 +253,13 @@ class ModelRunner:
 
     @property
     def min_idle_s(self) -> float | None:
-        """How long nothing must have run before `run_idle` may be called; None: there is nothing to do. See
-        `IdleWork`."""
+        """Required idle time before `run_idle`; None: there is no work. See `IdleWork`."""
         has_work = self.graphs is not None and self.graphs.has_idle_work
         has_work |= self.decode is not None and bool(self.planned_decodes)
         return self._graph_policy.min_idle_s if has_work else None
 
     def run_idle(self) -> None:
-        """Capture one graph. Nothing may be in flight."""
+        """Capture one graph. No step may be in flight."""
         self._use_device()
         with torch.inference_mode():
             if self.graphs is not None and self.graphs.has_idle_work:
@@ -269,13 +268,13 @@ class ModelRunner:
                 self.decode.ensure(self.planned_decodes.popleft())
 
     def _save_history(self) -> None:
-        """Write down the shapes of this run now and then: a process that is killed does not close."""
+        """Save the shapes of this run now and then, because a killed process does not call `close`."""
         if self.graph_history is not None and time.monotonic() > self._history_saved_s + HISTORY_INTERVAL_S:
             self._history_saved_s = time.monotonic()
             self.graph_history.save_in_background(self._graph_policy.most_used())
 
     def _adapter_plan(self, plan: StepPlan) -> AdapterPlan | None:
-        """The slots of a step's adapters, which are on the device when it runs."""
+        """Assign slots to a step's adapters. They are on the device when the step runs."""
         if plan.adapters is None:
             return None
         if self.adapters is None:
@@ -284,7 +283,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, plan: PoolPlan, adapters: AdapterPlan | None = None) -> list[Tensor]:
-        """A whole pooling step on the device: one tensor for each variant of the plan."""
+        """Run a whole pooling step on the device. Returns one tensor for each variant of the plan."""
         outputs = self._output_plan(plan)
         adapters = adapters or self._adapter_plan(plan)
         inputs = None if adapters is None else AdapterInputs(adapters, plan, outputs)
@@ -298,12 +297,12 @@ class ModelRunner:
             return self.pooler(hidden, batch.output_batch(), plan.variants, variants)
 
     def runs_model(self, plan: PoolPlan) -> bool:
-        """Whether anything reads what the model computes for a step."""
+        """Whether a step reads anything that the model computes."""
         return plan.num_tokens > 0 and self.pooler.reads_tokens(plan.variants)
 
     @torch.inference_mode()
     def generate(self, plan: GeneratePlan, adapters: AdapterPlan | None = None) -> GeneratedTensors:
-        """A whole generation step on the device."""
+        """Run a whole generation step on the device."""
         generator, sample = self.generator, plan.sample
         if generator is None:
             raise ValueError("a plan that generates needs a runner with a generator")
@@ -334,7 +333,7 @@ class ModelRunner:
     def _send_arrays(
         self, arrays: list[Ints], images: ImagePlan | None
     ) -> tuple[Sequence[Tensor], ImageTensors | None]:
-        """A step's arrays on the device, and its images, in one copy."""
+        """Send a step's arrays and its images to the device in one copy."""
         if images is None:
             return self.staging.send(arrays), None
         if self.images is None:
@@ -351,8 +350,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _step(self, plan: StepPlan, adapters: AdapterPlan | None = None) -> StepResult:
-        """Run a step eagerly, or by what graphs generation has. The result's arrays are valid once the device
-        has passed this point."""
+        """Run a step eagerly, or with a graph for generation steps. The result's arrays are valid once the
+        device has reached this point."""
         if isinstance(plan, PoolPlan):
             return self._fetch_pooled(self.forward(plan, adapters), plan)
         return self._fetch_generated(self.generate(plan, adapters))
@@ -374,7 +373,7 @@ class ModelRunner:
     def _replay(
         self, graphs: Graphs, key: Key, plan: PoolPlan, adapters: AdapterPlan | None = None
     ) -> PooledResult | None:
-        """Run a pooling step by a graph of the whole step or of the model alone. None: there is none yet."""
+        """Run a pooling step with a graph of the whole step or of the model only. None: run it eagerly."""
         graph = graphs.prepare(key, plan, adapters)
         if graph is None:
             return None
@@ -386,8 +385,8 @@ class ModelRunner:
             return self._fetch_pooled(self.pooler(hidden, batch, plan.variants, tensors), plan)
 
     def _output_plan(self, plan: PoolPlan) -> OutputPlan | None:
-        """The tokens whose hidden states the pooler reads, where they are few enough that the last layer is
-        better computed for them alone; else None."""
+        """The tokens whose hidden states the pooler reads, if they are so few that it pays to compute the
+        last layer only for them. Otherwise None."""
         if not self.model.prunes_last_layer or plan.kv is not None:
             return None
         if not plan.num_rows:
@@ -429,7 +428,7 @@ class ModelRunner:
         def collect() -> StepResult:
             events.end.synchronize()
             device_s = events.begin.elapsed_time(events.end) / 1000
-            if graphs is not None and previous is not None:  # its events are not used again before this one's
+            if graphs is not None and previous is not None:  # its events are not reused before these
                 graphs.observe_gap(previous.end.elapsed_time(events.begin) / 1000, device_s)
             if graphs is not None and key is not None:
                 if replayed is None:
@@ -441,7 +440,7 @@ class ModelRunner:
         return self._submit(collect)
 
     def _next_events(self) -> _Events:
-        """A pair that no step in flight uses."""
+        """The next pair of events, which no step in flight uses."""
         self._turn = (self._turn + 1) % (self._depth + 1)
         if not self._events:
             for _ in range(self._depth + 1):

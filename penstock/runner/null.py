@@ -1,4 +1,4 @@
-"""A runner that computes nothing, for tests and for timing everything else. A step may take a given time."""
+"""A runner that computes nothing, for tests and for timing all other code. Steps may take a given time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from penstock.types import (
 
 
 class NullSleeper:
-    """Nothing is held, so nothing is freed."""
+    """Sleep and wake of a runner that holds no memory."""
 
     default_level = 2
     num_bytes = 0

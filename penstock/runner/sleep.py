@@ -1,7 +1,7 @@
-"""Takes a model's memory off its device and brings it back.
+"""Frees a model's memory on its device and restores it.
 
 Level 1 on CUDA frees the storages of all tensors in place and keeps the weights in pinned host memory. Every
-tensor, view and tied weight stays the same object, so only what holds an address, the CUDA graphs, is made
+tensor, view and tied weight stays the same object. Only CUDA graphs hold addresses, so they are captured
 again. Level 1 on a CPU keeps the weights and frees the KV cache. Level 2 drops the model, and reads it again
 from its files. Cached keys, values and vectors are lost at every level.
 """
@@ -30,12 +30,12 @@ from penstock.runner.model_runner import ModelRunner
 
 log = logging.getLogger("penstock.sleep")
 
-_ALIGNMENT = 512  # bytes; of each storage in the host's memory
+_ALIGNMENT = 512  # bytes; alignment of each storage in host memory
 _MODEL_FILES = (".json", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".model", ".txt")
 
 
 class ContentsLost(EngineError):
-    """What came back from host memory is not what was moved there."""
+    """The contents restored from host memory are not those that were moved there."""
 
 
 class _Moved(NamedTuple):
@@ -43,7 +43,7 @@ class _Moved(NamedTuple):
 
     storage: UntypedStorage
     size: int
-    offset: int | None  # of its contents in the host's memory; None: they are not kept
+    offset: int | None  # of its contents in host memory; None: they are not kept
 
 
 class HostMemory:
@@ -65,20 +65,20 @@ class HostMemory:
         except RuntimeError as error:
             log.warning("the weights in host memory are not pinned, so waking is slower: %s", error)
             return
-        # Before the memory goes back to the system, whoever lets go of it: the driver would copy to and from
-        # the old pages of any memory that gets the same addresses later.
+        # Unpin before the memory returns to the system, whoever drops it. Otherwise the driver would copy to
+        # and from the old pages if other memory gets the same addresses later.
         weakref.finalize(self, _unpin, address, memory).atexit = False
 
 
 def _unpin(address: int, memory: mmap.mmap) -> None:
-    """Unpin memory, which is kept until here."""
+    """Unpin memory. The reference `memory` keeps it mapped until then."""
     _check_cuda(torch.cuda.cudart().cudaHostUnregister(address))
 
 
 def _check_cuda(status: Any) -> None:
-    """Raise for the status that a call of the CUDA runtime returned."""
+    """Raise if a call to the CUDA runtime returned an error."""
     if int(status):
-        with suppress(RuntimeError):  # take the error off the device, or the next kernel would report it
+        with suppress(RuntimeError):  # clear the error, or the next kernel would report it
             torch.zeros(1, device="cuda")
         raise RuntimeError(f"CUDA error {int(status)}")
 
@@ -93,8 +93,8 @@ class StorageMover:
         self._checksums = torch.empty(0)
 
     def move_out(self, roots: list[object], caches: list[object]) -> None:
-        """Free the device memory of every tensor that can be reached from `roots`. The contents of those that
-        can be reached from `caches` are lost. If it raises, nothing has changed."""
+        """Free the device memory of every tensor reachable from `roots`. The contents of tensors reachable
+        from `caches` are lost. If it raises, nothing has changed."""
         moved, host_bytes = self._plan(roots, caches)
         host = self._host_memory(host_bytes)
         checksums = self._sum_up(moved)
@@ -106,7 +106,8 @@ class StorageMover:
         self._free_storages()
 
     def move_back(self) -> None:
-        """Take the memory again; `ContentsLost` if the weights have changed. If it raises, none is taken."""
+        """Take the memory again. Raises `ContentsLost` if the weights have changed. If it raises, the memory
+        is free again."""
         try:
             for storage, size, offset in self._moved:
                 storage.resize_(size)
@@ -123,7 +124,7 @@ class StorageMover:
         self._moved = []
 
     def close(self) -> None:
-        """Give up what was moved, and the host memory."""
+        """Drop the moved contents and the host memory."""
         self._moved, self._host = [], None
 
     def _plan(self, roots: list[object], caches: list[object]) -> tuple[list[_Moved], int]:
@@ -151,7 +152,7 @@ class StorageMover:
         return self._host
 
     def _check_restored(self) -> None:
-        """Never serve with weights that are not all there, bit by bit."""
+        """Raise `ContentsLost` unless the weights were restored exactly."""
         sizes_differ = any(storage.nbytes() != size for storage, size, _ in self._moved)
         if sizes_differ or not torch.equal(self._sum_up(self._moved), self._checksums):
             raise ContentsLost("the weights have changed while they were in host memory")
@@ -171,7 +172,7 @@ class StorageMover:
 
 
 class ModelSleeper:
-    """Puts one `ModelRunner` to sleep and wakes it, and that of its draft model with it."""
+    """Puts a `ModelRunner` to sleep and wakes it, together with the runner of its draft model."""
 
     def __init__(
         self,
@@ -217,7 +218,7 @@ class ModelSleeper:
             self._restore()
         except DeviceOutOfMemory as error:
             log.warning("no memory to wake: %s; trying once more", error.message)
-            make_room(self.num_bytes + self.free_bytes())  # what is free could not be used
+            make_room(self.num_bytes + self.free_bytes())  # the memory that is free now was not usable
             self._restore()
 
     def _restore(self) -> None:
@@ -263,7 +264,7 @@ class ModelSleeper:
             _collect_cycles()
 
     def _check_files(self) -> None:
-        """Refuse other weights than those that the server has described and answered with."""
+        """Refuse files that have changed since the model was loaded and described."""
         for folder, files in self._files.items():
             found = _fingerprints(folder)
             for name, known in files.items():
@@ -284,7 +285,7 @@ class ModelSleeper:
                     graphs.forget()
 
     def _roots(self) -> list[object]:
-        """What holds the tensors that live longer than a step."""
+        """The objects that hold all tensors that live longer than a step."""
         roots: list[object] = []
         for runner in self._runners:
             roots += [runner.model, runner.pooler, runner.cache, runner.generator, runner.images]
@@ -294,7 +295,7 @@ class ModelSleeper:
         return roots
 
     def _caches(self) -> list[object]:
-        """Those whose contents are not kept."""
+        """The roots whose contents are not kept."""
         scorer = self.runner.pooler.scorer
         images = self.runner.images
         return [
@@ -306,7 +307,7 @@ class ModelSleeper:
     def _count_bytes(self) -> int:
         if self.device.type == "cuda":
             return sum(storage.nbytes() for storage in storages_of(self._roots(), self.device))
-        cached = {id(tensor) for tensor in tensors_of(self._caches())}  # their pages are taken on use
+        cached = {id(tensor) for tensor in tensors_of(self._caches())}  # their pages are allocated on use
         counted: dict[Any, int] = {}
         for tensor in tensors_of(self._roots()):
             if id(tensor) in cached:
@@ -338,7 +339,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _collect_cycles() -> None:
-    """Free what only cycles keep alive, also among objects that collections skip."""
+    """Free objects that only reference cycles keep alive, including frozen ones, which collections skip."""
     was_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()
@@ -347,15 +348,15 @@ def _collect_cycles() -> None:
 
 
 def _freeze_again() -> None:
-    """Let later collections skip a new model as they skipped the old one. Cycles that loading has left are
-    collected first: once frozen they would stay, and some of them map the model's files."""
+    """Freeze the new model like the old one, so that later collections skip it. Cycles that loading has left
+    are collected first: once frozen they would stay, and some of them map the model's files."""
     if gc.get_freeze_count():
         gc.collect()
         gc.freeze()
 
 
 def _fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of every file that a model may be read from, by its path in the folder."""
+    """Size and modification time of every file that a model may be read from, by path in the folder."""
     files = (path for path in folder.rglob("*") if path.suffix in _MODEL_FILES and path.is_file())
     stats = ((path, path.stat()) for path in files)
     return {str(path.relative_to(folder)): (stat.st_size, stat.st_mtime_ns) for path, stat in stats}
@@ -366,7 +367,7 @@ def _as_bytes(storage: UntypedStorage, device: torch.device) -> Tensor:
 
 
 def storages_of(roots: list[object], device: torch.device) -> list[UntypedStorage]:
-    """The storages on `device`, each once, of all tensors that can be reached from `roots`."""
+    """The storages on `device`, each once, of all tensors reachable from `roots`."""
     found: dict[Any, UntypedStorage] = {}
     for tensor in tensors_of(roots):
         if tensor.device.type == device.type and tensor.layout is torch.strided:
@@ -377,7 +378,7 @@ def storages_of(roots: list[object], device: torch.device) -> list[UntypedStorag
 
 
 def tensors_of(roots: list[object]) -> Iterator[Tensor]:
-    """All tensors that can be reached from `roots`, but not by way of modules, classes and loggers."""
+    """All tensors reachable from `roots` without following Python modules, classes and loggers."""
     seen: set[int] = set()
     waiting = list(roots)
     while waiting:
@@ -387,7 +388,7 @@ def tensors_of(roots: list[object]) -> Iterator[Tensor]:
         seen.add(id(item))
         if isinstance(item, Tensor):
             yield item
-        elif isinstance(item, FunctionType):  # its globals belong to its module
+        elif isinstance(item, FunctionType):  # without its globals, which belong to its module
             waiting += (item.__closure__, item.__defaults__, item.__kwdefaults__)
         else:
             waiting += gc.get_referents(item)

@@ -1,4 +1,4 @@
-"""Buffers between host and device: all integers of a step go in with one copy, all results come out with one.
+"""Buffers between host and device: one copy for all integers of a step, and one for all its results.
 
 On a CPU both are views and cost nothing.
 """
@@ -21,7 +21,7 @@ class Ring:
     while its copy may still run. A step takes at most one."""
 
     def __init__(self, depth: int, dtype: torch.dtype, min_size: int = 4096) -> None:
-        """Every buffer has at least `min_size` elements from its first use on: growing one is slow."""
+        """Every buffer has at least `min_size` elements from its first use on, because growing it is slow."""
         self.dtype = dtype
         self.min_size = min_size
         self._buffers: list[Tensor | None] = [None] * (depth + 1)
@@ -49,7 +49,7 @@ class Staging:
         self._fetched = Ring(depth, torch.uint8, 1 << 20)
 
     def send(self, arrays: Sequence[Ints]) -> Sequence[Tensor]:
-        """The arrays on the device, in the same order."""
+        """Send the arrays to the device in one copy. Returns tensors in the same order."""
         if self.device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
         if not arrays:
@@ -82,7 +82,7 @@ class Staging:
         return self._placed.next(size)[:size]
 
     def fetch(self, tensors: list[Tensor]) -> list[NDArray[Any]]:
-        """Host arrays that hold the tensors once the device has passed this point."""
+        """Host arrays, which hold the tensors once the device has reached this point."""
         if self.device.type == "cpu":
             return [tensor.contiguous().numpy() for tensor in tensors]
         if not tensors:
@@ -96,6 +96,6 @@ class Staging:
         return [arrays[i] for i in range(len(tensors))]
 
     def fetch_bytes(self, flat: Tensor) -> Tensor:
-        """Pinned bytes that hold `flat`, uint8 [n], once the device has passed this point."""
+        """Pinned bytes, which hold `flat`, uint8 [n], once the device has reached this point."""
         pinned = self._fetched.next(len(flat))[: len(flat)]
         return pinned.copy_(flat, non_blocking=True)

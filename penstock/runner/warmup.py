@@ -52,10 +52,10 @@ class FreesSlots(Protocol):
 LENGTHS = (1, 64)
 # On CUDA kernels are compiled on first use; each of these lengths needs another variant.
 KERNEL_LENGTHS = (1, 17, 64, 256)
-# Steps that are run several times, as (rows, length): they show what the host and the device need for steps
-# of different sizes, and take the pinned buffers that later steps use.
+# (rows, length) of steps that run several times. They measure the host and device times of different sizes,
+# and allocate the pinned buffers that later steps use.
 TIMED_SHAPES = ((1, 64), (16, 64), (64, 64), (64, 128))
-MAX_MIXED_CAPTURE_S = 12.0  # most of it for kernels that are compiled for the first time on this machine
+MAX_MIXED_CAPTURE_S = 12.0  # mostly for kernels that are compiled for the first time on this machine
 
 
 def warm_up(runner: Runner, max_tokens: int, lengths: tuple[int, ...] = LENGTHS) -> None:
@@ -73,8 +73,8 @@ def warm_up_chunked_prefill(runner: Runner, block_size: int) -> None:
 
 
 def warm_up_images(runner: Runner, spec: ModelSpec, max_tokens: int, max_length: int) -> None:
-    """Run one image, of a middle size where sizes differ. `max_tokens`: of images in a step; `max_length`: of
-    a row."""
+    """Run one image, of medium size if sizes differ. `max_tokens`: of images in a step; `max_length`: of a
+    row."""
     if (processor := spec.images) is None:
         return
     are_rows = spec.dual is not None
@@ -82,7 +82,7 @@ def warm_up_images(runner: Runner, spec: ModelSpec, max_tokens: int, max_length:
         max_tokens = min(max_tokens, max_length)
     side = processor.tile_patches
     if not are_rows and processor.sizes_differ and processor.tokens_of(side * side) > max_tokens:
-        side //= 2  # a model of few positions
+        side //= 2  # a model with few positions
     num_patches = side * side
     tokens = num_patches if are_rows else processor.tokens_of(num_patches)
     zero, length = np.zeros(1, dtype=np.int32), np.array([tokens], dtype=np.int32)
@@ -104,8 +104,8 @@ def warm_up_images(runner: Runner, spec: ModelSpec, max_tokens: int, max_length:
 def time_steps(
     runner: Runner, params: PoolingParams, max_length: int, max_tokens: int, *, has_skip: bool = False
 ) -> None:
-    """Run steps of a few sizes, with graphs or without: the second of each shows its usual time. They are too
-    few to be captured for themselves."""
+    """Run steps of a few sizes, with or without graphs. The second step of each size shows its usual time.
+    They are too few to cause a capture."""
     for rows, length in TIMED_SHAPES:
         if length <= max_length and rows * length <= max_tokens:
             for _ in range(USES_BEFORE_CAPTURE):
@@ -113,8 +113,8 @@ def time_steps(
 
 
 def kernel_keys(params: PoolingParams, settings: Resolved) -> list[Key]:
-    """Graphs that together launch every kernel that other graphs do: short and long rows, and enough tokens
-    that the last layer is computed for the output tokens only."""
+    """Keys of graphs that together launch every kernel of other graphs: short and long rows, and enough
+    tokens that the last layer is computed only for the output tokens."""
     shapes = ((1, 32), (16, 64), (16, 128), (64, 128))
     fitting = [(rows, length) for rows, length in shapes if rows * length <= settings.max_num_batched_tokens]
     buckets = [bucket_of(rows * length, rows, length) for rows, length in fitting]
@@ -124,8 +124,8 @@ def kernel_keys(params: PoolingParams, settings: Resolved) -> list[Key]:
 def likely_keys(
     graphs: Graphs, params: PoolingParams, max_length: int, settings: Resolved, *, has_skip: bool = False
 ) -> list[Key]:
-    """Graphs for natural texts, those that save the most first. `has_skip`: pooling leaves out leading tokens
-    of its texts; such graphs serve texts without them too."""
+    """Keys of graphs for natural texts, ordered by the time that they save, most first. `has_skip`: pooling
+    skips leading tokens of texts; such graphs also serve texts without skipped tokens."""
     gain_s = graphs.policy.times.gain_s
     counts = likely_buckets(max_length, settings.max_num_batched_tokens, settings.max_num_seqs)
     order = sorted(counts, key=lambda bucket: counts[bucket] * gain_s(bucket.tokens), reverse=True)
@@ -162,7 +162,7 @@ def capture_decode_graphs(
 def capture_mixed_graphs(
     graphs: MixedGraphs, keys: Sequence[MixedKey], max_s: float = MAX_MIXED_CAPTURE_S
 ) -> None:
-    """Capture graphs of steps of prompts beside decodes, for at most `max_s` seconds."""
+    """Capture graphs of mixed steps of prompts and decodes, for at most `max_s` seconds."""
     began = time.perf_counter()
     for done, key in enumerate(keys):
         if graphs.gave_up or time.perf_counter() - began > max_s:
@@ -192,7 +192,7 @@ def warm_up_generation(
     runner: Runner, sampler: FreesSlots, num_blocks: int, max_tokens: int, *, speculates: bool = False
 ) -> None:
     """Run a prompt and generate a few tokens, on blocks and a slot that are freed afterwards. `speculates`:
-    the tokens of the prompt are proposed again."""
+    propose tokens of the prompt."""
     length = min(17, max_tokens)
     generation = GenerationScheduler(
         BlockPool(num_blocks, BLOCK_SIZE),

@@ -65,7 +65,7 @@ class StepRecovery:
     def step_failed(
         self, step: InFlightStep, later: Sequence[InFlightStep], error: BaseException
     ) -> list[Outcome]:
-        """Recover from a failed step, behind which the steps of `later` are in flight."""
+        """Recover from a failed step. `later`: the steps in flight that were launched after it."""
         if isinstance(error, DeviceFailed):
             self.device_failure = error
             return []
@@ -98,7 +98,8 @@ class StepRecovery:
         lost: list[ScheduledRows],
         error: DeviceOutOfMemory,
     ) -> list[Outcome]:
-        """Divide the step, unless later steps in flight may have taken over blocks that it still needs."""
+        """Run the step again in halves. If later steps in flight may have taken over blocks that it still
+        needs, its rows start over instead."""
         self._log_out_of_memory(step.plan, error)
         self._backoff.ran_out(step.plan.num_tokens)
         self._set_budget()
@@ -111,7 +112,7 @@ class StepRecovery:
 
     def _divide(self, step: InFlightStep, error: DeviceOutOfMemory) -> list[Outcome]:
         """Run the rows of a step again in two halves. A row that cannot be divided runs once more with
-        nothing else in flight, and fails if that does not fit either.
+        nothing else in flight, and fails if it still does not fit.
 
         Rows with a block table keep their blocks meanwhile: nothing is scheduled before the halves have run.
         This holds for cancelled rows too, because others may reuse the prefix that they write.
@@ -161,7 +162,7 @@ class StepRecovery:
         self._scheduler.requeue_isolated([group for group in needed if group])
 
     def _still_needed(self, scheduled: Sequence[ScheduledRows]) -> list[ScheduledRows]:
-        """Without entries of requests that have ended; entries with block tables always stay."""
+        """The entries of requests that have not ended. Entries with block tables always stay."""
         return [entry for entry in scheduled if entry.tables or self._pending.waits_for(entry.request)]
 
     def _recover_generation(self, plan: GeneratePlan, error: BaseException) -> list[Outcome]:

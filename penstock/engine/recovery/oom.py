@@ -12,9 +12,11 @@ from penstock.types import Ints
 
 
 def halves(scheduled: Sequence[ScheduledRows]) -> tuple[list[ScheduledRows], list[ScheduledRows]] | None:
-    """Two parts of about as many tokens, to be run in this order; None for a row that cannot be divided.
+    """Two parts with about the same number of tokens, to be run in this order. None: a single row that cannot
+    be divided.
 
-    Queries come before the documents that are scored against them. Only a row with a block table is chunked.
+    Queries come before the documents that are scored against them. Only a row with a block table can be
+    divided.
     """
     scheduled = [_queries_first(entry) for entry in scheduled]
     lengths = np.concatenate([num_scheduled_tokens(entry) for entry in scheduled])
@@ -64,8 +66,8 @@ def select(entry: ScheduledRows, index: slice | Ints) -> ScheduledRows:
 def _halve_row(
     scheduled: Sequence[ScheduledRows],
 ) -> tuple[list[ScheduledRows], list[ScheduledRows]] | None:
-    """The tokens of the only row in two steps. Entries without rows only score cached documents: they go
-    last."""
+    """Divide the tokens of the only row into two chunks. Entries without rows only score cached documents,
+    and go last."""
     (entry,) = [entry for entry in scheduled if len(entry.rows)] or (None,)
     if entry is None or entry.begins is None or entry.ends is None or entry.tables[0] is None:
         return None

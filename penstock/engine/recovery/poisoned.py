@@ -1,5 +1,4 @@
-"""Rows that a failed step takes with it: rows of later in-flight steps that read what it should have
-written."""
+"""Finds lost rows: rows of later in-flight steps that read what a failed step should have written."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from penstock.types import Array, Ints, Request, RowSlice
 
 
 class LostRowTracker:
-    """Follows steps in launch order, the failed one first, and finds the rows that it took with it.
+    """Goes through steps in launch order, starting with the failed one, and finds the lost rows.
 
     A row is lost if an earlier chunk of it is lost, if it reads a KV cache block that a lost row should have
     written, or if it is scored against a lost query. A block that a good row writes later is valid again.
@@ -55,7 +54,7 @@ class LostRowTracker:
         return False
 
     def _scored_against_lost(self, request: Request, rows: Ints) -> Ints | None:
-        """The rows among these that are documents of a lost query; None if there are none."""
+        """The documents of lost queries among these rows; None if there are none."""
         if request.pairs is None:
             return None
         first = request.num_queries
@@ -72,7 +71,7 @@ class LostRowTracker:
 
 
 def rows_of(scheduled: Iterable[ScheduledRows]) -> RowSet:
-    """All rows that run or are scored; cached documents count."""
+    """All rows that run or are scored, including cached documents."""
     return {
         (entry.request, row)
         for entry in scheduled
@@ -83,7 +82,7 @@ def rows_of(scheduled: Iterable[ScheduledRows]) -> RowSet:
 
 
 def excluding(scheduled: Sequence[ScheduledRows], lost: RowSet) -> list[ScheduledRows]:
-    """The scheduled rows without the lost ones; cached documents count as rows."""
+    """The scheduled rows and cached documents that are not lost."""
     left = []
     for entry in scheduled:
         keep = _survives(entry.request, entry.rows, lost)

@@ -1,8 +1,8 @@
-"""How rank 0 has the other ranks read their parts of an adapter, over a socket beside that of plans.
+"""Orders of rank 0 to read an adapter, and the replies of other ranks, over a separate socket from plans.
 
-All ranks read an adapter at the same time, and it is loaded if all of them have read it: a rank that cannot
-says why, and the others drop what they have. Where a number needs the inputs of all ranks, such as the length
-of a row for DoRA, they meet at rank 0, which adds them up.
+All ranks read their parts of an adapter at the same time. It is loaded if all of them succeed. If a rank
+fails, it reports why, and the others drop their parts. Some numbers need inputs of all ranks, such as the
+norm of a row for DoRA. Rank 0 adds up these inputs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from penstock.runner.parallel.processes import receive_message, send_message
 class ReadAdapter(msgspec.Struct, frozen=True, tag=True):
     """Read your part of an adapter."""
 
-    copy: int  # the number by which it is known from here on; used once
+    copy: int  # the number of this part in later orders; never reused
     spec: LoraSpec
-    marks: Marks  # of the files that are meant
+    marks: Marks  # expected marks of the files
 
 
 class Total(msgspec.Struct, frozen=True, tag=True):
@@ -53,7 +53,7 @@ class HasRead(msgspec.Struct, frozen=True, tag=True):
 
 
 class CannotRead(msgspec.Struct, frozen=True, tag=True):
-    """A rank has nothing of the adapter."""
+    """A rank could not read its part, and keeps nothing of the adapter."""
 
     kind: str  # of the error
     message: str
@@ -73,17 +73,17 @@ def from_bytes(values: bytes) -> Tensor:
 
 
 class OtherReaders:
-    """The other ranks, as the thread of rank 0 that reads adapters sees them."""
+    """The other ranks' readers of adapters. Used by the thread of rank 0 that reads adapters."""
 
     def __init__(self, sockets: Sequence[socket.socket]) -> None:
-        """`sockets` are those of the ranks from 1 on."""
+        """`sockets`: one for each rank from 1 on."""
         self._sockets = list(sockets)
-        self._is_done: list[bool] = []  # which of them have ended the read that runs now
+        self._is_done: list[bool] = []  # whether each has finished the current read
 
     @contextmanager
     def reading(self, copy: int, spec: LoraSpec, marks: Marks) -> Iterator[None]:
-        """Read an adapter on all ranks; what is done inside is rank 0's part. Raises if a rank cannot read
-        it; then none has it."""
+        """Read an adapter on all ranks. Rank 0 reads its part inside the context. If a rank cannot read its
+        part, this raises, and no rank keeps the adapter."""
         self._is_done = [False] * len(self._sockets)
         try:
             self._send(ReadAdapter(copy, spec, marks))
@@ -96,7 +96,7 @@ class OtherReaders:
             raise
 
     def sum(self, values: Tensor) -> Tensor:
-        """Add up what all ranks have, while they read."""
+        """Add up the values of all ranks during a read."""
         total = values.to(device="cpu", dtype=torch.float32).clone()
         for number in range(len(self._sockets)):
             if not isinstance(reply := self._receive(number), Addend):
@@ -106,7 +106,7 @@ class OtherReaders:
         return total
 
     def close(self) -> None:
-        """Let a read that waits for a rank fail."""
+        """Shut the sockets down, so that a read that waits for a rank fails."""
         for connection in self._sockets:
             try:
                 connection.shutdown(socket.SHUT_RDWR)
@@ -136,7 +136,7 @@ class OtherReaders:
         return reply
 
     def _cancel(self, copy: int) -> None:
-        """Let all ranks drop the adapter, and read their replies up to the end of it."""
+        """Let all ranks drop the adapter, and read their replies until each has finished."""
         for number, connection in enumerate(self._sockets):
             try:
                 send_message(connection, CancelRead(copy))
@@ -147,7 +147,7 @@ class OtherReaders:
                 try:
                     self._receive(number)
                 except PenstockError:
-                    continue  # the first error is the one that is told
+                    continue  # only the first error is raised
 
 
 def _gone(number: int) -> DeviceFailed:

@@ -1,8 +1,8 @@
-"""The adapters of a model that several ranks compute: each rank has its part of every adapter.
+"""The adapters of a tensor-parallel model: each rank has its part of every adapter.
 
 Rank 0 decides which adapters are in host memory and in which slots; the other ranks follow. They read an
-adapter when rank 0 does (`adapter_orders`). They write it to a slot, and drop it, at the step whose plan says
-so, so the order of both is that of rank 0.
+adapter when rank 0 does (`adapter_orders`). They write it to a slot, or drop it, when the plan of a step
+orders it, so all ranks do both in the same order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = logging.getLogger("penstock.adapters")
 
 
 class ParallelAdapterPool(AdapterPool):
-    """The adapters as rank 0 has them, and what it lets the other ranks do."""
+    """The adapters of rank 0. It also collects the orders for the other ranks."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class ParallelAdapterPool(AdapterPool):
         self._others = others
         self._sum_over_ranks = others.sum
         self._copies = itertools.count()
-        # What ranks are told with the next step.
-        self._writes: list[tuple[int, int]] = []
-        self._drops: list[int] = []
+        # Orders for the other ranks, sent with the next step.
+        self._writes: list[tuple[int, int]] = []  # copy and slot
+        self._drops: list[int] = []  # copies
 
     def _read(self, spec: LoraSpec, marks: Marks) -> HostAdapter:
         copy = next(self._copies)
@@ -77,7 +77,7 @@ class ParallelAdapterPool(AdapterPool):
         self._writes.append((adapter.copy, slot))
 
     def take_orders(self) -> SlotOrders | None:
-        """What other ranks have to do before the next step. Called where `plan` is."""
+        """The orders that other ranks carry out before the next step. Called on the thread of `plan`."""
         if not self._writes and not self._drops:
             return None
         with self._lock:
@@ -95,11 +95,11 @@ def _ints(numbers: list[int] | list[tuple[int, int]]) -> Ints:
 
 
 class _Cancelled(Exception):
-    """Rank 0 does not want the adapter that is being read."""
+    """Rank 0 has cancelled the read."""
 
 
 class RankAdapters:
-    """Another rank's parts of adapters. One thread reads them; that of steps writes them to slots."""
+    """The adapter parts of another rank. One thread reads them; the thread of steps writes them to slots."""
 
     def __init__(
         self,
@@ -118,14 +118,14 @@ class RankAdapters:
         self._copies: dict[int, HostAdapter] = {}
 
     def apply(self, orders: SlotOrders) -> None:
-        """Do what a plan says; called on the thread of steps."""
+        """Carry out the orders of a plan. Called on the thread of steps."""
         for copy, slot in orders.writes.reshape(-1, 2).tolist():
             self.sites.write(slot, self._copies[copy].weights)
         for copy in orders.drops.tolist():
             del self._copies[copy]
 
     def follow(self) -> None:
-        """Read what rank 0 orders, until it is gone."""
+        """Carry out the orders of rank 0 until it is gone."""
         use_device(self._device)
         while (order := self._next_order()) is not None:
             if isinstance(order, CancelRead):
@@ -167,7 +167,7 @@ class RankAdapters:
             adapter = host_adapter(weights, pins)
             if pins:
                 self.sites.compile_kernels(adapter.weights, rank_bucket(adapter.rank))
-            # A slot is written in the middle of a step of all ranks, where this must not fail.
+            # Reserve memory now: the slot is written during a step of all ranks, where this must not fail.
             with self._step_lock:
                 self.sites.reserve(adapter.weights)
         return adapter

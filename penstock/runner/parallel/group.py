@@ -1,8 +1,8 @@
-"""The ranks of a model as torch connects them: NCCL between GPUs, Gloo between processes on a CPU.
+"""Communication between the ranks of a model: NCCL between GPUs, Gloo between processes on a CPU.
 
-Ranks that share a GPU, which NCCL refuses, exchange tensors by way of the host: that is slow, and for tests.
-The group belongs to one engine. It uses no process-wide state of torch.distributed, so that a process may
-have several engines.
+NCCL refuses ranks that share a GPU. These use Gloo and exchange tensors through host memory, which is slow
+and only for tests. The group belongs to one engine. It uses no process-wide state of torch.distributed, so
+that a process may have several engines.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch._C._distributed_c10d import FileStore
 
 from penstock.errors import EngineError
 
-CONNECT_TIMEOUT_S = 60.0  # until all ranks have come
-STEP_TIMEOUT_S = 600.0  # of one sum; a rank may compile kernels before it joins
+CONNECT_TIMEOUT_S = 60.0  # until all ranks are connected
+STEP_TIMEOUT_S = 600.0  # of one collective; a rank may compile kernels before it joins
 _LOOPBACK = "127.0.0.1"  # all ranks are on one machine
 
 
 class RankGroup:
-    """A `layers.parallel.Group`. Layers are given it before the ranks are connected."""
+    """A `layers.parallel.Group`. It is passed to layers before the ranks are connected."""
 
     def __init__(self, rank: int, size: int, device: torch.device, *, uses_nccl: bool) -> None:
         self.rank = rank
@@ -36,7 +36,7 @@ class RankGroup:
         self._store: Any = None
 
     def connect(self, file: str) -> None:
-        """Meet the other ranks by way of a file; returns when all of them have come."""
+        """Connect to the other ranks through a shared file. Returns when all of them are connected."""
         self._store = FileStore(file, self.size)
         self._store.set_timeout(timedelta(seconds=CONNECT_TIMEOUT_S))
         self._backend = self._nccl() if self.uses_nccl else self._gloo()
@@ -44,7 +44,7 @@ class RankGroup:
         self.all_reduce(met)
         if int(met.item()) != self.size:
             raise EngineError(f"{int(met.item())} of {self.size} ranks have met")
-        self._store.set_timeout(timedelta(seconds=1))  # nothing is waited for there any more
+        self._store.set_timeout(timedelta(seconds=1))  # nothing waits for the store any more
 
     def all_reduce(self, x: Tensor) -> None:
         with self._exchangeable(x) as near:
@@ -57,7 +57,7 @@ class RankGroup:
             self._backend.broadcast([near], options).wait()
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        if self.uses_nccl:  # whose gather is made of single messages, and is slower than one to all ranks
+        if self.uses_nccl:  # NCCL's gather sends single messages, which is slower than an all-gather
             found = x.new_empty((self.size, *x.shape))
             self._backend._allgather_base(found, x).wait()
             return list(found.unbind()) if self.rank == 0 else []
@@ -70,7 +70,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def _exchangeable(self, x: Tensor) -> Iterator[Tensor]:
-        """`x` where the backend can use it; what it writes there is copied back."""
+        """`x`, or a copy in host memory if the backend needs one. Changes to the copy are copied back."""
         if self.uses_nccl or not x.is_cuda:
             yield x
             return
@@ -79,8 +79,8 @@ class RankGroup:
         x.copy_(near)
 
     def close(self) -> None:
-        """Leave the other ranks. Where a rank is gone, sums that wait for it end. The file by which ranks met
-        has to be open until then: NCCL looks at it every second, and waits for it if it is gone."""
+        """Disconnect from the other ranks. Collectives that wait for a lost rank end. The store's file has to
+        be open until then: NCCL looks at it every second, and waits for it if it is gone."""
         backend, self._backend, self._store = self._backend, None, None
         if backend is not None:
             with contextlib.suppress(Exception):

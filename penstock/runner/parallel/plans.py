@@ -1,7 +1,7 @@
-"""A step's plan as one run of integers, so that other ranks read it from shared memory.
+"""Encodes a step's plan as one array of integers, which other ranks read from shared memory.
 
-Ranks other than 0 run the model and nothing else: they are sent what the model reads. Results, and what is
-done with them, stay on rank 0.
+Ranks other than 0 only run the model, so they are sent only what the model reads. Results, and what is done
+with them, stay on rank 0.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from penstock.types import (
 )
 
 T = TypeVar("T")
-_GROUP_NUMBERS = 7  # of a `LengthGroup`
+_GROUP_NUMBERS = 7  # fields of a `LengthGroup`
 _NONE = np.zeros(0, dtype=np.int32)
 
 
 class SlotOrders(NamedTuple):
-    """What other ranks do with their copies of adapters before they run a step."""
+    """What other ranks do with their parts of adapters before they run a step."""
 
-    writes: Ints  # [written · 2]: the number of a copy, and the slot that it is written to
-    drops: Ints  # copies that are needed no more once these are written
+    writes: Ints  # [writes · 2]: the number of a copy, and the slot to write it to
+    drops: Ints  # copies to drop after the writes
 
 
 class StepSlots(NamedTuple):
     """The adapters of a step."""
 
-    rank: int  # a bucket that none exceeds
+    rank: int  # bucket of the largest rank
     row_slots: Ints  # [rows]; -1: none
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankStep:
-    """What another rank needs to know of a step."""
+    """What another rank needs to run a step."""
 
     plan: StepPlan
     outputs: OutputPlan | None = None  # of a pooling step
@@ -56,7 +56,7 @@ class RankStep:
 
 
 class Message:
-    """Numbers, then arrays. The numbers tell the lengths of the arrays."""
+    """Numbers, then arrays. The numbers include the lengths of the arrays."""
 
     def __init__(self) -> None:
         self._numbers: list[int] = []
@@ -64,7 +64,7 @@ class Message:
 
     @property
     def size(self) -> int:
-        """How many integers `write` writes."""
+        """Number of integers that `write` writes."""
         return 1 + len(self._numbers) + sum(map(len, self._arrays))
 
     def write(self, into: Ints) -> None:
@@ -75,7 +75,7 @@ class Message:
         self._numbers.append(int(value))
 
     def array(self, values: Ints | None) -> None:
-        """Add an array of one dimension, or none."""
+        """Add a one-dimensional array, or None."""
         self._numbers.append(-1 if values is None else len(values))
         if values is not None:
             self._arrays.append(values)
@@ -87,7 +87,7 @@ class Message:
 
 
 class MessageReader:
-    """Reads a message in the order in which it was made. Arrays are views of it."""
+    """Reads a message in the order in which it was made. Arrays are views of the message."""
 
     def __init__(self, message: Ints) -> None:
         count = int(message[0])
@@ -204,7 +204,7 @@ def _groups(flat: Ints) -> tuple[LengthGroup, ...]:
 
 
 def _add_kv(message: Message, kv: KVPlan) -> None:
-    """Running sums (`kv.carry`) are for the pooler."""
+    """Running sums (`kv.carry`) are left out, because only the pooler reads them."""
     message.number(kv.max_keys)
     for array in (kv.cu_keys, kv.new_key_at, kv.cached_key_at, kv.read_slots):
         message.array(array)
@@ -263,7 +263,7 @@ def _read_paged(reader: MessageReader) -> PagedPlan:
 
 
 def _add_sample(message: Message, sample: SamplePlan, *, has_adapters: bool) -> None:
-    """Which row a token is of matters to adapters of the head alone."""
+    """The rows of tokens are sent only with adapters: only adapters of the head need them."""
     prompts = sample.prompts
     for array in (sample.sampled_tokens, sample.sampled_slots, sample.fed_tokens, sample.fed_slots):
         message.array(array)

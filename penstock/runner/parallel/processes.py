@@ -1,7 +1,7 @@
-"""The processes of the ranks from 1 on: rank 0 starts them, and watches them.
+"""The processes of the ranks from 1 on. Rank 0 starts and watches them.
 
-They are children of the process that rank 0 is. They end with it, because their socket closes. If one of them
-ends first, or reports an error, rank 0 gives up: nothing can be computed without a rank.
+They are children of rank 0's process, and end with it, because their socket closes. If one of them ends first
+or reports an error, rank 0 gives up: no step can run without all ranks.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ _STOP_TIMEOUT_S = 10.0
 
 
 class RankLaunch(msgspec.Struct, frozen=True):
-    """The configuration of one rank, which comes over its standard input."""
+    """The configuration of one rank, which it reads from its standard input."""
 
     rank: int
     device: str
     uses_nccl: bool
     spec: ModelSpec
     settings: Resolved
-    memory: int  # descriptor of the plans' memory
+    memory: int  # descriptor of the shared memory for plans
     connection: int  # descriptor of the socket to rank 0
-    adapter_connection: int | None  # of another one for adapters; None: the model takes none
-    meeting: str  # the file by which ranks meet, of a descriptor that every rank has
+    adapter_connection: int | None  # of the socket for adapter orders; None: the model takes no adapters
+    meeting: str  # path of the file by which ranks connect; every rank has its descriptor
     log_level: str
     log_format: str
 
 
 class Built(msgspec.Struct, frozen=True, tag=True):
-    """A rank has its share of the model."""
+    """A rank has loaded its share of the model."""
 
-    num_blocks: int = 0  # of the KV cache, that its device has room for
+    num_blocks: int = 0  # KV cache blocks that its device has room for
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """All ranks have: meet, and take plans. Sent by rank 0."""
+    """Sent by rank 0 when all ranks have loaded their shares: connect, then run plans."""
 
-    num_blocks: int = 0  # that every rank has
+    num_blocks: int = 0  # KV cache blocks of every rank
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A rank cannot go on."""
+    """A rank cannot continue."""
 
     message: str
     is_lasting: bool = False  # another start would fail in the same way
@@ -84,16 +84,16 @@ def receive_message(connection: socket.socket) -> bytes | None:
 
 
 class Ranks:
-    """The other ranks, as rank 0 sees them."""
+    """The other ranks, from the view of rank 0."""
 
     def __init__(self, spec: ModelSpec, settings: Resolved, devices: list[str], *, uses_nccl: bool) -> None:
-        """Start a process for each rank from 1 on. `devices` has one for every rank."""
+        """Start a process for each rank from 1 on. `devices`: the device of every rank, including rank 0."""
         self.failure: DeviceFailed | None = None
         self._uses_nccl = uses_nccl
         self._on_failed: list[Callable[[DeviceFailed], None]] = []
         self._lock = Lock()
         self._is_closing = self._is_closed = False
-        # A file in no folder, by which ranks meet: nothing is left behind however the processes end.
+        # An anonymous file by which ranks connect: nothing is left behind, however the processes end.
         self._meeting = os.memfd_create("penstock-ranks", os.MFD_CLOEXEC)
         self.meeting = f"/proc/self/fd/{self._meeting}"
         self._sockets: list[socket.socket] = []
@@ -111,7 +111,7 @@ class Ranks:
             self.close()
             raise
         finally:
-            os.close(memory)  # which stays mapped
+            os.close(memory)  # it stays mapped
 
     def _spawn(self, rank: int, device: str, spec: ModelSpec, settings: Resolved, memory: int) -> None:
         ours, theirs = socket.socketpair()
@@ -147,11 +147,11 @@ class Ranks:
                 each.close()
         self._processes.append(process)
         stdin = cast(IO[bytes], process.stdin)
-        with contextlib.suppress(BrokenPipeError), stdin:  # its exit is seen at the socket
+        with contextlib.suppress(BrokenPipeError), stdin:  # an early exit is noticed at the socket
             stdin.write(msgspec.json.encode(launch))
 
     def wait_until_built(self) -> list[int]:
-        """The KV cache blocks that each of them has room for, once all have their share of the model."""
+        """Wait until all ranks have loaded their shares. Returns the KV cache blocks that fit on each."""
         counts = []
         for rank, connection in enumerate(self._sockets, start=1):
             message = self._receive(rank, connection)
@@ -162,7 +162,7 @@ class Ranks:
         return counts
 
     def start(self, num_blocks: int) -> None:
-        """Let all of them meet this process, and watch them from here on."""
+        """Let all ranks connect, and watch them from here on."""
         for connection in self._sockets:
             send_message(connection, Start(num_blocks))
         self._watcher = Thread(target=self._watch, name="penstock-ranks", daemon=True)
@@ -183,7 +183,7 @@ class Ranks:
             raise self.failure
 
     def watch(self, on_failed: Callable[[DeviceFailed], None]) -> None:
-        """Call a function, on another thread, when a rank is gone; at once if one is."""
+        """Call a function, on another thread, when a rank is gone; at once if a rank is gone already."""
         with self._lock:
             self._on_failed.append(on_failed)
             failure = self.failure
@@ -191,13 +191,13 @@ class Ranks:
             on_failed(failure)
 
     def stop(self) -> None:
-        """Tell all of them to exit."""
+        """Tell all ranks to exit."""
         self._is_closing = True
         if self._plans is not None:
             self._plans.stop()
 
     def close(self) -> None:
-        """End all of them."""
+        """End the processes of all ranks."""
         self.stop()
         with contextlib.suppress(OSError):
             self._wake.send(b"!")

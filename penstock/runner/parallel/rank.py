@@ -1,7 +1,7 @@
-"""A rank from 1 on: it holds its share of a model, and runs the model for every plan that rank 0 sends.
+"""The process of a rank from 1 on. It holds its share of a model, and runs it for every plan of rank 0.
 
-It ends when rank 0 says so or is gone. It ends with an error when a step fails, because the ranks then stand
-at different places.
+It ends when rank 0 orders it or is gone. It ends with an error when a step fails, because the ranks are then
+out of step with one another.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RankRunner:
         self.cache = cache
         self._staging = Staging(group.device, depth)
         self._pads_steps = pads_steps(group.device)
-        # The newest token of each slot, and of one slot that padding rows have.
+        # The newest token of each slot, and of one more slot for padding rows.
         self._last = torch.zeros(num_slots + 1, dtype=torch.int32, device=group.device)
 
     @torch.inference_mode()
@@ -134,7 +134,7 @@ class RankRunner:
             project(states)
 
     def _take_tokens(self, slots: Tensor) -> None:
-        """Receive the tokens that rank 0 has chosen for these slots."""
+        """Receive the tokens that rank 0 has sampled for these slots."""
         ids = torch.empty_like(slots)
         self.group.broadcast(ids)
         self._last.index_copy_(0, slots.long(), ids.clamp_min_(0))
@@ -152,7 +152,7 @@ def serve(launch: RankLaunch, connection: socket.socket) -> None:
     group.connect(launch.meeting)
     cache = None
     if start.num_blocks:
-        # Running sums are pooled on rank 0.
+        # No running sums: only rank 0 pools.
         own = msgspec.structs.replace(settings, chunked=False)
         cache = allocate_cache(cast(CausalModel, model), own, dtype, device, start.num_blocks)
     step_lock = Lock()
@@ -169,7 +169,7 @@ def serve(launch: RankLaunch, connection: socket.socket) -> None:
 def _follow_adapters(
     launch: RankLaunch, model: Model, dtype: torch.dtype, device: torch.device, step_lock: Lock
 ) -> RankAdapters | None:
-    """Read adapters on a thread of its own; None if the model takes none."""
+    """Start a thread that reads adapters; None if the model takes none."""
     sites = adapter_sites(model)
     if sites is None or launch.adapter_connection is None:
         return None
@@ -181,12 +181,12 @@ def _follow_adapters(
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # they are for rank 0, which ends this process
+        signal.signal(number, signal.SIG_IGN)  # rank 0 handles them, and ends this process
     launch = msgspec.json.decode(sys.stdin.buffer.read(), type=RankLaunch)
     name = f"rank {launch.rank}"
     configure(level=launch.log_level, format=launch.log_format, process=name, model=launch.spec.name)
     for repeated in ("penstock.load", "penstock.models"):
-        logging.getLogger(repeated).setLevel(logging.ERROR)  # rank 0 has said it
+        logging.getLogger(repeated).setLevel(logging.ERROR)  # rank 0 logs the same
     parent = os.getppid()
     Thread(target=_exit_when_orphaned, args=(parent,), name="parent", daemon=True).start()
     connection = socket.socket(fileno=launch.connection)
@@ -199,7 +199,7 @@ def main() -> None:
         logging.shutdown()
         os._exit(EXIT_FAILED)
     logging.shutdown()
-    os._exit(0)  # the end of the interpreter could wait for the device
+    os._exit(0)  # the interpreter's shutdown could wait for the device
 
 
 def _report(connection: socket.socket, error: BaseException) -> None:
@@ -211,8 +211,8 @@ def _report(connection: socket.socket, error: BaseException) -> None:
 
 
 def _exit_when_orphaned(parent: int) -> None:
-    """Exit with rank 0's process, also in the middle of a step. A signal on the parent's death would not do:
-    it comes when the thread that started this process ends."""
+    """Exit when rank 0's process ends, even in the middle of a step. A parent-death signal would not work: it
+    is sent when the thread that started this process ends."""
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_S)
     os._exit(EXIT_FAILED)

@@ -1,8 +1,8 @@
-"""How rank 0 tells other ranks what to run: plans in shared memory, and a socket for each rank that wakes it.
+"""Sends plans from rank 0 to the other ranks: plans in shared memory, and a socket for each rank to wake it.
 
 A plan is written once, whatever the number of ranks. A notice of 16 bytes says where it is. Each rank copies
-the plan, then writes to a page of counters how far it has read; rank 0 overwrites nothing that a rank has not
-read. A rank waits in the kernel for its next notice, and learns from the closed socket that rank 0 is gone.
+the plan, then records in a page of counters how far it has read. Rank 0 overwrites nothing that a rank has
+not read. A rank blocks on its socket until the next notice. If the socket is closed, rank 0 is gone.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from penstock.types import Ints
 
 RING_BYTES = 64 << 20  # of plans; only pages that were written take memory
 _COUNTER_BYTES = mmap.PAGESIZE
-_NOTICE = struct.Struct("<qq")  # where the plan begins in the ring, and how many integers it has
-_INLINE, _STOP = -1, -2  # in place of the beginning: the plan follows on the socket; there are no more
-_WAIT_S = 0.0005  # between looks at the counters while the ring is full, which is rare
+_NOTICE = struct.Struct("<qq")  # position of the plan, and its number of integers
+_INLINE, _STOP = -1, -2  # instead of a position: the plan follows on the socket; no more plans
+_WAIT_S = 0.0005  # between checks of the counters while the ring is full, which is rare
 
 
 def create_memory(size: int = RING_BYTES) -> int:
-    """The file of a ring. It is in no folder, so nothing is left behind however the processes end."""
+    """The anonymous file of a ring. Nothing is left behind, however the processes end."""
     file = os.memfd_create("penstock-plans", os.MFD_CLOEXEC)
     os.ftruncate(file, _COUNTER_BYTES + size)
     return file
@@ -43,14 +43,16 @@ class _Memory:
 
 
 class PlanWriter:
-    """Rank 0's end."""
+    """The writing end, on rank 0."""
 
     def __init__(self, file: int, sockets: list[socket.socket], check: Callable[[], None]) -> None:
-        """`sockets` are those of the ranks from 1 on. `check` raises if a rank is gone."""
+        """`sockets`: one for each rank from 1 on. `check` raises if a rank is gone."""
         self._memory = _Memory(file)
         self._sockets = sockets
         self._check = check
-        self._written = 0  # integers, ever; the ring's size divides the place of none
+        # Position after the last plan. Positions count integers since the start; modulo the ring's size, they
+        # are offsets in the ring.
+        self._written = 0
 
     def send(self, message: Message) -> None:
         """Tell every rank to run a plan."""
@@ -88,7 +90,7 @@ class PlanWriter:
 
 
 class PlanReader:
-    """The end of another rank."""
+    """The reading end, on another rank."""
 
     def __init__(self, file: int, rank: int, connection: socket.socket) -> None:
         self._memory = _Memory(file)
@@ -112,7 +114,7 @@ class PlanReader:
 
 
 def receive(connection: socket.socket, size: int) -> bytes | None:
-    """Exactly so many bytes; None if the other end is closed."""
+    """Receive exactly `size` bytes; None if the other end is closed."""
     parts = bytearray()
     while len(parts) < size:
         try:

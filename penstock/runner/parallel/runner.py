@@ -1,7 +1,7 @@
-"""Rank 0 of a tensor-parallel model: it runs steps as any runner does, and tells the others to run them too.
+"""Rank 0 of a tensor-parallel model. It runs steps like any other runner, and sends them to the other ranks.
 
-A step that fails while ranks compute together leaves them at different places, so it ends the engine
-(`DeviceFailed`). What only rank 0 does, pooling and the choice of tokens, may fail as on one device.
+If a step fails while ranks compute together, they are out of step with one another, so the engine ends
+(`DeviceFailed`). Pooling and sampling run only on rank 0, and may fail as on one device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from penstock.types import GeneratePlan, PoolPlan, SamplePlan
 
 
 class _OwnFailure(Exception):
-    """A failure of rank 0 alone, after which the other ranks have ended the step."""
+    """A failure of rank 0 only. The other ranks have finished the step."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -40,7 +40,7 @@ class _OwnFailure(Exception):
 
 
 class ParallelGenerator(Generator):
-    """Chooses tokens on rank 0, and gives their ids to all ranks."""
+    """Samples tokens on rank 0, and broadcasts their ids to all ranks."""
 
     def __init__(self, head: TaskHead, slots: int, group: RankGroup) -> None:
         super().__init__(head, slots, group.device)
@@ -58,7 +58,7 @@ class ParallelGenerator(Generator):
         except _OwnFailure as failure:
             if tensors.prompts is None:
                 raise
-            raise failure.error from failure  # other ranks wait for the logits of the prompts
+            raise failure.error from failure  # other ranks wait for rank 0 to compute prompt logits
 
     def choose(
         self, logits: Tensor, sample: SamplePlan, slots: Tensor, verify: VerifyTensors | None = None
@@ -66,7 +66,7 @@ class ParallelGenerator(Generator):
         try:
             generated = super().choose(logits, sample, slots, verify)
         except Exception as error:
-            self._group.broadcast(torch.zeros_like(slots))  # which other ranks wait for
+            self._group.broadcast(torch.zeros_like(slots))  # other ranks wait for it
             raise _OwnFailure(error) from error
         self._group.broadcast(generated.token_ids)
         return generated
@@ -86,8 +86,8 @@ class ParallelRunner(ModelRunner):
         super().__init__(model, pooler, group.device, depth, cache, generator)
         self._group = group
         self._ranks = ranks
-        self._is_together = False  # other ranks compute the step that runs here
-        self.background = None  # all ranks compute steps in the same order
+        self._is_together = False  # whether other ranks are computing the current step
+        self.background = None  # no interruptions: all ranks run steps in the same order
         self.adapters: ParallelAdapterPool | None = None
 
     def forward(self, plan: PoolPlan, adapters: AdapterPlan | None = None) -> list[Tensor]:
@@ -99,7 +99,7 @@ class ParallelRunner(ModelRunner):
 
     def _hidden(self, batch: Batch) -> Tensor:
         hidden = super()._hidden(batch)
-        self._is_together = batch.is_generation  # then the logits are computed together, too
+        self._is_together = batch.is_generation  # generation also computes logits together
         return hidden
 
     def generate(self, plan: GeneratePlan, adapters: AdapterPlan | None = None) -> GeneratedTensors:
@@ -112,7 +112,7 @@ class ParallelRunner(ModelRunner):
             return generated
 
     def _with_slots_updated(self, plan: GeneratePlan) -> GeneratePlan:
-        """Update the slots before other ranks are told of the step, because a request may fail there."""
+        """Update the slots before the step is sent to other ranks, because the update may fail."""
         sample = plan.sample
         if self.generator is None or not (sample.leaves or sample.joins or sample.masks):
             return plan
@@ -129,7 +129,7 @@ class ParallelRunner(ModelRunner):
 
     @contextmanager
     def _whole_steps(self) -> Iterator[None]:
-        """Turn an error in what ranks compute together into one that ends the engine."""
+        """Turn an error while ranks compute together into `DeviceFailed`, which ends the engine."""
         self._is_together = False
         try:
             yield
@@ -140,13 +140,13 @@ class ParallelRunner(ModelRunner):
         except Exception as error:
             if not self._is_together:
                 raise
-            self._ranks.check()  # the reason may be that a rank is gone
+            self._ranks.check()  # the cause may be a lost rank
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise DeviceFailed(f"a step failed on rank 0 of {self._group.size}: {first_line}") from error
 
     def close(self) -> None:
         if self._ranks.failure is not None:
-            self._group.close()  # so that no sum waits for a rank that is gone
+            self._group.close()  # so that no collective waits for a lost rank
         super().close()
         self._ranks.stop()
         self._group.close()
