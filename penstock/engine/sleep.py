@@ -20,7 +20,7 @@ from threading import Thread
 from penstock.engine.comparisons import ComparisonLimits
 from penstock.engine.expiry import deadline_error
 from penstock.engine.loop import EngineCore
-from penstock.errors import DeviceFailed, EngineError, ModelAsleep, PenstockError, QueueFull
+from penstock.errors import BadValue, DeviceFailed, EngineError, ModelAsleep, PenstockError, QueueFull
 from penstock.runner.base import SLEEP_LEVELS, MakeRoom, Sleeper
 from penstock.types import Comparison, EngineSleep, Failure, Outcome, Request
 
@@ -156,6 +156,8 @@ class SleepController:
         return self._release(request_id) is not None
 
     def _check_room(self, work: Request | Comparison) -> None:
+        if work.id in self._held:
+            raise BadValue(f"request_id {work.id!r} is already in use", param="request_id")
         if isinstance(work, Comparison):
             limit = ComparisonLimits().max_waiting_bytes
             if self._held_bytes and self._held_bytes + work.num_bytes > limit:

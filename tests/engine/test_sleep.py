@@ -254,6 +254,17 @@ def large_comparison(name: str) -> Comparison:
     return Comparison(name, documents[:1], ints([1]), documents, ints([1 << 17]), ints([0]))
 
 
+def test_an_id_that_is_held_is_refused_to_another_request() -> None:
+    sleepy = Sleepy()
+    sleepy.fall_asleep()
+    sleepy.submit("a")
+    sleepy.submit("a")
+    (refused,) = sleepy.outcomes
+    assert isinstance(refused, Failure) and "'a' is already in use" in refused.error.message
+    assert sleepy.core.held.num_rows == 1
+    assert sleepy.controller.cancel("a") and sleepy.core.held.num_tokens == 0
+
+
 @pytest.mark.parametrize(
     "error", [DeviceOutOfMemory("no memory"), ModelLoadError("no file"), ValueError("?")]
 )
