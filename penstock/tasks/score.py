@@ -1,4 +1,4 @@
-"""Scores of query–document pairs, and comparisons of vectors that the caller brings."""
+"""Scores of query–document pairs, and rankings of documents by score."""
 
 from __future__ import annotations
 
