@@ -19,7 +19,8 @@ DEFAULT_POINT_S = 10.0  # duration of a point without --duration
 REQUIRED_SHARE = 0.99  # share of requests that must meet the goal
 _MIN_GAIN = 0.05  # a sweep without given loads ends after two points with less growth of throughput
 _MAX_CONCURRENCY = 4096
-_RATE_SHARES = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1)  # of the highest throughput, for a sweep over rates
+# Rates of a sweep, as shares of the highest throughput.
+_RATE_SHARES = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1)
 _MAX_REFINEMENTS = 4  # extra points between the last good load and the first bad one
 _CLOSE_ENOUGH = 1.1  # no extra points if the two loads are within this factor
 
@@ -28,7 +29,7 @@ _CLOSE_ENOUGH = 1.1  # no extra points if the two loads are within this factor
 class Point:
     load: float
     run: Run
-    share_within_goal: float  # of all requests; 1 without a goal
+    share_within_goal: float  # share of all requests; 1 without a goal
 
     @property
     def power(self) -> float:

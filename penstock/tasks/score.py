@@ -58,7 +58,7 @@ class Score:
 class RankedDocument:
     """One document of a ranking."""
 
-    index: int  # in the caller's list
+    index: int  # position in the caller's list
     score: float
     document: str
 

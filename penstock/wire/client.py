@@ -82,7 +82,7 @@ class EngineClient(EngineHandle):
         self._memory: MappedMemory | None = None  # the engine's shared memory, if it could be mapped
         self._released: deque[tuple[str, int]] = deque()  # memory and block, appended on any thread
         self._engine: Ready | None = None  # None: not connected
-        self._awaits_first_engine = True  # no engine has been connected yet
+        self._awaits_first_engine = True  # requests may wait for the first connection
         self._connecting_timer: asyncio.TimerHandle | None = None  # set while requests wait for the first one
 
     @property

@@ -69,7 +69,7 @@ class _Member:
         self.index = index
         self.client = client
         self.status = client.status
-        self.num_tokens = 0  # of interactive requests
+        self.num_tokens = 0  # in flight, without background requests
         self.num_background_tokens = 0
 
     def count(self, num_tokens: int, is_background: bool) -> None:

@@ -20,7 +20,7 @@ from penstock.wire.status import EngineStatus
 LAUNCH_FACTOR = 12  # a launch may take this many times as long as any other iteration of the loop
 MIN_SILENCE_S = 1.0  # several heartbeat intervals
 MAX_COUNTED_GAP_S = 1.0
-DEFAULT_HANG_TIMEOUT_S = 10.0  # for API processes where the supervisor never replaces a hung engine
+DEFAULT_HANG_TIMEOUT_S = 10.0  # used by API processes if the supervisor never replaces a hung engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class HangLimits:
 
     silence_s: float  # without a heartbeat
     launch_s: float  # without a heartbeat while the loop launches a step
-    step_s: float  # with the same step in flight
+    step_s: float  # while the same step is in flight
 
     @classmethod
     def for_replacing(cls, hang_timeout_s: float, step_timeout_s: float) -> HangLimits:
@@ -47,8 +47,8 @@ class HangLimits:
 class LivenessWatch:
     """Watches one engine process, from a process that checks it several times a second.
 
-    Time counts only while the watching process itself runs: a late check counts as one second. Therefore the
-    engine does not count as hung when all processes were stopped (ctrl-Z, a paused virtual machine), or when
+    Time counts only while the watching process itself runs: a late check counts as one second. Otherwise the
+    engine would count as hung after all processes were stopped (ctrl-Z, a paused virtual machine), or while
     the machine is too busy to run either process.
     """
 

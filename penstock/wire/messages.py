@@ -58,7 +58,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     settings: dict[str, Any]  # the resolved configuration, for information
     shared: SharedMemoryInfo | None = None  # memory for large outputs, for processes that map it
     engine: int = 0  # random number that identifies the engine process in all its messages
-    revision: str = ""  # of the loaded model, see `checkpoint.revision`; "": unknown
+    revision: str = ""  # revision of the loaded model, see `checkpoint.revision`; "": unknown
 
 
 class MemoryMapped(msgspec.Struct, tag="memory_mapped", array_like=True):

@@ -58,7 +58,7 @@ class Clients:
         self._by_connection: dict[bytes, _Client] = {}
         self._without_pidfd: set[bytes] = set()
         self._exits = selectors.DefaultSelector()  # one descriptor to poll for all processes
-        self._fileno: int = self._exits.fileno()  # of epoll or kqueue
+        self._fileno: int = self._exits.fileno()  # descriptor of epoll or kqueue
 
     def __contains__(self, connection: bytes) -> bool:
         return connection in self._by_connection

@@ -65,7 +65,9 @@ class EngineServer:
     IDLE_POLL_MS = 250  # also the longest time between two heartbeats of a healthy loop
     STALE_METRICS_POLL_MS = 100  # while the published metrics are out of date
     STATUS_INTERVAL_S = 0.002  # between two writes of the status page
-    FAILURE_DELIVERY_S = 0.2  # for API processes to read why requests failed, before the connection closes
+    FAILURE_DELIVERY_S = (
+        0.2  # time for API processes to read why requests failed, until the connection closes
+    )
 
     def __init__(self, address: str, shared_bytes: int = 0, status: StatusWriter | None = None) -> None:
         self.memory = open_shared_memory(shared_bytes)
@@ -85,7 +87,7 @@ class EngineServer:
         self._poller.register(self._wake_receiver.fileno(), zmq.POLLIN)
         self._clients = Clients()
         self._poller.register(self._clients.fileno(), zmq.POLLIN)
-        self._number = secrets.randbits(32)  # tells API processes which engine a message comes from
+        self._number = secrets.randbits(32)  # identifies this engine process in its messages
         self._router: OutcomeRouter[bytes] = OutcomeRouter()  # owners are the connections of API processes
         self._last_rows: dict[bytes, SequenceIds] = {}  # rows of each connection's last `DecodedTokens`
         # When to write the status page next, and whether it shows waiting work.

@@ -27,7 +27,7 @@ from penstock.types import Array
 from penstock.wire.processes import WatchedProcess
 
 log = logging.getLogger("penstock.engine")
-MIN_SHARED_BYTES = 1 << 18  # for smaller arrays, the message that releases the block costs more than a copy
+MIN_SHARED_BYTES = 1 << 18  # releasing the block of a smaller array by message costs more than a copy
 _PAGE = mmap.PAGESIZE
 
 

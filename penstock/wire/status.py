@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backlog import Backlog
-from penstock.types import EngineSleep as EngineSleep  # for readers of the page
+from penstock.types import EngineSleep as EngineSleep  # re-exported for readers of the page
 
 
 class EngineStatus(NamedTuple):  # created very often, so it has to be cheap

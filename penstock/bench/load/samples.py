@@ -95,7 +95,7 @@ class Samples:
     """All requests of a run, ordered by their start."""
 
     columns: dict[str, NDArray[Any]]
-    gaps: NDArray[np.float32]  # of all requests; the column `gaps` has the number for each request
+    gaps: NDArray[np.float32]  # all requests in one array; the column `gaps` has the number for each
     messages: list[str]
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """The requests of a run as one block of memory that every load process maps: serialised once, read by all.
 
 A second file decides which request comes next: all processes read it through one shared offset,
-so each ticket is drawn exactly once, in order, without a lock that a sleeping process could hold.
+so each ticket is drawn exactly once and in order. No process can hold a lock while it sleeps.
 """
 
 from __future__ import annotations

@@ -39,8 +39,11 @@ class RetrievalData:
 
 
 def read_pairs(path: str, columns: str | None = None) -> Pairs:
-    """Read a CSV or TSV file. Its columns are chosen by `columns` ("5,6,7" or names), otherwise by the names
-    in the first line, otherwise 5–7 as in the STS benchmark, otherwise the only three columns."""
+    """Read a CSV or TSV file.
+
+    Its columns are those of `columns` ("5,6,7" or names). Without `columns`, they are found by their names in
+    the first line. If it has no such names, they are 5–7 as in the STS benchmark, or the only three columns.
+    """
     file = Path(path)
     if not file.is_file():
         raise BadValue(f"--sts {path}: there is no such file", param="sts")

@@ -39,7 +39,7 @@ class ClientCost(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     completed: int
     failed: int
-    given_up: int  # in flight when the run was stopped
+    given_up: int  # requests in flight when the run was stopped
     duration_s: float
     total_input_tokens: int
     total_input_sequences: int
@@ -53,7 +53,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     peak_output_tokens_per_s: float
     body_bytes: int
     mean_send_delay_ms: float  # mean delay of requests behind the schedule of --request-rate
-    spreads: dict[str, Spread]  # by the names of METRICS
+    spreads: dict[str, Spread]  # keys are names of METRICS
     client: ClientCost
 
     @property
