@@ -38,7 +38,7 @@ class TextChunks:
 
     vector: NDArray[Any]  # [dim], for the whole text
     vectors: NDArray[Any]  # [chunks, dim]
-    tokens: Ints  # [chunks, 2], first and end token of each chunk within the row
+    tokens: Ints  # [chunks, 2], first and end token of each chunk within the model input
     chars: Ints | None  # [chunks, 2], first and end character within the text; None for token ids
 
 

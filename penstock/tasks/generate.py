@@ -160,8 +160,8 @@ class Completion:
     finish_reason: str  # "stop" | "length"
     stop_reason: int | str | None  # the stop string or stop token id that ended the text
     prompt_index: int = 0
-    index: int = 0  # among the prompt's `n` completions
-    logprobs: TokenLogprobs | None = None  # of `token_ids`, if requested
+    index: int = 0  # index among the prompt's `n` completions
+    logprobs: TokenLogprobs | None = None  # log probabilities of `token_ids`, if requested
     prompt_logprobs: TokenLogprobs | None = None
     timings: Timings = field(default_factory=Timings)
 

@@ -31,7 +31,7 @@ class TextDelta:
     logprobs: TokenLogprobs | None = None
     finish_reason: str | None = None  # "stop" | "length", with the last delta
     stop_reason: int | str | None = None  # the stop string or stop token id that ended the sequence
-    prompt_logprobs: TokenLogprobs | None = None  # all prompt tokens but the first; with the first delta
+    prompt_logprobs: TokenLogprobs | None = None  # for all prompt tokens but the first; with the first delta
     timings: Timings | None = None  # with the last delta
 
     @property
