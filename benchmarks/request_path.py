@@ -3,7 +3,9 @@
 There is no socket and no model: the engine runs in this process on the null runner, and the API is called as
 an ASGI application whose engine answers immediately. Figures are CPU time, medians over many requests.
 
-The last part runs a real server on the null device and measures the CPU time of its processes.
+Two parts use sockets. One measures a load process of `penstock bench` against a server that computes nothing.
+The other runs a real server on the null device and measures the CPU time of its processes. Their figures are
+minima over several rounds.
 
 python benchmarks/request_path.py [--only TITLE] [--save FILE.json] [--against FILE.json]
 
@@ -222,7 +224,7 @@ def engine_process(num_steps: int) -> Figures:
 
 
 def own_calls(profile: cProfile.Profile) -> int:
-    """How often functions of Penstock were called."""
+    """Number of calls of Penstock's own functions."""
     files = ((str(getattr(entry.code, "co_filename", "")), entry.callcount) for entry in profile.getstats())
     return sum(count for file, count in files if "/penstock/" in file)
 
@@ -422,8 +424,8 @@ def http_request(body: bytes) -> bytes:
 
 
 def http_stages(rounds: int) -> Figures:
-    """CPU time of an API process for a request of one input, with its HTTP parser but without a socket; how
-    many functions of Penstock it calls; and how many objects are left to the garbage collector."""
+    """Cost of a request of one input in an API process, with its HTTP parser but without a socket: CPU time,
+    calls of Penstock's functions, and objects that are left to the garbage collector."""
     import uvloop
 
     out: Figures = {}
@@ -550,8 +552,8 @@ def big_answer(rounds: int) -> Figures:
 
 
 def served(count: int, rounds: int) -> Figures:
-    """A real server on the null device under a load process of `penstock bench`: CPU time of their processes
-    for a request, sockets and all threads included; the least of several rounds."""
+    """CPU time per request of a real server on the null device, and of the `penstock bench` process that
+    loads it. Includes sockets and all threads; the minimum of several rounds."""
     from http_load import start
 
     from penstock.bench.load.fleet import run_load
@@ -581,8 +583,9 @@ def served(count: int, rounds: int) -> Figures:
 
 
 def load_client(rounds: int) -> Figures:
-    """CPU time of a process of `penstock bench serve` for a request, system calls included, against a server
-    that computes nothing; the least of several rounds. Natural texts, answers of 768 numbers."""
+    """CPU time per request of a `penstock bench serve` process against a server that computes nothing. The
+    requests are natural texts, the answers have 768 numbers. Includes system calls; the minimum of several
+    rounds."""
     from penstock.bench.load.fleet import run_load
     from penstock.bench.load.plan import Address, Traffic
     from penstock.bench.nullserver import null_server

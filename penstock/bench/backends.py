@@ -19,17 +19,18 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """`make(item, model)` builds the body; `missing(answer, item)` names what a decoded response lacks."""
+    """`make(item, model)` builds the body. `missing(answer, item)` describes what a decoded response lacks,
+    or returns None."""
 
     endpoint: str
     make: Callable[[Item, str], Body]
     missing: Callable[[Any, Item], str | None]
-    tasks: frozenset[str]  # a model needs one of them
+    tasks: frozenset[str]  # the model must support one of them
     reader: Reader = "body"
     generates: bool = False
-    applies_chat_template: bool = False  # by the server
+    applies_chat_template: bool = False  # the server does
     names_model: bool = True  # whether requests carry the model's name
-    rank_endpoint: str | None = None  # for items with a query, if it is another
+    rank_endpoint: str | None = None  # for items with a query, if it differs from `endpoint`
 
     def endpoint_for(self, item: Item) -> str:
         return self.endpoint if item.query is None else self.rank_endpoint or self.endpoint
@@ -86,7 +87,7 @@ def _rerank(item: Item, model: str) -> Body:
 
 
 def _plain_rerank(backend: str) -> Callable[[Item, str], Body]:
-    """Cohere's and Infinity's: their servers truncate by themselves."""
+    """The body for Cohere's and Infinity's APIs, whose servers truncate by default."""
 
     def make(item: Item, model: str) -> Body:
         return {"model": model, "query": _query_of(item, backend), "documents": item.prompt}
@@ -161,7 +162,7 @@ def _list_of(key: str) -> Callable[[Any, Item], str | None]:
 
 
 def _some_of(key: str) -> Callable[[Any, Item], str | None]:
-    """At least one result; fewer than the documents if the request has a top_n."""
+    """Require at least one result. There may be fewer results than documents, if the request has a top_n."""
 
     def missing(answer: Any, item: Item) -> str | None:
         found = answer.get(key) if isinstance(answer, dict) else None
@@ -171,7 +172,7 @@ def _some_of(key: str) -> Callable[[Any, Item], str | None]:
 
 
 def _embeddings_at(*path: str) -> Callable[[Any, Item], str | None]:
-    """As many vectors as inputs, below these keys."""
+    """Require as many vectors as inputs, below these keys."""
     *outer, last = path
     is_complete = _list_of(last)
 
@@ -244,7 +245,7 @@ BACKENDS: dict[BackendName, Backend] = {
     BackendName.VLLM: _COMPLETIONS,
 }
 
-# The backend to propose for a model's task.
+# The backend to suggest for each task of a model.
 _USUAL = {
     "embed": BackendName.OPENAI_EMBEDDINGS,
     "classify": BackendName.VLLM_CLASSIFY,
@@ -254,7 +255,7 @@ _USUAL = {
 
 
 def fitting_backends(name: BackendName, tasks: Sequence[str]) -> list[BackendName]:
-    """Backends for a model with these tasks; none if `name` is already one."""
+    """Backends to suggest for a model with these tasks; none if `name` is suitable."""
     if BACKENDS[name].tasks & set(tasks):
         return []
     usual = [backend for task, backend in _USUAL.items() if task in tasks]

@@ -1,6 +1,6 @@
 """`penstock bench compare`: the same load on several servers, in turn, over several rounds.
 
-The speed of a machine drifts, and servers that take turns drift together. The result is the ratio within a
+The speed of a machine drifts, which affects all servers of a round alike. The result is the ratio within a
 round, and its spread over the rounds.
 """
 
@@ -90,7 +90,7 @@ def _report(
 
 
 def turns(contenders: Sequence[Contender], rounds: int) -> Iterator[tuple[int, Contender]]:
-    """All servers in turn, every second round in reverse, so that none is always first."""
+    """All servers in turn, in reverse order every second round, so that none is always first."""
     for number in range(rounds):
         for contender in contenders if number % 2 == 0 else contenders[::-1]:
             yield number, contender
@@ -98,7 +98,7 @@ def turns(contenders: Sequence[Contender], rounds: int) -> Iterator[tuple[int, C
 
 @contextmanager
 def _running(contender: Contender, timeout_s: float) -> Iterator[None]:
-    """The contender's server, started if it has a command and is not running."""
+    """Start the contender's server if it has a command and is not running, and stop it afterwards."""
     server = contender.server
     if server is None or server.is_running:
         yield
@@ -141,5 +141,5 @@ def _turn(
 
 
 def _prepared(contender: Contender, first: Contender, data: DataOptions, body: BodyOptions) -> Prepared:
-    """All contenders get the same texts: those made with the first one's tokenizer."""
+    """Prepare a load with the texts of the first contender, which are made with its tokenizer."""
     return prepare(contender.options, data, body, same_as=first.load)

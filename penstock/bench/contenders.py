@@ -21,7 +21,7 @@ class Contender:
     runs: list[Run] = field(default_factory=list)
 
     def values(self, figure: str) -> list[float]:
-        """One value a run; `median_e2el` and `p99_e2el` are in milliseconds."""
+        """One value for each run; `median_e2el` and `p99_e2el` are in milliseconds."""
         return [_figure(run, figure) for run in self.runs]
 
 

@@ -23,7 +23,7 @@ class PenstockEncoder:
     """mteb's encoder interface over `/v1/embeddings`.
 
     `prompt_names` maps mteb's prompt types ("query", "document") to names in the model's prompt table;
-    without it texts are sent as they are.
+    without it, texts are sent as they are.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class PenstockEncoder:
         return self._client.embed(texts, **({} if name is None else {"prompt_name": name}))
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Vectors:
-        """Cosine of every row of the first with every row of the second."""
+        """Cosine of each row of `embeddings1` with each row of `embeddings2`."""
         return np.asarray(_unit(embeddings1) @ _unit(embeddings2).T, np.float32)
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Vectors:

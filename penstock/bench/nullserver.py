@@ -1,7 +1,7 @@
 """A server that computes nothing: `python -m penstock.bench.nullserver`.
 
-It answers every request with the same prepared bytes, a stream event by event, so that `--self-test`
-measures the load client.
+It answers every request with the same prepared bytes, and sends streams event by event, so that `--self-test`
+measures the load client alone.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _LENGTH = b"content-length:"
 
 
 class NullProtocol(asyncio.Protocol):
-    """Finds only the end of a request: the blank line after its headers plus its Content-Length."""
+    """Looks only for the end of a request: the blank line after its headers plus its Content-Length."""
 
-    pieces: Sequence[bytes] = (b"",)  # of the answer, a write each
+    pieces: Sequence[bytes] = (b"",)  # parts of the answer, with one write for each
 
     def __init__(self) -> None:
         self._rest = b""
@@ -33,7 +33,7 @@ class NullProtocol(asyncio.Protocol):
         self._later = asyncio.get_running_loop().call_soon
 
     def _answer(self, at: int = 0) -> None:
-        """Write one piece per turn of the event loop, so that all connections take turns."""
+        """Write one piece per iteration of the event loop, so that all connections take turns."""
         if self._closing():
             return
         self._write(self.pieces[at])
@@ -72,7 +72,7 @@ def _body_size(head: bytes) -> int:
 def null_server(
     body: Sequence[bytes], processes: int = 1, content_type: str = "application/json"
 ) -> Iterator[int]:
-    """Run the server in processes of its own on one port; yield the port."""
+    """Run the server in separate processes on one port; yield the port."""
     size = sum(map(len, body))
     head = f"HTTP/1.1 200 OK\r\ncontent-type: {content_type}\r\ncontent-length: {size}\r\n\r\n"
     pieces = [head.encode() + body[0], *body[1:]]
@@ -84,7 +84,7 @@ def null_server(
         yield port
     finally:
         for process in started:
-            process.communicate(timeout=10)  # closes its input, which ends it
+            process.communicate(timeout=10)  # the process ends when its input closes
 
 
 def _start(port: int, pieces: Sequence[bytes]) -> tuple[subprocess.Popen[bytes], int]:

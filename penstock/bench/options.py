@@ -82,7 +82,7 @@ _server, _data, _traffic, _body, _report, _compare, _quality = (
 
 
 class ClientOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is sent, the same for every server."""
+    """Options that are the same for all servers of a comparison."""
 
     backend: Annotated[BackendName, _server(f"API of the server. {one_of(BackendName)}", metavar="NAME")] = (
         BackendName.OPENAI
@@ -269,10 +269,10 @@ class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine that runs in this process. Peers read the fields that they have a counterpart for."""
+    """An engine that runs in this process. Peers use the fields for which they have a counterpart."""
 
     config: EngineConfig = EngineConfig()
-    batch_size: int = DEFAULT_BATCH_SIZE  # of peers that do not form batches themselves
+    batch_size: int = DEFAULT_BATCH_SIZE  # for peers that do not form batches themselves
 
     def unquantized(self) -> EngineOptions:
         return msgspec.structs.replace(self, config=msgspec.structs.replace(self.config, quantization=None))

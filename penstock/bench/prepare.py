@@ -42,7 +42,7 @@ class Prepared:
     items: list[Item]
     bodies: list[bytes]
     reader: Reader
-    is_binary: bool  # responses are vectors without JSON
+    is_binary: bool  # responses are raw vectors instead of JSON
     tokenizers: TokenizerFinder
     source_items: list[Item]  # before a chat template was applied
     notes: list[str] = field(default_factory=list)
@@ -78,10 +78,10 @@ def prepare(
     asks_server: bool = True,
     same_as: Prepared | None = None,
 ) -> Prepared:
-    """Prepare a load; with the texts of `same_as`, so that several servers get the same."""
+    """Prepare a load. It has the texts of `same_as`, if given, so that several servers get the same texts."""
     backend = BACKENDS[server.backend]
     target = target_of(server)
-    route_of(server, backend.endpoint)  # refuses a wrong one before anything is asked
+    route_of(server, backend.endpoint)  # refuses a wrong route before any request is sent
     extra = _extra(backend, body)
     model = _model_name(server, target) if asks_server else server.served_model_name or str(server.model)
     own = TokenizerFinder(server, model, target if asks_server else None)
@@ -118,7 +118,7 @@ def prepare(
 
 
 def send_trial_request(load: Prepared, timeout_s: float) -> None:
-    """Send the first request and check the response; raise an error that names the problem."""
+    """Send the first request and check the response. Raises `BadValue` with the problem, if there is one."""
     caller = Caller(load.target, timeout_s)
     try:
         answer = caller.call("POST", load.route, orjson.Fragment(load.bodies[0]))
@@ -131,7 +131,7 @@ def send_trial_request(load: Prepared, timeout_s: float) -> None:
 
 
 def _hint(load: Prepared, answer: HttpReply) -> str:
-    """What the user may have meant, after a refusal."""
+    """A hint for the user after a refusal: flags that may be wrong."""
     models = {model.name: model for model in listed_models(load.target)}
     model = models.get(load.model)
     if model is not None and model.tasks and (fitting := fitting_backends(load.name, model.tasks)):
@@ -153,7 +153,7 @@ def _problem(load: Prepared, answer: HttpReply) -> str | None:
 
 
 def _model_name(server: ServerOptions, target: Target) -> str:
-    """The model's name in requests: as given, else as the server lists it."""
+    """The model's name in requests: as given, otherwise as the server lists it."""
     if server.served_model_name is not None:
         return server.served_model_name
     if server.model is not None and not is_local(server.model):
@@ -167,7 +167,7 @@ def _model_name(server: ServerOptions, target: Target) -> str:
 
 
 def _name_of_folder(folder: str, names: list[str]) -> str:
-    """A folder's name at the server: its path, or its last part, or the only name that there is."""
+    """The server's name for a folder: its path, its last part, or the only listed name."""
     path = Path(folder).expanduser()
     for name in (folder, str(path), str(path.resolve()), path.resolve().name):
         if name in names:

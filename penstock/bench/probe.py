@@ -1,4 +1,4 @@
-"""Single requests outside the measurement: whether the server is up, and which model it has."""
+"""Single requests outside the measurement: whether the server is up, and which models it lists."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HttpReply:
 
 
 class Caller:
-    """A plain blocking client that keeps its connection."""
+    """A simple blocking client that reuses its connection."""
 
     def __init__(self, target: Target, timeout_s: float = 60.0) -> None:
         self.target, address = target, target.address
@@ -49,7 +49,7 @@ class Caller:
             self._connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
 
     def call(self, method: str, route: str, body: Any = None) -> HttpReply:
-        """One request; `Unreachable` if there is no server, or it closes the connection twice."""
+        """Send one request. Raises `Unreachable` if no server answers or it closes the connection twice."""
         headers = dict(self.target.headers)
         data = None if body is None else orjson.dumps(body)
         if data is not None:
@@ -78,7 +78,7 @@ def _error_text(error: Exception) -> str:
 
 
 def is_healthy(target: Target) -> bool:
-    """200 from /health; for servers without that route, from /v1/models."""
+    """Whether /health answers 200. For servers without that route: whether /v1/models does."""
     caller = Caller(target, timeout_s=5.0)
     try:
         status = caller.call("GET", "/health").status
@@ -103,7 +103,7 @@ def wait_for_server(target: Target, timeout_s: float) -> None:
 @dataclass(frozen=True, slots=True)
 class ListedModel:
     name: str
-    tasks: tuple[str, ...] = ()  # empty if the server does not tell
+    tasks: tuple[str, ...] = ()  # empty if the server does not list them
 
 
 def listed_models(target: Target) -> list[ListedModel]:

@@ -105,7 +105,7 @@ def checked_goals(report: ReportOptions, generates: bool) -> dict[str, float]:
 
 
 def warnings_for(run: Run, report: ReportOptions) -> list[str]:
-    """Everything that the user must know in addition to the table."""
+    """Warnings to print below the table."""
     lines = warnings(run.summary, run.outcome.samples.errors())
     if run.outcome.interrupted:
         lines.append("the run was interrupted: the figures cover the part before")
@@ -118,7 +118,7 @@ def warnings_for(run: Run, report: ReportOptions) -> list[str]:
 
 
 def _fill_token_counts(outcome: Outcome, load: Prepared) -> Outcome:
-    """Fill in the client's token counts where the server gives none."""
+    """Fill in the client's token counts where the server returned none."""
     samples = outcome.samples
     unknown = samples.ok & (samples.columns["input_tokens"] < 0)
     if not unknown.any() or (counts := load.count_input_tokens()) is None:

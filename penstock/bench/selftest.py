@@ -1,7 +1,7 @@
-"""`penstock bench serve --self-test`: the same requests against a server that does nothing.
+"""`penstock bench serve --self-test`: the same requests against a server that computes nothing.
 
-The result is the load client's own ceiling on this machine. Figures of a real server near that ceiling
-measure the client instead of the server.
+The result is the load client's ceiling on this machine. If a real server's figures are near that ceiling,
+they measure the client instead of the server.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def ceiling(run: Run) -> list[str]:
 
 
 def null_body(name: BackendName, backend: Backend, item: Item) -> list[bytes]:
-    """A response of this kind of server with made-up numbers, in the pieces that it would send."""
+    """A response with made-up numbers in the format of this backend, in the pieces that it would send."""
     usage = {"prompt_tokens": item.tokens or 1, "total_tokens": item.tokens or 1}
     vector = [round(0.05 + i / 10_000, 7) for i in range(_DIMENSIONS)]
     scores = [{"index": i, "relevance_score": 0.5} for i in range(item.rows)]
@@ -119,7 +119,7 @@ def _stream(tokens: int, usage: dict[str, int]) -> list[bytes]:
 
 
 def _placeholder_model(server: ServerOptions) -> str:
-    """A model name without asking a server: the tokenizer's, or the default model's."""
+    """A model name that needs no server: the tokenizer's, or the default model's."""
     from penstock.checkpoint.find import DEFAULT_NAME
 
     return server.tokenizer or DEFAULT_NAME

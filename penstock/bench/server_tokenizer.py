@@ -1,6 +1,6 @@
 """The tokenizer of a Penstock server, used through `/tokenize` and `/detokenize`.
 
-It is exact for every model that the server holds, under whatever name, and needs no file on the client.
+It is exact for every model of the server, under any name, and needs no file on the client.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from penstock.bench.probe import Caller, HttpReply
 from penstock.bench.target import Target
 from penstock.errors import BadValue
 
-_MAX_ROWS = 512  # of one request
-_MAX_UNITS = 1 << 18  # characters or token ids of one request
+_MAX_ROWS = 512  # rows per request
+_MAX_UNITS = 1 << 18  # characters or token ids per request
 _MAX_VOCAB_BITS = 22
 _TOO_LARGE = (400, 413, 422)  # statuses that a smaller request may avoid
 Row = TypeVar("Row", str, Sequence[int])
 
 
 class ServerTokenizer:
-    """`BadValue` if the server has no `/tokenize` that takes several texts as `input`."""
+    """Raises `BadValue` if the server has no `/tokenize` that accepts several texts as `input`."""
 
     def __init__(self, target: Target, model: str) -> None:
         self.name = f"{target.base_url}/tokenize"
@@ -40,7 +40,7 @@ class ServerTokenizer:
 
     @cached_property
     def ordinary(self) -> NDArray[np.int64]:
-        """Ids that decode to a text although special tokens are left out."""
+        """Ids of ordinary tokens: they decode to a text although special tokens are skipped."""
         rows = [[i] for i in range(self._num_ids())]
         texts = self._decode(rows, skip_special_tokens=True)
         return np.array([i for i, text in enumerate(texts) if text], np.int64)
@@ -56,7 +56,7 @@ class ServerTokenizer:
         return self._decode(list(rows), skip_special_tokens=False)
 
     def config(self) -> dict[str, Any]:
-        """What `/tokenizer_info` tells; empty if the server does not have that route."""
+        """The response of `/tokenizer_info`; empty if the server does not have that route."""
         answer = self._caller.call("GET", "/tokenizer_info")
         config = answer.json() if answer.status == 200 else None
         return config if isinstance(config, dict) else {}
@@ -76,7 +76,7 @@ class ServerTokenizer:
         return [entry["prompt"] for entry in _ask_in_parts(rows, ask, "prompt")]
 
     def _num_ids(self) -> int:
-        """The number of ids, by bisection: the server refuses those that its tokenizer does not know."""
+        """The number of ids, by bisection: the server refuses ids beyond its vocabulary."""
         known = 0
         for bit in reversed(range(_MAX_VOCAB_BITS)):
             body = {"model": self._model, "tokens": [known + (1 << bit) - 1]}
@@ -90,7 +90,7 @@ class ServerTokenizer:
 
 
 def _ask_in_parts(rows: list[Row], ask: Callable[[list[Row]], HttpReply], key: str) -> list[dict[str, Any]]:
-    """The entries of `data` for all rows, asked for in requests that a server takes."""
+    """The entries of `data` for all rows, from requests of a size that servers accept."""
     return [entry for part in _parts(rows) for entry in _ask(part, ask, key)]
 
 
@@ -108,7 +108,7 @@ def _parts(rows: list[Row]) -> Iterator[list[Row]]:
 
 
 def _ask(rows: list[Row], ask: Callable[[list[Row]], HttpReply], key: str) -> list[dict[str, Any]]:
-    """One request; two with half of the rows each if the server finds it too large."""
+    """Send one request, or two with half of the rows each if the server refuses it as too large."""
     answer = ask(rows)
     if answer.status in _TOO_LARGE and len(rows) > 1:
         half = len(rows) // 2

@@ -19,12 +19,12 @@ _STOP_S = 30.0
 
 
 class Server:
-    """A command in a session of its own, so that its child processes are stopped with it."""
+    """A command that runs in its own session, so that its child processes are stopped with it."""
 
     def __init__(self, name: str, command: str) -> None:
         self.name, self.command = name, command
         self._process: subprocess.Popen[bytes] | None = None
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 — read when something goes wrong
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 — read after an error
 
     @property
     def is_running(self) -> bool:

@@ -1,4 +1,5 @@
-"""Rising loads: the knee of throughput over latency, and the highest load that meets a latency goal."""
+"""Sweep over rising loads, to find the knee of throughput over latency, and the highest load that meets a
+latency goal."""
 
 from __future__ import annotations
 
@@ -14,24 +15,25 @@ from penstock.bench.run import Run
 from penstock.errors import BadValue
 
 Unit = Literal["concurrency", "rate"]
-DEFAULT_POINT_S = 10.0  # seconds of a point without --duration
-REQUIRED_SHARE = 0.99  # of requests that must meet the goal
-_MIN_GAIN = 0.05  # a sweep without given loads ends after two points with less growth
+DEFAULT_POINT_S = 10.0  # duration of a point without --duration
+REQUIRED_SHARE = 0.99  # share of requests that must meet the goal
+_MIN_GAIN = 0.05  # a sweep without given loads ends after two points with less growth of throughput
 _MAX_CONCURRENCY = 4096
-_RATE_SHARES = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1)  # of the highest throughput, for a sweep over rates
+# Rates of a sweep, as shares of the highest throughput.
+_RATE_SHARES = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1)
 _MAX_REFINEMENTS = 4  # extra points between the last good load and the first bad one
-_CLOSE_ENOUGH = 1.1  # unless they are within this factor
+_CLOSE_ENOUGH = 1.1  # no extra points if the two loads are within this factor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Point:
     load: float
     run: Run
-    share_within_goal: float  # of all requests; 1 without a goal
+    share_within_goal: float  # share of all requests; 1 without a goal
 
     @property
     def power(self) -> float:
-        """Throughput over latency: greatest at the knee."""
+        """Throughput divided by latency, which is greatest at the knee."""
         mean = self.run.summary.spreads["e2el"].mean
         return self.run.summary.request_throughput / mean if mean else 0.0
 
@@ -48,7 +50,7 @@ class Sweep:
 
     @property
     def best(self) -> Point | None:
-        """The highest load within the goal; loads above the first that misses it do not count."""
+        """The highest load that meets the goal. Loads above the first that misses it do not count."""
         if not self.goals:
             return None
         good: Point | None = None
@@ -64,7 +66,7 @@ class Interrupted(Exception):
 
 
 def parse(text: str) -> tuple[Unit, list[float]]:
-    """`concurrency`, `rate`, or either with loads: `concurrency=1,8,64`."""
+    """Parse `concurrency` or `rate`, alone or with loads: `concurrency=1,8,64`."""
     unit, equals, values = text.partition("=")
     try:
         loads = sorted({float(value) for value in values.split(",")}) if equals else []
@@ -109,7 +111,7 @@ def sweep(
 
 def traffic_at(unit: Unit, load: float, base: Traffic) -> Traffic:
     duration_s = base.duration_s or DEFAULT_POINT_S
-    if load == float("inf"):  # as much as the server can take
+    if load == float("inf"):  # as fast as the server allows
         return msgspec.structs.replace(
             base, max_concurrency=base.max_concurrency or 256, duration_s=duration_s
         )

@@ -1,4 +1,4 @@
-"""The target of requests and their bytes: address, route, headers, the whole HTTP message."""
+"""The target of requests and the bytes to send: address, route, headers, and the whole HTTP message."""
 
 from __future__ import annotations
 

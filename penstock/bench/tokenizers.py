@@ -1,4 +1,4 @@
-"""Which tokenizer makes prompts and counts tokens: a file of this machine, or the server's own."""
+"""Choice of the tokenizer that makes prompts and counts tokens: a local file, or the server's own."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from penstock.errors import BadValue
 class TokenizerFinder:
     """Finds the tokenizer when it is first needed.
 
-    --tokenizer comes first, then a folder that --model names, then the server's `/tokenize`, then a hub id.
-    A hub is asked only for a name that the user gave.
+    The order is: --tokenizer, the folder --model, the server's `/tokenize`, a hub id. The hub is only
+    contacted for a name that the user gave.
     """
 
     options: ServerOptions
     model: str  # name in requests
-    target: Target | None  # None: do not ask the server
-    name: str | None = None  # of the tokenizer that was found
+    target: Target | None  # None: do not use the server's tokenizer
+    name: str | None = None  # name of the tokenizer that was found
     _found: PromptTokenizer | None = None
 
     def find(self) -> PromptTokenizer:

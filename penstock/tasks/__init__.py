@@ -1,2 +1,1 @@
-"""What the engine can be asked for: one file a task, shared by the server, the offline engines and the
-commands."""
+"""The tasks of the engine, one module each, shared by the server, the offline engines and the commands."""

@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapted(Generic[R]):
-    """Any pooling task, with the adapter of this id. The id is chosen before anything is tokenised, so all
+    """Any pooling task, with the adapter of this id. The id is resolved before anything is tokenised, so all
     windows of a large call use the same weights."""
 
     task: PoolingTask[R]

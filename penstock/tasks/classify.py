@@ -28,13 +28,13 @@ class Classify(MatrixTask):
 
 @dataclass(kw_only=True, eq=False)
 class ClassifyPairs:
-    """The probability of each label for each pair of texts that the model reads together, [pairs, labels]."""
+    """The probability of each label for each pair of texts, read as one row, [pairs, labels]."""
 
     pairs: Sequence[Pair]
     params: PoolingParams = _PARAMS
     options: InputOptions = DEFAULT_OPTIONS
     allows_empty_text: bool = True
-    max_request_tokens: int | None = None  # of all rows together; None: no limit
+    max_request_tokens: int | None = None  # total of all rows; None: no limit
 
     @property
     def num_rows(self) -> int:

@@ -1,4 +1,4 @@
-"""Embeddings: one vector a text, whole or in chunks."""
+"""Embeddings: one vector for each text, read whole or in chunks."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from penstock.types import Chunks, Ints, PooledOutput, PoolingParams, Request
 
 
 class Embed(MatrixTask):
-    """One vector a text, [texts, dimensions]. A text beyond the model's limit is an error unless it is
-    cut."""
+    """One vector for each text, [texts, dimensions]. A text beyond the model's limit is an error unless it
+    is truncated."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextChunks:
-    """One text in late chunks."""
+    """The late chunks of one text."""
 
-    vector: NDArray[Any]  # [dim], of the whole text
+    vector: NDArray[Any]  # [dim], for the whole text
     vectors: NDArray[Any]  # [chunks, dim]
-    tokens: Ints  # [chunks, 2], first and end token of each chunk within the row that the model reads
+    tokens: Ints  # [chunks, 2], first and end token of each chunk within the model input
     chars: Ints | None  # [chunks, 2], first and end character within the text; None for token ids
 
 
@@ -51,7 +51,7 @@ class ChunkedEmbeddings:
     chunks: Chunks | None = None
 
     def by_text(self) -> list[TextChunks]:
-        """The chunks of each text; for late chunking, where a text's chunks have spans."""
+        """The chunks of each text. Only for late chunking, where chunks have spans."""
         chunks = self.chunks
         if chunks is None or chunks.spans is None:
             raise ValueError("these texts have no spans: they were not chunked late")
@@ -63,7 +63,7 @@ class ChunkedEmbeddings:
 
 @dataclass(kw_only=True, eq=False)
 class EmbedInChunks(TextTask[list[ChunkedEmbeddings]]):
-    """Texts of any length: `mean` combines rows that fit, `late` pools parts of one row.
+    """Texts of any length: `mean` combines the vectors of several rows, `late` pools parts of one row.
 
     The result has an entry for each window of the call.
     """

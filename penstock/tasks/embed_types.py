@@ -18,7 +18,7 @@ Columns = dict[OutputDtype, Matrix]
 
 @dataclass(kw_only=True, eq=False)
 class EmbedInTypes(RowTask[Columns]):
-    """One vector a text in each of `dtypes`, from one forward pass. The dtype of `params` is the first."""
+    """One vector for each text in each of `dtypes`, from one forward pass. `params` gets the first dtype."""
 
     dtypes: Sequence[OutputDtype]
 

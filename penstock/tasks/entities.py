@@ -25,11 +25,11 @@ _SPANS, _ROWS = SpanOptions(), LabelledOptions()
 
 @dataclass(kw_only=True, eq=False)
 class FindEntities(TextTask[list[list[Entity]]]):
-    """The entities of each text, with their label, score and place."""
+    """The entities of each text, with their label, score and position."""
 
     params: PoolingParams = _PARAMS
     aggregation: Aggregation = "simple"
-    ignored: Sequence[str] = OUTSIDE  # labels, or tags where tokens are merged, that are left out
+    ignored: Sequence[str] = OUTSIDE  # labels to leave out, or tags if tokens are merged
 
     def check(self, model: TextModel) -> None:
         if model.spec.entities is not None:
@@ -76,7 +76,7 @@ class FindEntities(TextTask[list[list[Entity]]]):
 
 @dataclass(kw_only=True, eq=False)
 class FindLabelledEntities:
-    """The entities of each text that fit labels of the caller's."""
+    """The entities of each text that match the caller's labels."""
 
     texts: str | Sequence[str]
     labels: Sequence[str]
@@ -96,7 +96,7 @@ class FindLabelledEntities:
                 param="labels",
             )
         check_labels(self.labels, MAX_LABELS)
-        if not 0 <= self.options.threshold <= 1:  # true of NaN as well
+        if not 0 <= self.options.threshold <= 1:  # refuses NaN as well
             raise BadValue(f"threshold is {self.options.threshold:g}; use 0 to 1", param="threshold")
 
     async def prepare(self, model: TextModel, request_id: str) -> Prepared[list[list[Entity]]]:

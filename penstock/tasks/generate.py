@@ -1,4 +1,4 @@
-"""Generation: prompts or a conversation in, completions out."""
+"""Generation: from prompts or a conversation to completions."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPrompts:
-    """Texts or token ids to be continued."""
+    """Texts or token ids to continue."""
 
     prompts: Any
     add_special_tokens: bool = True
 
     @property
     def size(self) -> int:
-        """About how many characters or tokens it has."""
+        """Approximate number of characters or tokens."""
         if isinstance(self.prompts, str) or not hasattr(self.prompts, "__len__"):
             return len(self.prompts) if isinstance(self.prompts, str) else 1
         return len(self.prompts) + sum(len(row) for row in self.prompts if hasattr(row, "__len__"))
@@ -55,15 +55,15 @@ class ChatPrompt:
     messages: Sequence[Message]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    add_special_tokens: bool = False  # chat templates write them out
+    add_special_tokens: bool = False  # chat templates contain them
     template_kwargs: Mapping[str, Any] | None = None
     template: str | None = None  # Jinja; None: the model's own
-    images: Sequence[PreparedImage] = ()  # of the messages' parts, in their order
+    images: Sequence[PreparedImage] = ()  # the images in the messages, in order
 
     @property
     def size(self) -> int:
-        """About how many characters it has."""
-        if self.images:  # their bytes are not rendered
+        """Approximate number of characters, or of image patches if there are images."""
+        if self.images:  # the messages then contain image bytes, which are not rendered
             return sum(len(image.patches) for image in self.images)
         contents = (message.get("content") for message in self.messages)
         return sum(len(str(content)) for content in contents if content is not None)
@@ -84,7 +84,7 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generate:
-    """One call: what to continue, and how."""
+    """One generation call: its prompts and its options."""
 
     source: TextPrompts | ChatPrompt
     fields: GenerationFields
@@ -98,7 +98,8 @@ class Generate:
     ) -> GenerationJob:
         """Check everything, render and tokenise, off the event loop."""
         inputs = model.generation
-        if self.fields.structured:  # compiling may take long, and others wait for the tokenizer's thread
+        # Compiling a grammar may take long, so it does not run on the tokenizer's thread, which is shared.
+        if self.fields.structured:
             await asyncio.to_thread(grammar_of, self.fields)
         make = partial(self._job, inputs, request_id, scheduling)
         return await model.batcher.call(make, self.source.size)
@@ -127,7 +128,7 @@ class Generate:
         request_id: str,
         scheduling: Scheduling = DEFAULT_SCHEDULING,
     ) -> AsyncGenerator[list[TextDelta], None]:
-        """New text as it is generated. Closing the iterator cancels what still runs."""
+        """New text as it is generated. Closing the iterator cancels unfinished sequences."""
         job = await self.prepare(model, request_id, scheduling)
         async with aclosing(stream_text(engine, model.tokenizer, job)) as stream:
             async for deltas in stream:
@@ -140,7 +141,7 @@ class Generate:
         request_id: str,
         scheduling: Scheduling = DEFAULT_SCHEDULING,
     ) -> list[Completion]:
-        """The completions of all prompts, each prompt's `n` next to each other."""
+        """The completions of all prompts. The `n` completions of a prompt are next to each other."""
         job = await self.prepare(model, request_id, scheduling)
         parts: list[list[TextDelta]] = [[] for _ in range(job.num_rows)]
         async with aclosing(stream_text(engine, model.tokenizer, job)) as stream:
@@ -155,18 +156,18 @@ class Completion:
     """What was generated for one prompt."""
 
     text: str
-    token_ids: list[int]  # all generated tokens, the one that ended the text included
+    token_ids: list[int]  # all generated tokens, including the one that ended the text
     finish_reason: str  # "stop" | "length"
     stop_reason: int | str | None  # the stop string or stop token id that ended the text
     prompt_index: int = 0
-    index: int = 0  # which of the prompt's `n`
-    logprobs: TokenLogprobs | None = None  # of `token_ids`, where asked for
+    index: int = 0  # index among the prompt's `n` completions
+    logprobs: TokenLogprobs | None = None  # log probabilities of `token_ids`, if requested
     prompt_logprobs: TokenLogprobs | None = None
     timings: Timings = field(default_factory=Timings)
 
     @classmethod
     def of(cls, deltas: Sequence[TextDelta], n: int) -> Completion:
-        """One sequence from its deltas, the last of which has the finish reason."""
+        """Join the deltas of one sequence. The last delta has the finish reason."""
         last = deltas[-1]
         return cls(
             text="".join(delta.text for delta in deltas),

@@ -13,7 +13,7 @@ _NO_MEANING = ("prompt_name", "prompt", "instruction", "input_type", "adapter")
 
 
 def row_options(options: InputOptions, max_request_tokens: int | None = None) -> LabelledOptions:
-    """The options of rows that hold labels and a text. What has no meaning for them is refused."""
+    """The options of rows that hold labels and a text. Options that do not apply to them are refused."""
     for name in _NO_MEANING:
         if getattr(options, name) is not None:
             raise BadValue(f"{name} does not apply to rows with labels; leave it out", param=name)

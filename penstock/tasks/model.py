@@ -1,4 +1,5 @@
-"""`TextModel`: the text side of one model, which every task prepares its requests with. Free of torch."""
+"""`TextModel`: tokenizer and input rules of one model, used by every task to prepare requests. Free of
+torch."""
 
 from __future__ import annotations
 
@@ -32,12 +33,12 @@ class TextModel:
 
     @cached_property
     def generation(self) -> GenerationInputs:
-        """Prompts and sampling parameters; `NotPossible` if the model does not generate."""
+        """Rules for prompts and sampling parameters. Raises `NotPossible` if the model does not generate."""
         return GenerationInputs(self.spec, self.tokenizer, self._chat_template)
 
     @cached_property
     def with_lora(self) -> TextModel:
-        """The same for requests with a LoRA adapter, which need none of the checkpoint's own."""
+        """This model for requests with a LoRA adapter, which need no adapter of the checkpoint itself."""
         if not self.spec.requires_adapter:
             return self
         other = copy(self)
@@ -47,7 +48,7 @@ class TextModel:
         return other
 
     def warm_up(self) -> None:
-        """Build and load now what the first text would wait for."""
+        """Build and load in advance what the first text would otherwise wait for."""
         self.tokenizer.encode([""])
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from penstock.types import Array, PooledOutput, PoolingParams, Request, Task
 
 @dataclass(kw_only=True, eq=False)
 class MultiTask(RowTask[list[Any]]):
-    """The rows of each output, in the order of `all_params`; `params` is the first of them."""
+    """The rows of each output, in the order of `all_params`, which starts with `params`."""
 
     more: tuple[PoolingParams, ...] = ()
     min_weight: float = 0.0
@@ -82,7 +82,7 @@ def _merge_rows(parts: Sequence[Any]) -> Any:
 
 
 def want_more_outputs(model: TextModel, request: Request, more: Sequence[PoolingParams]) -> None:
-    """Ask for further outputs of a request's rows. It may reuse a cached prefix only if all of them can."""
+    """Add further outputs to a request. It may reuse a cached prefix only if all of its outputs can."""
     processor = model.processor
     if processor.late is not None and more:
         raise NotPossible(
@@ -104,7 +104,7 @@ _OTHER_ROUTES = {
 
 
 def refuse_other_routes(task: Task) -> None:
-    """`BadValue` for tasks that need more than texts."""
+    """Raise `BadValue` for tasks that need more than texts."""
     if (reason := _OTHER_ROUTES.get(task)) is not None:
         raise BadValue(f"task {task.value!r} {reason}", param="task")
 
@@ -127,7 +127,7 @@ def pooling_task(
     *,
     allows_empty_text: bool = True,
 ) -> TextTask[Any]:
-    """The task that `params` name, over texts or token ids."""
+    """The task of `params`, over texts or token ids."""
     kind = _TASKS.get(params.task)
     if kind is TokenClassify and model.spec.classifies_each_token:
         params = msgspec.structs.replace(params, task=Task.CLASSIFY, steps=True)

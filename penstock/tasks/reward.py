@@ -1,4 +1,4 @@
-"""Rewards: what a reward model thinks of a whole text, or of each of its steps."""
+"""Rewards: how a reward model scores a whole text, or each of its steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tasks share that give each input a row of values."""
+"""Base classes of tasks over texts or token ids."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from penstock.types import Ints, PooledOutput, PoolingParams, Request
 
 R = TypeVar("R")
 Matrix = NDArray[Any]
-IMAGE_WINDOW_ROWS = 256  # inputs with images that are submitted together: their patches take memory
+IMAGE_WINDOW_ROWS = 256  # inputs submitted together if some are images, whose patches take memory
 MAX_LOOP_TOKENS = 1 << 16  # larger requests are laid out and finished off the event loop
 
 
@@ -39,8 +39,8 @@ class TextTask(ABC, Generic[R]):
     inputs: Inputs
     params: PoolingParams
     options: InputOptions = DEFAULT_OPTIONS
-    allows_empty_text: bool = True  # an empty text has its special tokens, so it has values too
-    check_lengths: Callable[[list[int]], None] | None = None  # sees the rows' tokens before they are cut
+    allows_empty_text: bool = True  # the row of an empty text still has special tokens
+    check_lengths: Callable[[list[int]], None] | None = None  # called with the row lengths before truncation
 
     @property
     def num_rows(self) -> int:
@@ -48,7 +48,7 @@ class TextTask(ABC, Generic[R]):
 
     @property
     def max_window_rows(self) -> int:
-        """The most inputs that are submitted together; images take memory."""
+        """Maximum number of inputs submitted together; lower with images, which take memory."""
         return IMAGE_WINDOW_ROWS if has_images(self.inputs) else WINDOW_ROWS
 
     def check(self, model: TextModel) -> None:
@@ -64,7 +64,7 @@ class TextTask(ABC, Generic[R]):
         return self._text_request(model, request_id)
 
     async def _image_request(self, model: TextModel, request_id: str) -> Request:
-        """Inputs with images; texts among them are prepared like any text."""
+        """The request of inputs with images. Texts among them are prepared like any text."""
         processor, items = model.processor, input_items(self.inputs)
         if processor.content is not None:
             return await self._content_request(model, request_id, processor.content)
@@ -75,7 +75,7 @@ class TextTask(ABC, Generic[R]):
         return processor.join_images(texts, images, request_id, self.params, self.options)
 
     async def _content_request(self, model: TextModel, request_id: str, content: ContentRows) -> Request:
-        """Inputs of texts and images, for a model that reads both in one prompt."""
+        """The request of inputs with texts and images, for a model that reads both in one prompt."""
         processor, options = model.processor, self.options
         contents = content_items(input_items(self.inputs))
         texts = processor.content_texts(contents, options)
@@ -115,7 +115,7 @@ class TextTask(ABC, Generic[R]):
 
     async def _encode_long(self, model: TextModel, texts: Sequence[str]) -> list[Ints]:
         limit = model.processor.row_limit(self.params, self.options)
-        if self.check_lengths is not None:  # it rejects long rows in its own words
+        if self.check_lengths is not None:  # rejects long rows later, with its own message
             limit = replace(limit, truncates=True)
         return await model.batcher.encode(texts, self.options.add_special_tokens, limit)
 
@@ -128,7 +128,7 @@ class TextTask(ABC, Generic[R]):
 
 
 class RowTask(TextTask[R]):
-    """A task whose result follows from its request and the engine's values."""
+    """A task whose result depends only on its request and the engine's output."""
 
     async def prepare(self, model: TextModel, request_id: str) -> Prepared[R]:
         request = await self.request(model, request_id)
@@ -165,7 +165,7 @@ class ListTask(RowTask[list[R]]):
 async def split_off_loop(
     model: TextModel, inputs: Inputs, *, allow_empty_text: bool
 ) -> tuple[list[str] | None, list[Ints]]:
-    """`split_inputs`; many token ids are converted on another thread."""
+    """`split_inputs`, on another thread if there are many token ids to convert."""
     split = partial(split_inputs, inputs, allow_empty_text=allow_empty_text)
     num_ids = num_token_ids(inputs)
     return split() if num_ids <= MAX_LOOP_TOKENS else await model.batcher.call(split, num_ids)

@@ -1,8 +1,8 @@
 """How a task runs: prepare a request, submit it to an engine, finish its output.
 
 A task is one call: its inputs and options. `prepare` tokenises and returns the request together with the
-function that turns the engine's arrays into the task's result. Nobody else knows how a task is prepared or
-finished.
+function that turns the engine's arrays into the task's result. No other code depends on how a task is
+prepared or finished.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ WINDOW_ROWS = 2048  # inputs that are tokenised and submitted together
 MAX_WINDOWS_IN_FLIGHT = 2  # the engine runs one while the next is tokenised
 
 
-@dataclass(slots=True, eq=False)  # not frozen: one is made for every request
+@dataclass(slots=True, eq=False)  # not frozen, because each request creates one and frozen ones are slower
 class Prepared(Generic[R_co]):
     """A request that can be submitted, and how its output becomes the task's result."""
 
     request: Request
     finish: Callable[[PooledOutput], R_co]
-    output: PooledOutput | None = None  # known already: the request need not be submitted
-    is_slow_to_finish: bool = False  # then an event loop finishes it on another thread
+    output: PooledOutput | None = None  # if already available; the request is then not submitted
+    is_slow_to_finish: bool = False  # if so, `finish` runs on another thread than the event loop's
 
 
 class PoolingTask(Protocol[R]):
@@ -43,28 +43,28 @@ class PoolingTask(Protocol[R]):
         """How many inputs the call has."""
 
     def check(self, model: TextModel) -> None:
-        """Refuse what the model cannot do, before any work is spent on it."""
+        """Refuse a call that the model cannot run, before any work is done for it."""
 
     async def prepare(self, model: TextModel, request_id: str) -> Prepared[R]:
-        """Tokenise and lay out the rows; texts that take long are tokenised off the event loop."""
+        """Tokenise and lay out the rows. Long texts are tokenised off the event loop."""
 
     def windows(self, size: int) -> Iterator[PoolingTask[R]]:
         """The same task over at most `size` inputs at a time."""
 
     def merge(self, parts: Sequence[R]) -> R:
-        """The result of the whole from those of its windows."""
+        """Merge the results of the windows."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Scheduling:
-    """When a request runs: its priority (lower runs sooner), arrival and timeout; and for whom."""
+    """Priority (lower runs sooner), arrival, timeout and client of a request."""
 
     priority: int = 0
     arrival_s: float | None = None  # monotonic clock; None: when it is submitted
     timeout_s: float | None = None  # counted from the arrival
     client: str = ""  # clients share the device by their weights
     weight: float = 1.0
-    is_background: bool = False  # it runs only in what other requests leave of the device
+    is_background: bool = False  # runs only on the capacity that other requests leave
 
 
 DEFAULT_SCHEDULING = Scheduling()
@@ -73,7 +73,7 @@ DEFAULT_SCHEDULING = Scheduling()
 def submit(
     engine: EngineHandle, request: Request, scheduling: Scheduling
 ) -> Coroutine[Any, Any, PooledOutput]:
-    """Run a request; `DeadlineExceeded` once its timeout has passed."""
+    """Run a request. Raises `DeadlineExceeded` once its timeout has passed."""
     request.priority = scheduling.priority
     request.client, request.weight = scheduling.client, scheduling.weight
     request.is_background = scheduling.is_background
@@ -94,7 +94,7 @@ async def _run_within(engine: EngineHandle, request: Request, timeout_s: float) 
 
 
 async def run_prepared(engine: EngineHandle, prepared: Prepared[R], scheduling: Scheduling) -> PooledOutput:
-    """The output of a prepared request, from the engine unless it is known already."""
+    """The output of a prepared request, from the engine unless it is already available."""
     if prepared.output is not None:
         return prepared.output
     return await submit(engine, prepared.request, scheduling)
@@ -145,11 +145,11 @@ class TaskRunner:
                 prepared = await window.prepare(self.model, next(self.request_ids))
                 submitted = asyncio.ensure_future(run_prepared(self.engine, prepared, scheduling))
                 running.append((prepared, window.num_rows, submitted))
-                await asyncio.sleep(0)  # lets the request leave before the next window is tokenised
+                await asyncio.sleep(0)  # lets the request be sent before the next window is tokenised
             while running:
                 await complete_oldest()
         finally:
-            for _, _, submitted in running:  # none, unless one of them failed
+            for _, _, submitted in running:  # empty unless a window has failed
                 submitted.cancel()
             await asyncio.gather(*(each[2] for each in running), return_exceptions=True)
         return task.merge(parts)

@@ -1,4 +1,4 @@
-"""Scores of query–document pairs, and comparisons of vectors that the caller brings."""
+"""Scores of query–document pairs, and rankings of documents by score."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Score:
 class RankedDocument:
     """One document of a ranking."""
 
-    index: int  # in the caller's list
+    index: int  # position in the caller's list
     score: float
     document: str
 

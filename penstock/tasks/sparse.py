@@ -15,7 +15,7 @@ from penstock.types import PooledOutput, Request
 
 @dataclass(kw_only=True, eq=False)
 class Sparse(ListTask[SparseRow]):
-    """Token ids and weights of each text, heaviest first. `params.top_k` keeps the heaviest terms."""
+    """Token ids and weights of each text, heaviest first. `params.top_k` limits the number of terms."""
 
     min_weight: float = 0.0  # lighter terms are dropped
 

@@ -1,5 +1,6 @@
-"""From a generation job to text: submits its requests, detokenises tokens as they arrive, ends sequences at
-stop strings. The server, the offline engines and the commands all generate through `stream_text`.
+"""Turns a generation job into text: submits its requests, detokenises tokens as they arrive, and ends
+sequences at stop strings. The server, the offline engines and the commands all generate through
+`stream_text`.
 """
 
 from __future__ import annotations
@@ -22,22 +23,20 @@ from penstock.types import GeneratedTokens, Ints, Timings, TokenLogprobs
 
 @dataclass(slots=True, eq=False)
 class TextDelta:
-    """What is new of one sequence."""
+    """New text and tokens of one sequence."""
 
-    row: int  # sequence number: prompt · n + copy
+    row: int  # index of the sequence: prompt · n + index among the prompt's n
     text: str
     token_ids: list[int]
     logprobs: TokenLogprobs | None = None
     finish_reason: str | None = None  # "stop" | "length", with the last delta
     stop_reason: int | str | None = None  # the stop string or stop token id that ended the sequence
-    prompt_logprobs: TokenLogprobs | None = (
-        None  # of the prompt's tokens after the first, with the first delta
-    )
+    prompt_logprobs: TokenLogprobs | None = None  # for all prompt tokens but the first; with the first delta
     timings: Timings | None = None  # with the last delta
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has text and token ids only."""
+        """Whether it has only text and token ids."""
         return self.finish_reason is None and self.logprobs is None and self.prompt_logprobs is None
 
 
@@ -59,7 +58,7 @@ class SequenceText:
         self._num_unscored = 0 if job.sampling.prompt_logprobs is None else len(prompt) - 1
 
     def push(self, token_id: int) -> TextDelta:
-        """Add one token. As far as the engine knows the sequence continues."""
+        """Add one token of a sequence that the engine continues."""
         if self._num_unscored:
             self._take_prompt_logprobs(None)
         self._num_tokens += 1
@@ -71,13 +70,13 @@ class SequenceText:
         return TextDelta(self.row, shown, [token_id], None, None if stop is None else "stop", stop)
 
     def take(self, part: GeneratedTokens) -> TextDelta:
-        """Add tokens that come with more than their ids."""
+        """Add tokens that may come with log probabilities or a finish reason."""
         delta = TextDelta(self.row, "", [], finish_reason=part.finish_reason, timings=part.timings)
         if self._num_unscored:
             delta.prompt_logprobs = self._take_prompt_logprobs(part)
         ids = part.token_ids.tolist()
         if part.stop_token is not None and ids[-1:] != [part.stop_token]:
-            ids.append(part.stop_token)  # it was generated and counts, whether or not the engine returns it
+            ids.append(part.stop_token)  # it was generated, so it counts whether or not the engine returns it
         texts: list[str] = []
         for at, token_id in enumerate(ids):
             self._num_tokens += 1
@@ -98,7 +97,8 @@ class SequenceText:
         return delta
 
     def _take_prompt_logprobs(self, part: GeneratedTokens | None) -> TokenLogprobs:
-        """They come with the first part; an answer without them would be silently wrong."""
+        """The prompt's log probabilities, which come with the first part. Raises `EngineError` if they are
+        missing, because the answer would be silently wrong."""
         scores = None
         if part is not None:
             scores = _logprobs(part.prompt_logprob_ids, part.prompt_logprobs, part.prompt_ranks)
@@ -137,7 +137,7 @@ def _logprobs(
 async def stream_text(
     engine: EngineHandle, tokenizer: TokenDecoder, job: GenerationJob
 ) -> AsyncGenerator[list[TextDelta], None]:
-    """Deltas of the job's sequences until all have finished. Closing it cancels what still runs."""
+    """Deltas of the job's sequences until all have finished. Closing it cancels unfinished sequences."""
     sequences = [SequenceText(tokenizer, job, row) for row in range(job.num_rows)]
     num_unfinished = len(sequences)
     inbox = _Inbox()
@@ -162,8 +162,8 @@ async def stream_text(
 
 
 class _Inbox:
-    """Tokens of a job's requests, for one task. `next` returns all that arrived since the last call, so a
-    slow reader gets fewer and longer deltas."""
+    """Received tokens of a job's requests, for one reader. `next` returns all that arrived since the last
+    call, so a slow reader gets fewer and longer deltas."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -189,7 +189,7 @@ class _Inbox:
             self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """`next` raises it once everything that arrived before it has been returned."""
+        """Make `next` raise `error`, once everything that arrived earlier has been returned."""
         self._error = self._error or error
         self._wake()
 

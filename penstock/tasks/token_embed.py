@@ -1,4 +1,4 @@
-"""Token embeddings: one vector a token, as late-interaction models compare them."""
+"""Token embeddings: one vector for each token, as late-interaction models compare them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Zero-shot classification: how well labels that the caller names fit each text.
+"""Zero-shot classification: how well each of the caller's labels fits a text or an image.
 
-A classifier for natural-language inference reads a text and a sentence about it for each label, as the
-zero-shot pipeline of transformers does. A GLiClass model reads all labels and the text in one row. A model
-with towers for texts and images compares an image with a sentence about it for each label.
+A classifier for natural-language inference (NLI) reads, for each label, the text and a sentence about it, as
+in the zero-shot pipeline of transformers. A GLiClass model reads all labels and the text in one row. A model
+with a text and a vision tower compares an image, for each label, with a sentence about it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.tasks.run import Prepared
 from penstock.types import PooledOutput, PoolingParams, PreparedImage, Task
 
 DEFAULT_HYPOTHESIS = "This example is {}."
-DEFAULT_PHOTO = "This is a photo of {}."  # of images
+DEFAULT_PHOTO = "This is a photo of {}."  # for images
 MAX_LABELS = 4096
 _NAMES = PairNames("text", "hypothesis", "input", "labels")
 _LOGITS = PoolingParams(Task.CLASSIFY, normalize=False)
@@ -40,7 +40,7 @@ _VECTORS = PoolingParams(Task.EMBED, normalize=True)
 
 @dataclass(frozen=True, slots=True)
 class LabelScores:
-    """The caller's labels with their scores, the best first."""
+    """The caller's labels with their scores, best first."""
 
     labels: tuple[str, ...]
     scores: tuple[float, ...]
@@ -48,13 +48,13 @@ class LabelScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroShotOptions:
-    """How labels are scored. The names are those of the HTTP fields."""
+    """How labels are scored. The fields are named like those of the HTTP request."""
 
     hypothesis_template: str = DEFAULT_HYPOTHESIS
-    multi_label: bool = False  # score each label independently, instead of choosing one of all
+    multi_label: bool = False  # score each label independently; otherwise labels compete
     truncate_prompt_tokens: int | None = None
     cache_salt: str = ""
-    max_request_tokens: int | None = None  # of all rows together; None: no limit
+    max_request_tokens: int | None = None  # total of all rows; None: no limit
 
 
 DEFAULT_ZERO_SHOT = ZeroShotOptions()
@@ -62,7 +62,7 @@ DEFAULT_ZERO_SHOT = ZeroShotOptions()
 
 @dataclass(kw_only=True, eq=False)
 class ZeroShot:
-    """The scores of the labels for each text, by an NLI model: a row for each text and label."""
+    """The scores of the labels for each text, by an NLI model: one row for each pair of text and label."""
 
     texts: str | Sequence[str]
     labels: Sequence[str]
@@ -117,7 +117,7 @@ class ZeroShot:
 
 
 class PromptedZeroShot(ZeroShot):
-    """The same by a GLiClass model: one row a text, with all labels."""
+    """The scores of the labels for each text, by a GLiClass model: one row for each text, with all labels."""
 
     @property
     def num_rows(self) -> int:
@@ -148,8 +148,8 @@ class PromptedZeroShot(ZeroShot):
 
 
 class ImageZeroShot(ZeroShot):
-    """The same for images, by a model with a text and a vision tower: vectors of labels and of images are
-    compared as the model's own code does."""
+    """The scores of the labels for each image, by a model with a text and a vision tower. The vectors of
+    labels and images are compared as in the model's own code."""
 
     @property
     def num_rows(self) -> int:
@@ -219,7 +219,7 @@ def zero_shot_task(
     *,
     allows_empty_text: bool = True,
 ) -> ZeroShot:
-    """The task for this kind of model."""
+    """The zero-shot task for this kind of model."""
     kind = ZeroShot if model.processor.label_prompts is None else PromptedZeroShot
     if model.spec.dual is not None:
         kind = ImageZeroShot

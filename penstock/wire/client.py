@@ -1,8 +1,8 @@
 """The API process's side of the wire: an `EngineHandle` of an engine in another process. Free of torch.
 
-Requests that are submitted in one iteration of the event loop leave in one message; one that cannot be
-encoded fails alone. When the engine process exits or hangs, all pending requests fail at once. The connection
-returns by itself when a new engine listens; messages of an earlier engine are dropped.
+All requests submitted in one iteration of the event loop are sent in one message. A request that cannot be
+encoded fails without affecting the others. When the engine process exits or hangs, all pending requests fail
+at once. The client reconnects when a new engine listens, and drops messages of an earlier engine.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from penstock.wire.shared_memory import MappedMemory, SharedMemoryInfo
 from penstock.wire.status import StatusReader
 
 log = logging.getLogger("penstock.client")
-RECONNECT_MS = 20  # between two attempts to reach an engine that starts; at most twice as long
-MAX_CONNECTING_S = 2.0  # that requests wait for the first connection to an engine that already serves
+RECONNECT_MS = 20  # between attempts to reach a starting engine; ZeroMQ at most doubles it
+MAX_CONNECTING_S = 2.0  # how long requests wait for the first connection to an engine that already serves
 LOST = "the engine process stopped while this request was in flight; it is being restarted, try again"
 
 
@@ -62,20 +62,19 @@ class EngineClient(EngineHandle):
         status: StatusReader | None = None,
         hang_limits: HangLimits | None = None,
     ) -> None:
-        """`explain_unavailable` says why the engine cannot be reached; the text becomes part of a 503.
+        """`explain_unavailable` returns why the engine cannot be reached; the text becomes part of a 503.
 
-        An engine that exceeds `hang_limits` by its `status` counts as unavailable until it gives a sign of
-        life again.
+        An engine whose `status` exceeds `hang_limits` counts as unavailable until it makes progress again.
         """
         self._watch = None if hang_limits is None else LivenessWatch(hang_limits)
-        self._hang = ""  # why the engine counts as hung; empty: it does not
+        self._hang = ""  # why the engine counts as hung; empty if it does not
         self._liveness_timer: asyncio.TimerHandle | None = None
         self.on_ready: Callable[[int], None] = lambda pid: None  # called with the engine's process id
-        self.status = status  # what the engine publishes beside its messages, if anything
+        self.status = status  # the engine's status page, if it publishes one
         self._address = address
         self._explain_unavailable = explain_unavailable
         self._subscribers = Subscribers()
-        self._last_rows: SequenceIds = ()  # of the last `DecodedTokens`; the engine does not repeat them
+        self._last_rows: SequenceIds = ()  # rows of the last `DecodedTokens`; the engine does not repeat them
         self._outgoing: list[Request] = []
         self._held_comparisons: list[list[Any]] = []  # frames that wait for the first connection
         self._cancelled: list[str] = []
@@ -83,8 +82,8 @@ class EngineClient(EngineHandle):
         self._memory: MappedMemory | None = None  # the engine's shared memory, if it could be mapped
         self._released: deque[tuple[str, int]] = deque()  # memory and block, appended on any thread
         self._engine: Ready | None = None  # None: not connected
-        self._awaits_first_engine = True  # it has not been connected yet
-        self._connecting_timer: asyncio.TimerHandle | None = None  # while requests wait for that
+        self._awaits_first_engine = True  # requests may wait for the first connection
+        self._connecting_timer: asyncio.TimerHandle | None = None  # set while requests wait for the first one
 
     @property
     def ready(self) -> bool:
@@ -92,7 +91,7 @@ class EngineClient(EngineHandle):
 
     @property
     def holds_requests(self) -> bool:
-        """Whether requests wait here: the engine serves already, and this process is about to reach it."""
+        """Whether requests wait in this process: the engine already serves, but is not connected yet."""
         return self._awaits_first_engine and self.status is not None and self.status.has_served
 
     @property
@@ -118,11 +117,11 @@ class EngineClient(EngineHandle):
         self._socket = self._context.socket(zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
-        # Not with zmq.IMMEDIATE, which discards answers that have arrived when the engine disconnects.
-        # What is sent in the moment before the monitor reports it is queued for the next engine, which
-        # ignores all that comes before the Hello.
-        # Without a growing interval: otherwise some API processes would refuse requests for up to 0.2 s after
-        # the first one has said that the server is ready.
+        # zmq.IMMEDIATE is not set, because it discards answers that have arrived when the engine disconnects.
+        # Messages sent just before the monitor reports the disconnect are queued for the next engine, which
+        # ignores everything before the Hello.
+        # The interval is short and does not grow. Otherwise some API processes would refuse requests for up
+        # to 0.2 s after the first process has reported that the server is ready.
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
@@ -158,7 +157,7 @@ class EngineClient(EngineHandle):
         return await self._outcome(comparison.id, future)
 
     def _expect(self, request_id: str) -> asyncio.Future[PooledOutput]:
-        """What the output of a request that is about to be sent completes."""
+        """Register a request that is about to be sent, and return the future of its output."""
         self._check(request_id)
         future: asyncio.Future[PooledOutput] = self._loop.create_future()
         self._subscribers.add_future(request_id, future)
@@ -192,8 +191,8 @@ class EngineClient(EngineHandle):
             raise BadValue(f"request_id {request_id!r} is already in use", param="request_id")
 
     def _hold_until_connected(self) -> None:
-        """Let a request wait if `holds_requests`: another process may have reported that the server is ready.
-        Otherwise refuse it."""
+        """Let a request wait if `holds_requests`, because another process may already have reported that the
+        server is ready. Otherwise refuse it."""
         if not self.holds_requests:
             raise EngineUnavailable(self.unavailable_reason)
         if self._connecting_timer is None:
@@ -207,7 +206,7 @@ class EngineClient(EngineHandle):
         self._fail_all(self.unavailable_reason)
 
     def _end_first_connection(self) -> None:
-        """From now on, requests are refused whenever there is no connection."""
+        """From now on, refuse requests whenever there is no connection."""
         self._awaits_first_engine = False
         if self._connecting_timer is not None:
             self._connecting_timer.cancel()
@@ -232,7 +231,7 @@ class EngineClient(EngineHandle):
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Send new requests, then cancellations, which may be of requests that were just submitted."""
+        """Send new requests, then cancellations, because some may cancel these requests."""
         if self._connecting_timer is not None:
             return  # `_welcome` sends them
         requests, self._outgoing = self._outgoing, []
@@ -253,7 +252,7 @@ class EngineClient(EngineHandle):
         self._send(frames)
 
     def _can_send(self, request: Request) -> bool:
-        """Whether a request can be encoded; otherwise it fails."""
+        """Whether a request can be encoded. If not, fail it."""
         try:
             pack_requests([request])
         except Exception as error:
@@ -263,7 +262,7 @@ class EngineClient(EngineHandle):
 
     def _send(self, frames: list[Any]) -> None:
         if self._engine is None:
-            return  # all pending requests have failed
+            return  # all pending requests have already failed
         send_frames(self._socket, frames)
         self._on_readable()  # a send may consume the edge that announces a received message
 
@@ -272,7 +271,8 @@ class EngineClient(EngineHandle):
             header, *frames = receive_frames(self._socket)
             try:
                 self._handle(decode_from_engine(header.buffer), [frame.buffer for frame in frames])
-            except Exception as error:  # whose outcomes it had is not known: none may wait for ever
+            except Exception as error:
+                # It is unknown which requests the message answers. Fail all, so that none waits for ever.
                 log.exception("a message of the engine could not be handled")
                 for request_id in self._subscribers.unfinished():
                     self._cancel(request_id)
@@ -282,10 +282,11 @@ class EngineClient(EngineHandle):
         if isinstance(message, Ready):
             self._welcome(message)
         elif self._engine is not None and message.engine == self._engine.engine:
-            self._deliver(message, frames)  # or it is from an engine that is gone, as are its requests
+            self._deliver(message, frames)
+        # Outcomes of an earlier engine are dropped: its requests have already failed.
 
     def _welcome(self, engine: Ready) -> None:
-        """An engine can serve. Requests that another one has not answered are lost."""
+        """Connect to an engine that can serve. Requests that an earlier engine has not answered are lost."""
         if self._engine is not None and self._engine.engine != engine.engine:
             self._fail_all(LOST)
         self._engine = engine
@@ -300,7 +301,8 @@ class EngineClient(EngineHandle):
         self.on_ready(engine.pid)
 
     def _map_memory(self, info: SharedMemoryInfo | None) -> None:
-        """Map the engine's shared memory and tell the engine. Without it, large outputs are sent."""
+        """Map the engine's shared memory and notify the engine. If this fails, the engine sends large outputs
+        in messages."""
         if info is None:
             self._memory = None
             return
@@ -317,14 +319,14 @@ class EngineClient(EngineHandle):
         self._flush_released()
 
     def _release_block(self, memory: str, block: int) -> None:
-        """Nothing in this process reads the block any more. Called on any thread."""
+        """Release a block that nothing in this process reads any more. Called on any thread."""
         self._released.append((memory, block))
         with contextlib.suppress(RuntimeError):  # the loop is closed: the engine will see that we have exited
             self._loop.call_soon_threadsafe(self._flush_released)
 
     def _flush_released(self) -> None:
         if self._engine is None or not self._released:
-            return  # if the same engine comes back, it gets the message then
+            return  # if the same engine reconnects, the blocks are released then
         released = [self._released.popleft() for _ in range(len(self._released))]
         info = self._engine.shared
         if info is not None and (blocks := [block for memory, block in released if memory == info.name]):
@@ -345,12 +347,13 @@ class EngineClient(EngineHandle):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._send_hello()
             elif event == zmq.EVENT_DISCONNECTED:
-                self._on_readable()  # messages that it sent before
+                self._on_readable()  # handle what the engine sent before
                 self._engine, self._hang = None, ""
                 self._fail_all(LOST)
 
     def _check_liveness(self) -> None:
-        """Once in a while: fail what waits for an engine that hangs, and serve again when it comes back."""
+        """Fail the pending requests of a hung engine, and serve again when it recovers. Called every
+        `LIVENESS_INTERVAL_S`."""
         if self.status is None or self._watch is None:
             return
         self._liveness_timer = self._loop.call_later(self.LIVENESS_INTERVAL_S, self._check_liveness)
@@ -366,7 +369,7 @@ class EngineClient(EngineHandle):
                 self._abandon_all()
 
     def _abandon_all(self) -> None:
-        """Fail all pending requests. If the engine comes back, it drops their work."""
+        """Fail all pending requests, and cancel them for the case that the engine recovers."""
         for request_id in self._subscribers.unfinished():
             self._cancel(request_id)
         self._fail_all(self._hang)

@@ -1,7 +1,7 @@
-"""Multipart messages of a ZeroMQ socket, without what pyzmq's own functions add to each.
+"""Multipart messages of a ZeroMQ socket, without the overhead of pyzmq's own functions.
 
-`send_multipart` and `recv_multipart` compute flags as enums and ask the socket after every frame whether more
-follow. For a message of three small frames that takes 5 and 9 µs longer than the functions here.
+`send_multipart` and `recv_multipart` compute flags as enums and query the socket after every frame. For a
+message of three small frames, sending takes 5 µs and receiving 9 µs longer than with the functions here.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Any]) -> None:
 
 
 def is_readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message waits. Afterwards the socket's file descriptor announces the next one."""
+    """Whether a message is waiting. After False, the socket's file descriptor signals the next message."""
     return bool(int(socket.get(_EVENTS)) & _READABLE)
 
 
 def receive_frames(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
-    """The frames of one message, not copied. Raises `zmq.Again` if none waits."""
+    """Receive the frames of one message without copying. Raises `zmq.Again` if no message is waiting."""
     receive = socket.recv
     frame: zmq.Frame = receive(_LAST, copy=False)
     frames = [frame]

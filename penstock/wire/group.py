@@ -1,8 +1,8 @@
-"""Several engines of one model as one `EngineHandle`: balanced, with a second try where an engine is lost.
+"""Several engines of one model as one `EngineHandle`, with load balancing and one retry if an engine is lost.
 
-Requests that were in flight on an engine that died or hangs run once more on another engine. Results are
-functions of their rows, so this is safe; it happens at most once, so that a request that kills engines does
-not kill all of them. A stream is tried again only before its first token.
+If an engine dies or hangs, its requests in flight run once more on another engine. This is safe, because
+results depend only on the rows. There is at most one retry, so that a request that kills engines does not
+kill all of them. A stream is retried only before its first token.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ from penstock.wire.status import StatusReader
 log = logging.getLogger("penstock.client")
 CLOSED = "the server is closing"
 MIXED = "the engines of the model were replaced by others with other weights meanwhile; try again"
-PREFIX_BLOCK, MAX_PREFIX_BLOCKS = 64, 64  # tokens, and how many of them tell one prompt from another
-MAX_COUNTED_OUTPUT = 256  # tokens of an answer that count as load, before it is known how long it will be
+# Engines are chosen by the first 64 blocks of a prompt's prefix.
+PREFIX_BLOCK, MAX_PREFIX_BLOCKS = 64, 64  # tokens per block, number of blocks
+MAX_COUNTED_OUTPUT = 256  # output tokens per sequence counted as load; the real number is not known yet
 SPLIT_STEPS = 2  # a request of fewer steps is not split over engines
-MAX_QUERY_SHARE = 0.1  # of a request that is split: every part has all queries
-ASLEEP_STEPS = 4  # how much further behind the others may fall before a sleeping engine is woken
-RETRY_PATIENCE_S = 5.0  # how long a request of a lost engine waits for one, if no other serves
+# Maximum share of a request's tokens that splitting may add by repeating all queries in every part.
+MAX_QUERY_SHARE = 0.1
+ASLEEP_STEPS = 4  # steps of extra load on the engines that are awake before a sleeping one is woken
+RETRY_PATIENCE_S = 5.0  # how long a request of a lost engine waits for an engine if no other serves
 RETRY_POLL_S = 0.02
-MAX_LOOP_BYTES = 1 << 22  # of an output that is put together on the event loop
+MAX_LOOP_BYTES = 1 << 22  # larger outputs are joined on another thread
 
 
 class GroupedClient(EngineHandle, Protocol):
-    """What the group needs of the connection to one engine."""
+    """What the group needs from the connection to one engine."""
 
     on_ready: Callable[[int], None]
 
@@ -59,7 +61,7 @@ class GroupedClient(EngineHandle, Protocol):
 
 
 class _Member:
-    """One engine, and what this process has in flight there."""
+    """One engine, with the number of tokens that this process has in flight on it."""
 
     __slots__ = ("client", "index", "num_background_tokens", "num_tokens", "status")
 
@@ -67,7 +69,7 @@ class _Member:
         self.index = index
         self.client = client
         self.status = client.status
-        self.num_tokens = 0  # of interactive requests
+        self.num_tokens = 0  # in flight, without background requests
         self.num_background_tokens = 0
 
     def count(self, num_tokens: int, is_background: bool) -> None:
@@ -78,7 +80,8 @@ class _Member:
 
 
 def affinity_of(request: Request, settings: Mapping[str, Any]) -> Affinity | None:
-    """What an engine with these settings may have kept that a request needs."""
+    """The prefix or queries of a request that an engine with these settings may have cached. None if there
+    is nothing to reuse."""
     if request.pairs is not None:
         if not settings.get("share_identical"):
             return None
@@ -91,7 +94,7 @@ def affinity_of(request: Request, settings: Mapping[str, Any]) -> Affinity | Non
 
 
 class EngineGroup(EngineHandle):
-    """The engines of one model. It serves while one of them does."""
+    """The engines of one model. The group is ready while at least one of them is."""
 
     def __init__(self, clients: Sequence[GroupedClient], name: str = "the model") -> None:
         self._members = [_Member(index, client) for index, client in enumerate(clients)]
@@ -103,7 +106,7 @@ class EngineGroup(EngineHandle):
         self._settings: dict[str, Any] = {}
         self.uses_affinity = True
         self.retry_patience_s = RETRY_PATIENCE_S
-        self.on_ready: Callable[[int, int], None] = lambda index, pid: None  # an engine and its process id
+        self.on_ready: Callable[[int, int], None] = lambda index, pid: None  # engine index, process id
         self.on_retry: Callable[[], None] = lambda: None
         for member in self._members:
             member.client.on_ready = partial(self._welcome, member)
@@ -120,7 +123,7 @@ class EngineGroup(EngineHandle):
 
     @property
     def engines_ready(self) -> list[bool]:
-        """Of each engine, whether it gets requests."""
+        """Whether each engine gets requests."""
         usable = self._usable()
         return [member in usable for member in self._members]
 
@@ -138,7 +141,7 @@ class EngineGroup(EngineHandle):
 
     @property
     def tokens_in_flight(self) -> list[int]:
-        """What this process has submitted to each engine and has no answer to."""
+        """Tokens that this process has in flight on each engine."""
         return [member.num_tokens + member.num_background_tokens for member in self._members]
 
     def stats(self) -> EngineStats:
@@ -154,8 +157,8 @@ class EngineGroup(EngineHandle):
             member.client.close()
 
     def _usable(self) -> list[_Member]:
-        """The engines that are ready and have loaded the same revision. If none is left of those that had
-        another, that of the others holds."""
+        """The ready engines with the group's revision of the model. If no ready engine has it, the group
+        switches to the revision of the first ready engine."""
         ready = [member for member in self._members if member.client.ready]
         usable = [member for member in ready if member.client.revision == self._revision]
         if ready and not usable:
@@ -164,7 +167,7 @@ class EngineGroup(EngineHandle):
         return usable
 
     def _welcome(self, member: _Member, pid: int) -> None:
-        """An engine can serve."""
+        """Use the settings of an engine that has become ready, and warn if it loaded another revision."""
         if member not in self._usable():
             log.warning(
                 "engine %d of %s has loaded other files or settings than the engines that serve: it gets no "
@@ -178,8 +181,9 @@ class EngineGroup(EngineHandle):
     # Choice.
 
     def _loads(self, tried: _Member | None = None, *, is_background: bool = False) -> list[float]:
-        """Tokens before a new request at each engine: of this process, and what waits there of all processes.
-        Background work yields, so it is only before other background work. Called for every request."""
+        """Tokens ahead of a new request on each engine: those that this process has in flight, plus those
+        that wait there from all processes. Background work yields to other work, so it counts only for
+        background requests. Called for every request."""
         revision, asleep_tokens = self._revision, ASLEEP_STEPS * self._step_tokens
         loads = []
         for member in self._members:
@@ -203,12 +207,13 @@ class EngineGroup(EngineHandle):
         *,
         is_background: bool = False,
     ) -> _Member:
-        """The engine of a request; another than the one that was `tried`, or its error."""
+        """Choose the engine of a request, other than the engine already `tried`. If there is none, raise
+        `error`."""
         slack, choose = self._step_tokens, self._balancer.choose
         if self._is_closed:
             raise error or EngineUnavailable(CLOSED)
         index = choose(self._loads(tried, is_background=is_background), affinity, slack_tokens=slack)
-        if index is None and self._usable():  # another revision may hold from now on
+        if index is None and self._usable():  # `_usable` may have switched revisions
             index = choose(self._loads(tried, is_background=is_background), affinity, slack_tokens=slack)
         if index is not None:
             return self._members[index]
@@ -234,7 +239,7 @@ class EngineGroup(EngineHandle):
     async def _run_twice(
         self, work: Request | Comparison, num_tokens: int, member: _Member, *, is_background: bool = False
     ) -> PooledOutput:
-        """Run on an engine, and on another one if it is lost meanwhile."""
+        """Run on an engine, and once more on another one if the first is lost."""
         member.count(num_tokens, is_background)
         try:
             return await _run_on(member, work)
@@ -250,8 +255,8 @@ class EngineGroup(EngineHandle):
             another.count(-num_tokens, is_background)
 
     async def _another(self, tried: _Member, error: EngineUnavailable, is_background: bool) -> _Member:
-        """Another engine for a request whose engine is lost. If there is none, the first that comes back
-        soon, which may be the same one."""
+        """Choose another engine for a request whose engine is lost. If no other engine serves, wait up to
+        `retry_patience_s` for the first that comes back, which may be the same one."""
         until_s = time.monotonic() + self.retry_patience_s
         excluded: _Member | None = tried
         while True:
@@ -266,8 +271,8 @@ class EngineGroup(EngineHandle):
     # Requests that are split.
 
     def _split(self, request: Request) -> list[tuple[_Member, int, int]]:
-        """The engines of a large request, with the first row of each and one past its last. Documents count
-        as rows if there are pairs. Empty: it runs whole."""
+        """The parts of a large request, each with its engine, first row and end row. For requests with pairs,
+        the row numbers count documents. Empty if the request is not split."""
         queries = request.num_queries
         query_tokens = int(request.lengths[:queries].sum())
         loads = self._loads(is_background=request.is_background)
@@ -282,13 +287,13 @@ class EngineGroup(EngineHandle):
             if share and end > begin:
                 ranges.append((member, begin, end))
                 begin = end
-        if ranges:  # what rounding has left
+        if ranges:  # the last part takes the rows that rounding has left
             member, first, _ = ranges[-1]
             ranges[-1] = member, first, request.num_rows - queries
         return ranges
 
     async def _run_parts(self, request: Request, ranges: Sequence[tuple[_Member, int, int]]) -> PooledOutput:
-        """Run a request in parts, each on its engine, and put the outputs together."""
+        """Run each part of a request on its engine, and join the outputs."""
         revision = self.revision
         parts = [
             (member, _part(request, begin, end, number)) for number, (member, begin, end) in enumerate(ranges)
@@ -302,7 +307,7 @@ class EngineGroup(EngineHandle):
         try:
             outputs = await asyncio.gather(*tasks)
         finally:
-            for task in tasks:  # none runs, unless one of them failed
+            for task in tasks:  # if one has failed, others may still run
                 task.cancel()
         if self.revision != revision:
             raise EngineUnavailable(MIXED)
@@ -318,7 +323,7 @@ class EngineGroup(EngineHandle):
 
 
 class _GroupStream(StreamListener):
-    """A stream that begins on another engine if the first is lost before it has given a token."""
+    """A stream that starts again on another engine if the first is lost before the first token."""
 
     def __init__(self, group: EngineGroup, request: Request, listener: StreamListener) -> None:
         self._group, self._request, self._listener = group, request, listener
@@ -373,7 +378,7 @@ def _run_on(member: _Member, work: Request | Comparison) -> Awaitable[PooledOutp
 
 
 def _part(request: Request, begin: int, end: int, number: int) -> Request:
-    """Some rows of a request; of one with pairs, some documents with all queries."""
+    """A part of a request: some of its rows or, if it has pairs, some documents and all queries."""
     rows: Ints = np.arange(begin, end, dtype=np.int32)
     if request.pairs is None:
         return select_rows(request, rows, f"{request.id}/{number}")
@@ -383,7 +388,7 @@ def _part(request: Request, begin: int, end: int, number: int) -> Request:
 
 
 def _join(request: Request, outputs: Sequence[PooledOutput]) -> PooledOutput:
-    """The output of a whole request from those of its parts, which ran at the same time."""
+    """Join the outputs of a request's parts, which ran at the same time."""
     timings = Timings(
         max(output.timings.queue_s for output in outputs), max(output.timings.device_s for output in outputs)
     )
@@ -393,7 +398,7 @@ def _join(request: Request, outputs: Sequence[PooledOutput]) -> PooledOutput:
 
 
 def _concatenate(parts: Sequence[Array]) -> Array:
-    """Rows after one another. Those of sparse outputs may have more terms in one part than in another."""
+    """Concatenate rows. Sparse outputs are padded, because parts may differ in their number of terms."""
     if parts[0].ndim == 3:
         most = max(part.shape[1] for part in parts)
         parts = [_with_terms(part, most) for part in parts]

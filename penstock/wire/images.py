@@ -1,4 +1,4 @@
-"""The images of a request as arrays that travel: integers with those of the request, patches as raw bytes."""
+"""Encoding of a request's images: integers, sent beside those of the request, and patches as raw bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def image_integers(images: RequestImages) -> list[Ints]:
 
 
 def read_images(ints: Ints, patches: Any, values_per_patch: int, *, are_rows: bool) -> RequestImages:
-    """The images whose integers `image_integers` gave. `patches` is a buffer of bytes."""
+    """Decode images from the integers of `image_integers`. `patches` is a buffer of bytes."""
     count = len(ints) // INTS_PER_IMAGE
     if values_per_patch < 1:
         raise ValueError("patches have no values")
@@ -34,7 +34,7 @@ def read_images(ints: Ints, patches: Any, values_per_patch: int, *, are_rows: bo
 
 
 def check_images(request: Request, images: RequestImages) -> None:
-    """`ValueError` if the images do not fit the rows or the patches that came with them."""
+    """Raise `ValueError` if the images do not match the rows of the request or their own patches."""
     if not images.num_images:
         raise ValueError("a request with images has none")
     if int(images.grids.min()) < 1 or int(images.grids.max()) >= 1 << 15:

@@ -1,8 +1,11 @@
-"""Tells a hung engine from a busy one, by what the engine publishes on its status page.
+"""Distinguishes a hung engine from a busy one, by the engine's status page.
 
-The engine's loop beats several times a second, also while a step runs on another thread. Three things can
-hang: the loop (it does not beat), a launch on the loop's thread (it captures a graph or compiles a kernel,
-which may take long), and a step on the device (the loop beats, the step never finishes). Each has its limit.
+The engine's loop writes a heartbeat several times a second, also while a step runs on another thread. Three
+things can hang, each with its own limit:
+
+- the loop: there is no heartbeat
+- a launch on the loop's thread: no heartbeat either, but capturing a graph or compiling a kernel takes long
+- a step on the device: heartbeats go on, but the step never finishes
 """
 
 from __future__ import annotations
@@ -14,28 +17,29 @@ from pathlib import Path
 
 from penstock.wire.status import EngineStatus
 
-LAUNCH_FACTOR = 12  # a launch may take this many times as long as any other turn of the loop
-MIN_SILENCE_S = 1.0  # several heartbeats
+LAUNCH_FACTOR = 12  # a launch may take this many times as long as any other iteration of the loop
+MIN_SILENCE_S = 1.0  # several heartbeat intervals
 MAX_COUNTED_GAP_S = 1.0
-DEFAULT_HANG_TIMEOUT_S = 10.0  # for API processes where the supervisor never replaces a hung engine
+DEFAULT_HANG_TIMEOUT_S = 10.0  # used by API processes if the supervisor never replaces a hung engine
 
 
 @dataclass(frozen=True, slots=True)
 class HangLimits:
-    """How long the engine may give no sign of progress; 0: for ever."""
+    """How long the engine may show no progress; 0: no limit."""
 
     silence_s: float  # without a heartbeat
     launch_s: float  # without a heartbeat while the loop launches a step
-    step_s: float  # with the same step in flight
+    step_s: float  # while the same step is in flight
 
     @classmethod
     def for_replacing(cls, hang_timeout_s: float, step_timeout_s: float) -> HangLimits:
-        """When the supervisor replaces the engine."""
+        """Limits after which the supervisor replaces the engine."""
         return cls(hang_timeout_s, LAUNCH_FACTOR * hang_timeout_s, step_timeout_s)
 
     @classmethod
     def for_refusing(cls, hang_timeout_s: float, step_timeout_s: float) -> HangLimits:
-        """When API processes refuse requests: earlier, because an engine that comes back loses nothing."""
+        """Limits after which API processes refuse requests. They are shorter, because refusing costs nothing
+        if the engine recovers."""
         silence_s = max(MIN_SILENCE_S, (hang_timeout_s or DEFAULT_HANG_TIMEOUT_S) / 4)
         return cls(silence_s, LAUNCH_FACTOR * hang_timeout_s, step_timeout_s)
 
@@ -43,9 +47,9 @@ class HangLimits:
 class LivenessWatch:
     """Watches one engine process, from a process that checks it several times a second.
 
-    Time counts only while the watching process itself runs: a check that comes late counts as one second.
-    So nobody calls the engine hung because all processes were stopped (ctrl-Z, a paused virtual machine) or
-    because the machine is too busy to run either of them.
+    Time counts only while the watching process itself runs: a late check counts as one second. Otherwise the
+    engine would count as hung after all processes were stopped (ctrl-Z, a paused virtual machine), or while
+    the machine is too busy to run either process.
     """
 
     def __init__(self, limits: HangLimits, is_stopped: Callable[[int], bool] | None = None) -> None:
@@ -57,7 +61,7 @@ class LivenessWatch:
         self._step_s = 0.0
 
     def check(self, status: EngineStatus, now_s: float) -> str:
-        """Why the engine counts as hung; empty if it does not. An engine that does not serve yet is not."""
+        """Return why the engine counts as hung; empty if it does not, or does not serve yet."""
         gap_s = 0.0 if self._checked_s is None else min(now_s - self._checked_s, MAX_COUNTED_GAP_S)
         last, self._last, self._checked_s = self._last, status, now_s
         is_same = status.pid == last.pid and status.pid != 0
@@ -82,7 +86,7 @@ class LivenessWatch:
 
 
 def process_is_stopped(pid: int) -> bool:
-    """Whether a signal or a debugger has stopped the process. False where the system does not tell."""
+    """Whether a signal or a debugger has stopped the process. False if the system does not report it."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     return False

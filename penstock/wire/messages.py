@@ -37,13 +37,14 @@ from penstock.wire.images import INTS_PER_IMAGE, check_images, image_integers, r
 from penstock.wire.shared_memory import Region, SharedMemoryInfo
 
 MIN_OWN_FRAME_BYTES = 1 << 16  # smaller arrays are copied into one frame; larger ones are sent by reference
-MIN_OWN_MESSAGE_BYTES = 1 << 20  # a message arrives as a whole: large outputs do not wait for each other
+# A message arrives as a whole. Larger outputs have their own messages, so they do not wait for each other.
+MIN_OWN_MESSAGE_BYTES = 1 << 20
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):
     """An API process introduces itself and asks whether the engine is ready.
 
-    It is the first message on a connection: the engine takes no work of a process that it does not know.
+    It is the first message on a connection: the engine ignores work from a process that has not sent it.
     """
 
     client: str  # name of the client, the same on every connection it makes
@@ -55,9 +56,9 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
 
     pid: int
     settings: dict[str, Any]  # the resolved configuration, for information
-    shared: SharedMemoryInfo | None = None  # where processes that map it find large outputs
-    engine: int = 0  # a random number; the messages of one engine process all have the same
-    revision: str = ""  # of the loaded model, see `checkpoint.revision`; "": not known
+    shared: SharedMemoryInfo | None = None  # memory for large outputs, for processes that map it
+    engine: int = 0  # random number that identifies the engine process in all its messages
+    revision: str = ""  # revision of the loaded model, see `checkpoint.revision`; "": unknown
 
 
 class MemoryMapped(msgspec.Struct, tag="memory_mapped", array_like=True):
@@ -69,7 +70,7 @@ class MemoryMapped(msgspec.Struct, tag="memory_mapped", array_like=True):
 
 
 class BlocksReleased(msgspec.Struct, tag="blocks_released", array_like=True):
-    """This API process no longer reads these blocks; one entry for each time that it was given a block."""
+    """This API process no longer reads these blocks. A block that it was given twice has two entries."""
 
     memory: str
     blocks: list[int]
@@ -88,7 +89,7 @@ class ArrayLengths(msgspec.Struct, array_like=True):
 
 
 class ImagesHeader(msgspec.Struct, array_like=True):
-    """The images of a request. Their numbers follow its other integers; their patches have a frame."""
+    """The images of a request. Their integers follow its other integers; their patches have a frame."""
 
     num_images: int
     values_per_patch: int
@@ -111,7 +112,7 @@ class RequestHeader(msgspec.Struct, array_like=True):
     cache_salt: str
     extra_params: tuple[PoolingParams, ...]
     sampling: SamplerParams | None = None
-    client: tuple[str, float] | None = None  # name and weight; None: the one without a name
+    client: tuple[str, float] | None = None  # name and weight; None: the unnamed client
     is_background: bool = False
 
 
@@ -144,7 +145,7 @@ class Cancel(msgspec.Struct, tag="cancel", array_like=True):
 
 
 class FramedArray(msgspec.Struct, array_like=True):
-    """An array of an output. Frame 0 holds small arrays one after another; a large array has its own."""
+    """An array of an output. Frame 0 holds all small arrays in order; a large array has its own frame."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -153,7 +154,7 @@ class FramedArray(msgspec.Struct, array_like=True):
 
 class PooledItem(msgspec.Struct, tag="pooled", array_like=True):
     id: str
-    arrays: list[FramedArray]  # the values, then those of the request's further outputs
+    arrays: list[FramedArray]  # the values, then the values of the request's further outputs
     queue_s: float
     device_s: float
 
@@ -187,10 +188,10 @@ class GeneratedItem(msgspec.Struct, tag="generated", array_like=True):
 
 
 class DecodedItem(msgspec.Struct, tag="decoded", array_like=True):
-    """One further token of each of several sequences."""
+    """One new token for each of several sequences."""
 
     token_ids: bytes  # int32
-    rows: list[tuple[str, int]] | None = None  # None: those of the last such item on this connection
+    rows: list[tuple[str, int]] | None = None  # None: as in this connection's last `DecodedItem`
 
 
 class FailedItem(msgspec.Struct, tag="failed", array_like=True):
@@ -205,7 +206,7 @@ Item = PooledItem | PooledRowsItem | GeneratedItem | DecodedItem | FailedItem
 
 class Outcomes(msgspec.Struct, tag="outcomes", array_like=True):
     items: list[Item]
-    shared: dict[int, Region] = {}  # frames that are not sent, and where in shared memory they are
+    shared: dict[int, Region] = {}  # frames that are in shared memory instead of the message
     engine: int = 0  # as in `Ready`
 
 
@@ -257,7 +258,7 @@ def pack_requests(requests: Sequence[Request]) -> list[Any]:
             )
         )
     ints = np.concatenate(arrays)
-    if ints.dtype != np.int32:  # one array of another type would change how all are read
+    if ints.dtype != np.int32:  # one array of another dtype changes the dtype of the joined array
         raise TypeError(f"token ids and lengths must be int32; joined, they are {ints.dtype}")
     return [encode(Submit(headers)), ints, *patches]
 
@@ -269,7 +270,8 @@ def _images_header(images: RequestImages) -> ImagesHeader:
 def unpack_requests(
     headers: Iterable[RequestHeader], frame: Any, patches: Sequence[Any] = ()
 ) -> list[Request]:
-    """Raises if anything does not fit: then `unpack_each` tells which request is at fault."""
+    """Decode the requests of a `Submit`. Raises if anything is inconsistent; `unpack_each` then finds the
+    requests at fault."""
     remaining = iter(patches)
     ints: Ints = np.frombuffer(frame, dtype=np.int32)
     # Equal parameters become one object, which compares quickly.
@@ -302,7 +304,7 @@ def unpack_requests(
             )
             check_images(request, request.images)
         fits = (
-            ints.item(tokens_start - 1) == header.num_tokens  # of most requests, which have one row
+            ints.item(tokens_start - 1) == header.num_tokens  # faster, for the most common case
             if header.num_rows == 1
             else _lengths_fit(request, header.num_tokens)
         )
@@ -327,7 +329,7 @@ class LooseSubmit(msgspec.Struct, tag="submit", array_like=True):
 
 
 class RequestExtent(msgspec.Struct, array_like=True):
-    """The leading fields of a `RequestHeader`: its name, and how many integers belong to it."""
+    """The leading fields of a `RequestHeader`: its id, and the fields that give its number of integers."""
 
     id: str
     num_rows: int
@@ -353,15 +355,15 @@ class RequestExtent(msgspec.Struct, array_like=True):
 def unpack_each(
     submit: bytes, frame: Any, patches: Sequence[Any] = ()
 ) -> tuple[list[Request], list[Failure]]:
-    """The requests of an encoded `Submit` that can be read, and a failure for each that cannot.
+    """The readable requests of an encoded `Submit`, and a failure for each of the others.
 
-    For a message that cannot be read as a whole. Raises if not even the list of requests can be.
+    For messages that cannot be read as a whole. Raises if even the list of requests cannot be read.
     """
     ints: Ints = np.frombuffer(memoryview(frame)[: len(frame) // 4 * 4], dtype=np.int32)
     requests: list[Request] = []
     failures: list[Failure] = []
     remaining = list(reversed(patches))
-    start: int | None = 0  # None: a request did not say where it ends, so later ones cannot be found
+    start: int | None = 0  # None: the end of a request could not be read, so later ones cannot be located
     for raw in msgspec.msgpack.decode(submit, type=LooseSubmit).requests:
         request_id = str(msgspec.msgpack.decode(raw)[0])
         try:
@@ -401,7 +403,7 @@ def _read_optional(request: Request, lengths: ArrayLengths, ints: Ints, start: i
 
 
 def pack_comparison(comparison: Comparison) -> list[Any]:
-    """The frames of one `Compare`: the header, then one for each array."""
+    """The frames of one `Compare`: the header, then one frame for each array."""
     frames: list[Array] = []
 
     def add(array: Array) -> ArrayHeader:
@@ -454,7 +456,7 @@ def _share_nothing(array: Array) -> Region | None:
 
 
 class _ArrayFrames:
-    """Assigns arrays to frames. Deduplicated requests have the same arrays, which take one frame."""
+    """Assigns arrays to frames. Arrays that deduplicated requests share are assigned to one frame."""
 
     def __init__(self, share: ShareArray) -> None:
         self.shared: dict[int, Region] = {}
@@ -488,7 +490,7 @@ def pack_outcomes(
     """The frames of one `Outcomes`: the header, one for all small arrays, and one for each large array.
 
     `last_rows` are the rows of the last `DecodedTokens` on this connection; they are not sent again. `share`
-    says where the receiver finds an array in shared memory.
+    returns where the receiver finds an array in shared memory.
     """
     items: list[Item] = []
     arrays = _ArrayFrames(share)
@@ -532,7 +534,7 @@ def last_decoded_rows(outcomes: Sequence[Outcome], last_rows: SequenceIds) -> Se
 def merge_shared_frames(
     frames: Sequence[Any], shared: dict[int, Region], read: Callable[[Region], Any]
 ) -> list[Any]:
-    """All frames of a message: those that were sent, and those that are in shared memory."""
+    """All frames of a message: those that were sent, and those in shared memory."""
     sent = iter(frames)
     num_frames = len(frames) + len(shared)
     return [read(shared[frame]) if frame in shared else next(sent) for frame in range(num_frames)]
@@ -541,7 +543,7 @@ def merge_shared_frames(
 def unpack_outcomes(
     items: Iterable[Item], frames: Sequence[Any], last_rows: SequenceIds = ()
 ) -> list[Outcome]:
-    """`last_rows` are the rows of the last `DecodedTokens` on this connection."""
+    """Decode outcomes. `last_rows` are the rows of the last `DecodedTokens` on this connection."""
     small, start = memoryview(frames[0]), 0
     outcomes: list[Outcome] = []
     for item in items:

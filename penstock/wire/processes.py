@@ -1,4 +1,4 @@
-"""API processes as the engine sees them: who they are, on which connection, and whether they have exited."""
+"""The API processes connected to an engine: their names, connections, and whether they have exited."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class WatchedProcess:
-    """A process whose exit is noticed however it ends, also where its process id is used again."""
+    """A process whose exit is detected however it ends. With a pidfd, this holds even if its process id is
+    reused."""
 
     pid: int
-    pidfd: int | None  # readable once the process has exited; None where the system has no pidfd
+    pidfd: int | None  # readable once the process has exited; None if the system has no pidfd
 
     @classmethod
     def open(cls, pid: int) -> WatchedProcess | None:
@@ -51,13 +52,13 @@ class _Client:
 
 
 class Clients:
-    """The connections of API processes that are alive, one for each name."""
+    """The connections of live API processes, one for each name."""
 
     def __init__(self) -> None:
         self._by_connection: dict[bytes, _Client] = {}
         self._without_pidfd: set[bytes] = set()
-        self._exits = selectors.DefaultSelector()  # one descriptor to poll, however many processes there are
-        self._fileno: int = self._exits.fileno()  # of epoll or kqueue
+        self._exits = selectors.DefaultSelector()  # one descriptor to poll for all processes
+        self._fileno: int = self._exits.fileno()  # descriptor of epoll or kqueue
 
     def __contains__(self, connection: bytes) -> bool:
         return connection in self._by_connection
@@ -66,16 +67,16 @@ class Clients:
         return len(self._by_connection)
 
     def fileno(self) -> int:
-        """A descriptor that is readable while `exited` has something to tell."""
+        """A descriptor that is readable while `exited` would return a connection."""
         return self._fileno
 
     @property
     def must_ask(self) -> bool:
-        """Whether the exit of a process is noticed by asking only."""
+        """Whether only a call of `exited` detects the exit of some process, because it has no pidfd."""
         return bool(self._without_pidfd)
 
     def add(self, connection: bytes, name: str, pid: int) -> None:
-        """Take on a connection, unless its process has exited."""
+        """Add a connection, unless its process has exited."""
         process = WatchedProcess.open(pid)
         if process is None:
             return

@@ -1,9 +1,9 @@
 """Delivery of an engine's outcomes to the requests that await them.
 
-`OutcomeRouter` runs beside the engine: it divides the outcomes of a step among their owners, the connections
-of API processes or the event loops of this process. `Subscribers` runs on an event loop: it hands outcomes to
-the futures and listeners of single requests. A server has a router, a client has subscribers, and an engine
-in the caller's process has both.
+`OutcomeRouter` runs beside the engine. It divides the outcomes of a step among their owners: connections of
+API processes, or event loops of this process. `Subscribers` runs on an event loop. It passes outcomes to the
+futures and listeners of single requests. A server has a router, a client has subscribers, and an engine in
+the caller's process has both.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class _OwnedSequences(NamedTuple):
     """The sequences of a decode step that belong to one owner."""
 
     rows: SequenceIds
-    indices: Ints | None  # their positions within the step; None: the owner has every sequence
+    indices: Ints | None  # their positions within the step; None: the owner owns every sequence
 
 
 class OutcomeRouter(Generic[Owner]):
     """Divides outcomes among the owners of their requests.
 
-    `add` and `remove` may be called on any thread, but `add` on one thread at a time; all else is for the
-    engine's thread alone.
+    `add` and `remove` may be called on any thread, but `add` on one thread at a time. All other methods must
+    be called on the engine's thread.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class OutcomeRouter(Generic[Owner]):
         return len(self._owners)
 
     def add(self, request_id: str, owner: Owner) -> bool:
-        """Record who gets the outcomes of a request. False if the id is in use: its owner stays."""
+        """Record the owner of a request's outcomes. False if the id is in use; its owner then stays."""
         if request_id in self._owners:
             return False
         self._owners[request_id] = owner
@@ -68,11 +68,11 @@ class OutcomeRouter(Generic[Owner]):
         self._owners.pop(request_id, None)
 
     def remove_owner(self, owner: Owner) -> list[str]:
-        """Forget all requests of an owner that is gone, and return their ids."""
+        """Remove all requests of an owner that is gone, and return their ids."""
         theirs = [request_id for request_id, each in self._owners.items() if each == owner]
         for request_id in theirs:
             del self._owners[request_id]
-        self._divided = ()  # the division has its sequences
+        self._divided = ()  # `_division` still has the owner's sequences
         return theirs
 
     def owner(self, request_id: str) -> Owner | None:
@@ -81,9 +81,9 @@ class OutcomeRouter(Generic[Owner]):
     def route(
         self, outcomes: Iterable[Outcome], is_generating: Callable[[str], bool]
     ) -> dict[Owner, list[Outcome]]:
-        """The outcomes of each owner, in order but for failures, which come last.
+        """The outcomes of each owner, in order, except that failures come last.
 
-        Finished requests are forgotten; `is_generating` tells whether a request has unfinished sequences.
+        Finished requests are removed; `is_generating` returns whether a request has unfinished sequences.
         Outcomes of requests without an owner are dropped.
         """
         routed: dict[Owner, list[Outcome]] = {}
@@ -114,7 +114,7 @@ class OutcomeRouter(Generic[Owner]):
         return routed
 
     def fail_all(self, reason: str) -> dict[Owner, list[Outcome]]:
-        """A failure for every request, because the engine is gone. All requests are forgotten."""
+        """A failure for every request, because the engine is gone. All requests are removed."""
         routed: dict[Owner, list[Outcome]] = {}
         while self._owners:
             request_id, owner = self._owners.popitem()
@@ -122,7 +122,7 @@ class OutcomeRouter(Generic[Owner]):
         return routed
 
     def _divide_answers(self, answers: PooledRows) -> Iterable[tuple[Owner, PooledRows]]:
-        """The answers of each owner. Their requests are forgotten."""
+        """The answers of each owner. Their requests are removed."""
         at_of: dict[Owner, list[int]] = {}
         for at, owner in enumerate([self._owners.pop(each, None) for each in answers.ids]):
             if owner is not None:
@@ -135,7 +135,7 @@ class OutcomeRouter(Generic[Owner]):
             yield owner, PooledRows(ids, answers.values[own], queue_s, answers.device_s)
 
     def _divide(self, decoded: DecodedTokens) -> Iterable[tuple[Owner, DecodedTokens]]:
-        """The tokens of each owner. The division is kept while steps decode the same sequences."""
+        """The tokens of each owner. The division is reused while steps decode the same sequences."""
         if self._divided is not decoded.rows:
             self._division = self._divide_rows(decoded.rows)
             self._divided = decoded.rows
@@ -156,16 +156,16 @@ class OutcomeRouter(Generic[Owner]):
 
 
 class Subscribers:
-    """The requests of one event loop that await outcomes: futures of pooling, listeners of generation.
+    """The pending requests of one event loop: futures for pooling, listeners for generation.
 
-    Used on the thread of the loop alone.
+    Used only on the loop's thread.
     """
 
     def __init__(self) -> None:
         self._futures: dict[str, asyncio.Future[PooledOutput]] = {}
         self._listeners: dict[str, StreamListener] = {}
-        self._decoded: SequenceIds = ()  # the sequences of the last decode step,
-        # and the callback of each; None: the listeners have changed since.
+        self._decoded: SequenceIds = ()  # the sequences of the last decode step
+        # The callback and row of each of them; None: the listeners have changed since.
         self._callbacks: list[tuple[Callable[[int, int], None], int]] | None = None
 
     def __contains__(self, request_id: str) -> bool:
@@ -189,7 +189,7 @@ class Subscribers:
         return self._listeners.pop(request_id, None)
 
     def deliver(self, outcomes: Iterable[Outcome]) -> None:
-        """Hand outcomes out in order; those of requests that were removed are dropped."""
+        """Deliver outcomes in order. Outcomes of removed requests are dropped."""
         generated: dict[str, list[GeneratedTokens]] = {}  # by request
         for outcome in outcomes:
             if isinstance(outcome, GeneratedTokens):
@@ -237,7 +237,7 @@ class Subscribers:
         for (on_token, row), token_id in zip(callbacks, decoded.token_ids.tolist(), strict=True):
             try:
                 on_token(row, token_id)
-            except Exception as error:  # of this request; the others still get their tokens
+            except Exception as error:  # fails this request; the others still get their tokens
                 self._listener_failed(decoded.rows[callbacks.index((on_token, row))][0], error)
 
     def _deliver_generated(self, generated: dict[str, list[GeneratedTokens]]) -> None:
@@ -264,4 +264,4 @@ class Subscribers:
 
 
 def _drop_token(row: int, token_id: int) -> None:
-    """The request was removed."""
+    """Ignore the token of a request that was removed."""

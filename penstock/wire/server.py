@@ -1,8 +1,8 @@
 """The engine's side of the wire: an `EngineCore` behind a ZeroMQ socket.
 
 A request belongs to the connection that submitted it: only that connection gets its outcomes and can cancel
-it. When an API process exits or connects again, the engine cancels all work of its former connection. A
-message or a request that cannot be read fails alone.
+it. When an API process exits or reconnects, the engine cancels all work of its former connection. A message
+or a request that cannot be read does not affect others.
 """
 
 from __future__ import annotations
@@ -62,17 +62,18 @@ log = logging.getLogger("penstock.engine")
 class EngineServer:
     """Runs the core and the socket on one thread, which sleeps until a message arrives or a step finishes."""
 
-    IDLE_POLL_MS = 250  # also the longest time between two heartbeats of a loop that is well
+    IDLE_POLL_MS = 250  # also the longest time between two heartbeats of a healthy loop
     STALE_METRICS_POLL_MS = 100  # while the published metrics are out of date
-    STATUS_INTERVAL_S = 0.002  # between two times that the status page is written
-    FAILURE_DELIVERY_S = 0.2  # for API processes to read why requests failed, before the connection closes
+    STATUS_INTERVAL_S = 0.002  # between two writes of the status page
+    FAILURE_DELIVERY_S = (
+        0.2  # time for API processes to read why requests failed, until the connection closes
+    )
 
     def __init__(self, address: str, shared_bytes: int = 0, status: StatusWriter | None = None) -> None:
         self.memory = open_shared_memory(shared_bytes)
         self._status = status
-        self._context = zmq.Context(
-            io_threads=4
-        )  # so that several API processes get large outputs in parallel
+        # Several I/O threads send large outputs to several API processes in parallel.
+        self._context = zmq.Context(io_threads=4)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 2000)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -86,20 +87,21 @@ class EngineServer:
         self._poller.register(self._wake_receiver.fileno(), zmq.POLLIN)
         self._clients = Clients()
         self._poller.register(self._clients.fileno(), zmq.POLLIN)
-        self._number = secrets.randbits(32)  # tells API processes which engine a message comes from
+        self._number = secrets.randbits(32)  # identifies this engine process in its messages
         self._router: OutcomeRouter[bytes] = OutcomeRouter()  # owners are the connections of API processes
-        self._last_rows: dict[bytes, SequenceIds] = {}  # of the last `DecodedTokens` sent to each connection
-        self._publish_at_s, self._published_waits = 0.0, False  # of the status page
+        self._last_rows: dict[bytes, SequenceIds] = {}  # rows of each connection's last `DecodedTokens`
+        # When to write the status page next, and whether it shows waiting work.
+        self._publish_at_s, self._published_waits = 0.0, False
         self._last_request_s = 0.0  # when a request last arrived or was answered
         self._stopping = False
-        self.wake_timeout_s = 30.0  # how long a request waits for a model that sleeps; 0: not at all
-        # Called on the thread that wakes the model, with the bytes that it is about to take.
+        self.wake_timeout_s = 30.0  # how long a request waits for a sleeping model; 0: not at all
+        # Called on the thread that wakes the model, with the number of bytes that the model will allocate.
         self.make_room: Callable[[int], None] = lambda num_bytes: None
-        # Called when the status page shows that the model has taken the memory, or could not.
+        # Called when the status page shows that the model has allocated its memory, or failed to.
         self.leave_room: Callable[[], None] = lambda: None
         self.observe_sleep: Callable[[SleepReport], None] = lambda report: None
         self._sleep_commands: deque[Command] = deque()
-        self._ends: list[Callable[[], None]] = []  # of sleeps and wakes, to be reported
+        self._ends: list[Callable[[], None]] = []  # `done` calls due after the next write of the status page
         self._calls: deque[Callable[[EngineCore], None]] = deque()  # appended on any thread
 
     def sleep(self, level: int | None, done: Done) -> None:
@@ -112,16 +114,16 @@ class EngineServer:
         self.wake()
 
     def wake_up(self, done: Done) -> None:
-        """Wake the model; callable from any thread. `done` is called as by `sleep`."""
+        """Wake the model; callable from any thread. `done` is called as in `sleep`."""
         self._sleep_commands.append(WakeCommand(self._after_status(done)))
         self.wake()
 
     def _after_status(self, done: Done) -> Done:
-        """Report an end only when the status page shows it too."""
+        """Delay `done` until the status page shows the end of the sleep or wake-up."""
         return lambda reason: self._ends.append(partial(done, reason))
 
     def call(self, work: Callable[[EngineCore], None]) -> None:
-        """Have the engine's thread do something short between two steps; callable from any thread."""
+        """Run a short function on the engine's thread between two steps; callable from any thread."""
         self._calls.append(work)
         self.wake()
 
@@ -165,7 +167,7 @@ class EngineServer:
             if sleep.needs_turn:
                 self._send_outcomes(sleep.turn())
                 if sleep.is_awake:
-                    self._send_outcomes(core.step())  # launch what was held before the poll waits again
+                    self._send_outcomes(core.step())  # launch held requests before polling again
             elif not readable and sleep.is_awake:
                 core.run_idle_work()
             if not core.busy:
@@ -187,7 +189,7 @@ class EngineServer:
             self.memory.close()
 
     def _attach(self, core: EngineCore, ready: Ready) -> SleepController:
-        """Take the core that this server runs."""
+        """Attach the core that this server runs."""
         core.pending.joins_answers = True
         self._core, self._ready = core, msgspec.structs.replace(ready, engine=self._number)
         self._last_request_s = core.clock()
@@ -208,8 +210,8 @@ class EngineServer:
             self.leave_room()
 
     def _publish_status(self) -> None:
-        """Tell other processes that the loop turns, and how much waits. Called once a turn; the page is
-        written when it has become old, and when nothing waits any more."""
+        """Publish the loop's heartbeat and the waiting work. Called in every iteration of the loop. The page
+        is written every `STATUS_INTERVAL_S`, and at once when requests start or stop waiting."""
         core = self._core
         queue, held = core.scheduler.queue, core.held
         now_s, waits = core.clock(), queue.num_tokens > 0 or held.num_rows > 0
@@ -285,7 +287,7 @@ class EngineServer:
         if isinstance(message, Hello):
             self._welcome(sender, message)
         elif sender not in self._clients:
-            return []  # sent before its process exited, or to the engine before this one
+            return []  # its process has exited, or it was sent to an earlier engine
         elif isinstance(message, Submit):
             return self._submit(sender, message, header, frames)
         elif isinstance(message, Compare):
@@ -312,7 +314,7 @@ class EngineServer:
         return self._take_on(sender, requests)
 
     def _submit_each(self, sender: bytes, header: bytes, frames: Sequence[bytes]) -> list[Outcome]:
-        """Take on the requests of a message that can be read, and fail those that cannot."""
+        """Submit the readable requests of a message, and fail the others."""
         requests, failures = unpack_each(header, frames[0], frames[1:])
         if sender not in self._clients:
             return []
@@ -336,7 +338,7 @@ class EngineServer:
         for each in work:
             if self._router.add(each.id, sender):
                 refused += submit(each)
-            else:  # the request that has the id keeps it, and its outcomes
+            else:  # the earlier request keeps the id and its outcomes
                 in_use = BadValue(f"request_id {each.id!r} is already in use", param="request_id")
                 self._send(sender, [Failure(each.id, in_use)])
         return refused
@@ -348,12 +350,12 @@ class EngineServer:
     # API processes that come and go.
 
     def _welcome(self, sender: bytes, message: Hello) -> None:
-        """Tell an API process that the engine is ready. Work of its former connection is lost to it."""
+        """Report to an API process that the engine is ready. Work of its former connection is cancelled."""
         if sender not in self._clients:
             for former in self._clients.connections_of(message.client):
                 self._drop_client(former)
             self._clients.add(sender, message.client, message.pid)
-        if sender in self._clients:  # or its process has exited
+        if sender in self._clients:  # otherwise its process has exited
             send_frames(self._socket, [sender, encode(self._ready)])
 
     def _drop_exited_clients(self) -> None:
@@ -361,7 +363,7 @@ class EngineServer:
             self._drop_client(connection)
 
     def _drop_client(self, connection: bytes) -> None:
-        """Cancel everything that a connection has submitted: nobody awaits it any more."""
+        """Remove a connection and cancel its requests, which nothing waits for any more."""
         self._clients.remove(connection)
         self._last_rows.pop(connection, None)
         abandoned = self._router.remove_owner(connection)
@@ -395,7 +397,7 @@ class EngineServer:
         self._last_rows[connection] = last_rows
 
     def _pack(self, connection: bytes, outcomes: Sequence[Outcome], last_rows: SequenceIds) -> list[Any]:
-        """The frames of one message. If packing fails, nothing stays shared."""
+        """The frames of one message. If packing fails, release the blocks that were shared for it."""
         shared: list[int] = []
 
         def share(array: Array) -> Region | None:

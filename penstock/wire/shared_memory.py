@@ -27,7 +27,7 @@ from penstock.types import Array
 from penstock.wire.processes import WatchedProcess
 
 log = logging.getLogger("penstock.engine")
-MIN_SHARED_BYTES = 1 << 18  # for smaller arrays, the message that releases the block costs more than a copy
+MIN_SHARED_BYTES = 1 << 18  # releasing the block of a smaller array by message costs more than a copy
 _PAGE = mmap.PAGESIZE
 
 
@@ -64,16 +64,17 @@ class Reader:
 @dataclass(slots=True)
 class _Block:
     size: int
-    num_references: int = 1  # the engine's own array, and one for each time that a process was given it
+    num_references: int = 1  # the engine's own array, plus one for each time a process was given the block
 
 
 class SharedMemory:
-    """The engine's side. Everything but the end of an array happens on the engine's thread."""
+    """The engine's side. Used only on the engine's thread, but arrays may be deleted on any thread."""
 
     def __init__(self, size: int) -> None:
         self.size = -(-size // _PAGE) * _PAGE
         name = f"penstock-{secrets.token_hex(8)}"
-        # A memfd is in no folder: nothing is left behind however the process ends, and /dev/shm may be small.
+        # A memfd leaves no file behind however the process ends, and does not need /dev/shm, which may be
+        # small.
         self._file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._file, self.size)
@@ -99,7 +100,8 @@ class SharedMemory:
         return owner.view(dtype).reshape(shape)
 
     def share(self, array: Array, connection: bytes) -> Region | None:
-        """Give an array to a process until it releases the block. None if the process cannot read it here."""
+        """Share an array with a process until it releases the block. None if the array is not in this memory
+        or the process has not mapped it."""
         reader = self._readers.get(connection)
         start = array.ctypes.data - self._address
         block = self._blocks.get(start)
@@ -110,7 +112,7 @@ class SharedMemory:
         return Region(start, array.nbytes)
 
     def add_reader(self, connection: bytes, name: str, pid: int) -> None:
-        """A process has mapped the memory. A known process on a new connection keeps its blocks."""
+        """Add a process that has mapped the memory. A process that reconnects keeps its blocks."""
         self._remove_exited_readers()
         known = [key for key, reader in self._readers.items() if reader.name == name]
         reader = self._readers.pop(known[0]) if known else Reader.open(name, pid)
@@ -118,7 +120,7 @@ class SharedMemory:
             self._readers[connection] = reader
 
     def release(self, connection: bytes, blocks: list[int]) -> None:
-        """A process no longer reads these blocks. Blocks that it was not given are ignored."""
+        """Release blocks that a process no longer reads. Blocks that it was not given are ignored."""
         if (reader := self._readers.get(connection)) is None:
             return
         for start in blocks:
@@ -135,7 +137,7 @@ class SharedMemory:
         return sum(block.size for block in self._blocks.values())
 
     def close(self) -> None:
-        """No process can map the memory any more; existing arrays stay valid."""
+        """Close the memory, so that no further process can map it. Existing arrays stay valid."""
         os.close(self._file)
         for reader in self._readers.values():
             reader.process.close()
@@ -172,7 +174,7 @@ class SharedMemory:
 
 
 def _seal(file: int) -> None:
-    """Forbid to resize the file: a smaller file would crash processes that have mapped it."""
+    """Forbid resizing the file: a smaller file would crash processes that have mapped it."""
     with contextlib.suppress(ImportError, OSError):
         import fcntl
 
@@ -180,7 +182,7 @@ def _seal(file: int) -> None:
 
 
 def open_shared_memory(size: int) -> SharedMemory | None:
-    """None, with a warning, where the system has no such memory."""
+    """Allocate shared memory. None if `size` is 0 or, with a warning, the system does not support it."""
     if size <= 0:
         return None
     try:
@@ -194,7 +196,7 @@ class MappedMemory:
     """The API process's side: the engine's memory, read-only."""
 
     def __init__(self, info: SharedMemoryInfo, release: Callable[[str, int], None]) -> None:
-        """`release` gets the name of the memory and a block that is no longer read, on any thread."""
+        """`release` is called, on any thread, with the memory's name and a block that is no longer read."""
         self.name = info.name
         self._release = release
         file = os.open(info.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -204,7 +206,7 @@ class MappedMemory:
             os.close(file)
 
     def read(self, region: Region) -> NDArray[np.uint8]:
-        """The bytes of a region. Its block is released when no array views them any more."""
+        """The bytes of a region. The block is released when no array views its bytes any more."""
         view = self._memory[region.start : region.start + region.size]
         array: NDArray[np.uint8] = np.frombuffer(view, dtype=np.uint8)
         weakref.finalize(array, self._release, self.name, region.start).atexit = False

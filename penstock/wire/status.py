@@ -1,8 +1,8 @@
 """The engine's status: a page of memory that the engine writes and every process of the server reads.
 
 Reading it costs no message and needs no answer from the engine, so it also works while the engine is busy or
-hangs. Each value is one aligned machine word: a reader never sees half of a value, but two values may belong
-to different moments. Times are of the monotonic clock, which all processes of a machine share.
+hangs. Each value is one aligned machine word: a reader never sees half of a value, but two values may have
+been written at different moments. Times are on the monotonic clock, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backlog import Backlog
-from penstock.types import EngineSleep as EngineSleep  # for readers of the page
+from penstock.types import EngineSleep as EngineSleep  # re-exported for readers of the page
 
 
-class EngineStatus(NamedTuple):  # one is made in every turn of the engine's loop
-    """What the page says. A new engine process starts with zeros."""
+class EngineStatus(NamedTuple):  # created very often, so it has to be cheap
+    """The values of the page. A new engine process starts with zeros."""
 
-    pid: int = 0  # of the engine process that serves; 0: none has served yet
-    heartbeat_s: float = 0.0  # the last turn of the engine's loop
-    launch_began_s: float = 0.0  # since when the loop has been launching a step; 0: it is not
-    step_began_s: float = 0.0  # launch of the oldest step in flight; 0: none is
+    pid: int = 0  # process id of the engine that serves; 0: none has served yet
+    heartbeat_s: float = 0.0  # last iteration of the engine's loop
+    launch_began_s: float = 0.0  # start of the launch that the loop is in; 0: it launches no step
+    step_began_s: float = 0.0  # launch of the oldest step in flight; 0: no step is in flight
     queued_tokens: int = 0
     queued_rows: int = 0
-    tokens_per_s: float = 0.0  # recent rate at which steps finish tokens; 0: not known yet
-    queued_large_tokens: int = 0  # of those queued, tokens of requests that run over several steps
-    queued_prompt_tokens: int = 0  # of prompts that wait to generate
-    prompt_tokens_per_s: float = 0.0  # recent rate at which prompts begin to generate; 0: not known yet
-    small_weight: float = 0.0  # of the clients whose small requests wait
-    large_weight: float = 0.0  # of those whose large requests wait
-    prompt_weight: float = 0.0  # of those whose prompts wait
+    tokens_per_s: float = 0.0  # recent rate at which steps finish tokens; 0: not measured yet
+    queued_large_tokens: int = 0  # the part of `queued_tokens` in requests that run over several steps
+    queued_prompt_tokens: int = 0  # tokens of prompts that wait to generate
+    prompt_tokens_per_s: float = 0.0  # recent rate at which prompts begin to generate; 0: not measured yet
+    small_weight: float = 0.0  # total weight of the clients with waiting small requests
+    large_weight: float = 0.0  # total weight of the clients with waiting large requests
+    prompt_weight: float = 0.0  # total weight of the clients with waiting prompts
     state: int = EngineSleep.AWAKE  # an `EngineSleep`
-    last_request_s: float = 0.0  # when a request last arrived or was answered; at first, when serving began
-    device_bytes: int = 0  # of memory that the model takes while it is awake, and that a sleep frees
+    last_request_s: float = 0.0  # last arrival or answer of a request; initially, when serving began
+    device_bytes: int = 0  # device memory that the model uses while awake, and frees when it sleeps
     adapters_on_host: int = 0  # LoRA adapters in host memory
     adapters_on_device: int = 0
-    adapter_host_loads: int = 0  # times that one was read from its files, since the engine started
-    adapter_device_loads: int = 0  # times that one was copied to the device
+    adapter_host_loads: int = 0  # adapter reads from files since the engine started
+    adapter_device_loads: int = 0  # adapter copies to the device since the engine started
 
     @property
     def sleep_state(self) -> EngineSleep:
@@ -51,7 +51,7 @@ class EngineStatus(NamedTuple):  # one is made in every turn of the engine's loo
 
     @property
     def backlog(self) -> Backlog:
-        """The pooling work that waits."""
+        """The waiting pooling requests."""
         small = self.queued_tokens - self.queued_large_tokens
         weights = self.small_weight, self.large_weight
         return Backlog(small, self.queued_large_tokens, self.tokens_per_s, *weights)
@@ -76,20 +76,21 @@ class StatusWriter:
     def __init__(self, path: Path) -> None:
         self._values = _map(path, writable=True)
         self._values[:] = 0.0
-        self._doubles: Any = self._values.data  # faster to write one value to
+        self._doubles: Any = self._values.data  # writes one value faster than NumPy does
 
     def publish(self, status: EngineStatus) -> None:
-        """Write every value; the process id last, so that a reader never takes old values for new ones."""
+        """Write every value. The process id is last, so that readers do not take an earlier engine's values
+        for those of this one."""
         _AFTER_PID.pack_into(self._values.data, 8, *status[1:])
         self._values[0] = status.pid
 
     def launching(self, began_s: float) -> None:
-        """Record that the loop begins to launch a step, or with 0 that it has done so."""
+        """Record when the loop began to launch a step; 0: the launch has ended."""
         self._doubles[2] = began_s
 
 
 class StatusPage(Protocol):
-    """What is known of an engine, or of several as if they were one."""
+    """The status of one engine, or of several engines combined."""
 
     def read(self) -> EngineStatus: ...
 
@@ -99,11 +100,11 @@ class StatusPage(Protocol):
 
 
 class StatusReader(StatusPage):
-    """The side of supervisor and API processes. The engine may be started again meanwhile."""
+    """The side of the supervisor and the API processes. A restarted engine writes to the same page."""
 
     def __init__(self, path: Path) -> None:
         self._values = _map(path, writable=False)
-        self._doubles: Any = self._values.data  # faster to read one value from
+        self._doubles: Any = self._values.data  # reads one value faster than NumPy does
 
     def read(self) -> EngineStatus:
         values: list[Any] = [
@@ -119,12 +120,13 @@ class StatusReader(StatusPage):
 
     @property
     def has_backlog(self) -> bool:
-        """Whether anything waits; much cheaper than `read`."""
+        """Whether any tokens are waiting; much cheaper than `read`."""
         values = self._doubles
         return bool(values[_QUEUED_TOKENS] or values[_QUEUED_PROMPT_TOKENS])
 
     def waiting_tokens(self, asleep_tokens: int) -> float:
-        """Tokens that wait, of all kinds, and `asleep_tokens` more if the engine is not awake; as cheap."""
+        """Waiting tokens of all kinds, plus `asleep_tokens` if the engine is not awake. As cheap as
+        `has_backlog`."""
         values = self._doubles
         tokens: float = values[_QUEUED_TOKENS] + values[_QUEUED_PROMPT_TOKENS]
         return tokens + asleep_tokens if values[_STATE] else tokens  # 0: awake
@@ -134,7 +136,7 @@ class GroupStatus(StatusPage):
     """The pages of several engines of one model, read as one."""
 
     def __init__(self, readers: Sequence[StatusReader], are_ready: Callable[[], Sequence[bool]]) -> None:
-        """`are_ready` tells of each engine whether it gets requests."""
+        """`are_ready` returns whether each engine gets requests."""
         self._readers = readers
         self._are_ready = are_ready
 
@@ -147,7 +149,7 @@ class GroupStatus(StatusPage):
         return all(reader.has_backlog for reader in self._used())
 
     def read(self) -> EngineStatus:
-        """What waits for all engines, and how fast all of them run it."""
+        """The combined waiting work and rates of all engines that get requests."""
         pages = [reader.read() for reader in self._used()]
         columns = {name: [getattr(page, name) for page in pages] for name in (*_SUMMED, *_RATES)}
         totals: dict[str, Any] = {name: sum(columns[name]) for name in _SUMMED}
@@ -177,7 +179,7 @@ _MOST_AWAKE_FIRST = (
 
 
 def _total_rate(rates: Sequence[float]) -> float:
-    """The rate of all engines; one that has not measured its own counts like the others."""
+    """The total rate of all engines. An engine without a measured rate counts with the others' average."""
     known = [rate for rate in rates if rate]
     return sum(known) / len(known) * len(rates) if known else 0.0
 

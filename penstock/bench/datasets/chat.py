@@ -12,7 +12,7 @@ from penstock.errors import BadValue
 
 
 def tokenizer_config(folder: Path) -> dict[str, Any]:
-    """`tokenizer_config.json` of a folder, with the chat template that has a file of its own."""
+    """`tokenizer_config.json` of a folder, with the chat template if that is in a separate file."""
     try:
         value = msgspec.json.decode((folder / "tokenizer_config.json").read_bytes())
     except (FileNotFoundError, msgspec.DecodeError):
@@ -33,7 +33,7 @@ def chat_template(config: dict[str, Any]) -> str | None:
 
 
 def apply(template: str, config: dict[str, Any], prompts: list[str]) -> list[str]:
-    """Each prompt as one user message, ready for the model's answer."""
+    """Render each prompt as one user message, followed by the generation prompt."""
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -16,7 +16,7 @@ from penstock.bench.options import DataOptions
 from penstock.errors import BadValue
 
 _TEXT_COLUMNS = ("prompt", "text", "content", "document", "passage", "sentence", "query")
-_MIN_TOKENS, _MAX_PROMPT_TOKENS, _MAX_TOTAL_TOKENS = 4, 1024, 2048  # tokens that a ShareGPT pair may have
+_MIN_TOKENS, _MAX_PROMPT_TOKENS, _MAX_TOTAL_TOKENS = 4, 1024, 2048  # limits for a ShareGPT pair
 
 
 def custom_items(options: DataOptions) -> list[Item]:
@@ -130,7 +130,7 @@ def _column(wanted: str | None, names: list[str], path: Path) -> str:
 
 
 def _fill(items: list[Item], options: DataOptions, path: Path) -> list[Item]:
-    """Shuffle by the seed, then cut or repeat to the number of prompts."""
+    """Shuffle by the seed, then truncate or repeat to the number of prompts."""
     if not items:
         raise BadValue(f"{path} holds no usable prompt", param="dataset_path")
     if options.num_prompts < 1:

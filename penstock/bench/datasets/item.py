@@ -12,14 +12,14 @@ Prompt = str | list[str] | list[int] | list[list[int]] | list[dict[str, Any]] | 
 @dataclass(frozen=True, slots=True)
 class Item:
     prompt: Prompt  # the documents, if there is a query
-    rows: int = 1  # inputs that the model sees
+    rows: int = 1  # inputs of the model
     tokens: int | None = None  # counted by the client; None: not counted
     output_tokens: int = 1
     query: str | None = None
 
     @property
     def texts(self) -> list[str]:
-        """Every text of the request, as far as it consists of texts."""
+        """All texts of the request; other kinds of content are left out."""
         prompt = self.prompt
         found = [self.query] if self.query is not None else []
         if isinstance(prompt, str):

@@ -41,7 +41,7 @@ def load_items(options: DataOptions, find_tokenizer: FindTokenizer) -> list[Item
 
 
 def templated(items: list[Item], tokenizer: PromptTokenizer) -> list[Item] | None:
-    """Plain-text prompts in the model's chat template; None if it has none."""
+    """Render plain-text prompts with the model's chat template; None if it has none."""
     config = tokenizer.config()
     template = chat.chat_template(config)
     if template is None:
@@ -52,7 +52,8 @@ def templated(items: list[Item], tokenizer: PromptTokenizer) -> list[Item] | Non
 
 
 def count_tokens(items: list[Item], tokenizer: PromptTokenizer) -> list[int]:
-    """Input tokens of each item: as known, else by encoding its texts (a query once for each document)."""
+    """Input tokens of each item. Unknown counts are found by encoding the texts; a query counts once for each
+    document."""
     unknown = {i: item.texts for i, item in enumerate(items) if item.tokens is None}
     counts = iter(
         len(ids) for ids in tokenizer.encode([text for texts in unknown.values() for text in texts])

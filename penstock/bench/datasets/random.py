@@ -18,7 +18,7 @@ from penstock.bench.datasets.tokens import PromptTokenizer
 from penstock.bench.options import DataOptions
 from penstock.errors import BadValue
 
-_MAX_TRIES = 10  # a text may not encode to the tokens that it was decoded from
+_MAX_TRIES = 10  # rounds, because a text may not encode to the tokens that it was decoded from
 Lengths = NDArray[np.int64]
 
 

@@ -21,10 +21,10 @@ TokenIds = list[int]
 
 
 class PromptTokenizer(Protocol):
-    """What making prompts and counting tokens needs of a tokenizer."""
+    """The interface of a tokenizer that makes prompts and counts tokens."""
 
     opening: TokenIds  # special tokens before a text
-    closing: TokenIds  # and behind it
+    closing: TokenIds  # special tokens after a text
 
     @property
     def ordinary(self) -> NDArray[np.int64]:
@@ -47,14 +47,14 @@ class PromptTokenizer(Protocol):
 
 
 def frame_of(bare: TokenIds, full: TokenIds) -> tuple[TokenIds, TokenIds]:
-    """Special tokens before and behind a text, from its ids without and with them."""
+    """Special tokens before and after a text, from its ids without (`bare`) and with them (`full`)."""
     extra = len(full) - len(bare)
     at = next((i for i in range(extra + 1) if full[i : i + len(bare)] == bare), extra)
     return full[:at], full[at + len(bare) :]
 
 
 class BenchTokenizer:
-    """A tokenizer.json. `folder` is the model's, which also holds the chat template."""
+    """A tokenizer.json. `folder` is the model's folder, which also holds the chat template."""
 
     def __init__(self, file: Path, folder: Path) -> None:
         try:
@@ -92,9 +92,9 @@ def is_local(name: str | None) -> bool:
 
 
 def load_tokenizer(name: str | None, *, asks_hub: bool = True) -> BenchTokenizer:
-    """A tokenizer.json, a folder that has one, or a hub id, downloaded only if `asks_hub`.
+    """Load the tokenizer of a file, a folder or a hub id. The hub is contacted only if `asks_hub`.
 
-    Without a name, the embedded default model's.
+    Without a name, load the tokenizer of the embedded default model.
     """
     try:
         return _find(name, asks_hub)
@@ -125,7 +125,7 @@ def _find(name: str | None, asks_hub: bool) -> BenchTokenizer:
 def _from_cache(model: str) -> Path:
     from huggingface_hub import try_to_load_from_cache
 
-    with contextlib.suppress(Exception):  # names that are no hub id
+    with contextlib.suppress(Exception):  # the name is no hub id
         if isinstance(cached := try_to_load_from_cache(model, "tokenizer.json"), str):
             return Path(cached)
     raise BadValue("it is not a folder")
@@ -139,7 +139,7 @@ def _from_hub(model: str) -> Path:
         return _from_cache(model)
     try:
         file = Path(hf_hub_download(model, "tokenizer.json"))
-    except Exception as error:  # names that are no hub id, no network, no such repository
+    except Exception as error:  # the name is no hub id, there is no network, or no such repository
         raise BadValue(f"it is not a folder, and the hub raised {type(error).__name__}") from None
     with contextlib.suppress(Exception):
         hf_hub_download(model, "tokenizer_config.json")  # for its chat template; not every model has one

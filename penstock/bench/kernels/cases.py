@@ -1,4 +1,4 @@
-"""A kernel benchmark: a kernel and its reference on the same inputs, and the least work they need.
+"""A kernel benchmark: a kernel and its reference on the same inputs, and the minimum work they require.
 
 To add a kernel, write a function that yields cases and register it in `registry`.
 """
@@ -26,13 +26,13 @@ class Case:
     run: Callable[[], Tensor]
     reference: Callable[[], Tensor]
     moved_bytes: int  # inputs read once, outputs written once
-    flops: int  # of matrix products; 0: only bytes count
-    int8: bool = False  # whether those products are int8
+    flops: int  # in matrix products; 0: only bytes count
+    int8: bool = False  # whether the products are int8
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The device and dtype that cases run with."""
+    """The device and dtype on which cases run."""
 
     device: torch.device
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Host time that Python spends on the rows of a step, and how it grows with the number of rows."""
+"""Host time that Python code spends on the rows of a step, and its growth with the number of rows."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class HostMeasured(msgspec.Struct, frozen=True):
     kernel: str
     rows: int
     host_us: float
-    growth: float  # relative to one row
+    growth: float  # host time relative to that of one row
 
 
 def pooling_all() -> Iterator[HostCase]:
-    """Split token vectors into rows, with one slice per row and lengths that the host knows."""
+    """Split token vectors into rows, with one slice per row; the lengths are on the host."""
     for rows in ROWS:
         lengths = np.full(rows, TOKENS, dtype=np.int32)
         values = np.zeros((rows * TOKENS, WIDTH), dtype=np.float32)
@@ -42,7 +42,8 @@ def pooling_all() -> Iterator[HostCase]:
 
 
 def step_all() -> Iterator[HostCase]:
-    """Split a step of token vectors between requests with one row each, as the engine does before `all`."""
+    """Split a step's token vectors between requests with one row each, as the engine does before pooling
+    method `all`."""
     for rows in ROWS:
         values = np.zeros((rows * TOKENS, WIDTH), dtype=np.float32)
         yield HostCase("step all", rows, partial(split_outputs, _plan(rows), [values]))

@@ -29,7 +29,7 @@ SHAPES = ((384, 1152, "identity"), (384, 1536, "gelu"), (1536, 384, "identity"),
 
 
 def linear(place: Place) -> Iterator[Case]:
-    """The layer that the engine picks for this device, compared with `Linear`."""
+    """The layer that the engine chooses for this device, compared with `Linear`."""
     yield from _linear("linear", place, lambda w, b, act: make_linear(w, b, act, None))
 
 
@@ -74,7 +74,7 @@ def attention(place: Place) -> Iterator[Case]:
 
 
 def padded_attention(qkv: Tensor, heads: int, batch: Batch) -> Tensor:
-    """[tokens, 3 · hidden] → [tokens, hidden] by padding every row to the longest."""
+    """[tokens, 3 · hidden] → [tokens, hidden], with every row padded to the longest."""
     width = qkv.shape[1]
     block = qkv.new_zeros(batch.num_rows, batch.max_length, width)
     rows = torch.arange(batch.num_rows, device=qkv.device).repeat_interleave(batch.lengths)
@@ -105,7 +105,8 @@ def pooling(place: Place) -> Iterator[Case]:
 
 
 def late_interaction(place: Place) -> Iterator[Case]:
-    """MaxSim of one query with 32 tokens and ragged documents, compared with one product over padded ones."""
+    """MaxSim of one query with 32 tokens and ragged documents, compared with one product over padded
+    documents."""
     for tokens in (1024, 32768):
         lengths = torch.tensor(mixed_lengths(tokens), dtype=torch.int32)
         query, documents = place.random(32, 128), place.random(int(lengths.sum()), 128)

@@ -1,8 +1,8 @@
-"""`penstock bench kernels`: each kernel against its reference, and against the floor of this device.
+"""`penstock bench kernels`: each kernel compared with its reference and with the floor of this device.
 
-The floor is the longer of two times: the case's bytes at the speed of a plain copy of that many bytes,
-and its operations at the speed of a large matrix product; both are measured here. Before them comes the
-host's own work for the rows of a step, which has no floor but nought.
+The floor is the longer of two times: moving the case's bytes at the speed of a plain copy of that many bytes,
+and computing its operations at the speed of a large matrix product. Both speeds are measured here. The host's
+own work for the rows of a step is measured first; it has no floor.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Floor:
         self._products: dict[bool, float] = {}
 
     def flops_per_s(self, int8: bool = False) -> float:
-        """FLOP/s of a large product, in the fastest available way."""
+        """FLOP/s of a large product with the fastest available implementation."""
         if int8 not in self._products:
             side = 1024 if self.place.device.type == "cpu" else 8192
             weight, x = self.place.random(side, side, scale=side**-0.5), self.place.random(side, side)
@@ -120,7 +120,8 @@ class Floor:
         return self._products[int8]
 
     def bytes_per_s(self, size: int) -> float:
-        """Bytes/s of a copy that reads and writes `size` bytes in total; small copies stay in the cache."""
+        """Bytes/s of a copy that reads and writes about `size` bytes in total. Small copies stay in the
+        cache."""
         power = max(14, (size - 1).bit_length())
         if power not in self._copies:
             source = torch.zeros(2 ** (power - 1), dtype=torch.uint8, device=self.place.device)
@@ -135,7 +136,7 @@ class Floor:
 
 
 def clock(run: Callable[[], Tensor], device: torch.device, min_time_s: float) -> float:
-    """Seconds of one call after two warm-up calls: the 10th percentile, because other processes can only
+    """Seconds of one call, after two warm-up calls: the 10th percentile, because other processes can only
     add time."""
     for _ in range(2):
         run()

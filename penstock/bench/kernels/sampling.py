@@ -1,4 +1,4 @@
-"""Cases of the sampler: a whole call for rows with the same options, compared with sorting an fp32 copy."""
+"""Cases of the sampler: a whole call for rows with equal options, compared with sorting an fp32 copy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PROMPT = 64  # tokens of each prompt
 
 
 def sampling(place: Place) -> Iterator[Case]:
-    """Rows of a decode step with the same options. On a CPU they are few, with a small vocabulary."""
+    """Rows of a decode step with equal options. On a CPU, there are few rows and a small vocabulary."""
     rows, vocab = (128, 151_936) if place.device.type == "cuda" else (2, 5_000)
     logits = place.random(rows, vocab, scale=2.0)
     for name, params in KINDS.items():
@@ -45,7 +45,7 @@ def sampling(place: Place) -> Iterator[Case]:
 
 
 def _sampler(logits: Tensor, params: SamplerParams) -> tuple[Callable[[], Tensor], Tensor | None]:
-    """A call of the sampler, and the noise of its first step, which the reference gets for free."""
+    """A call of the sampler, and the noise of its first step, so that the reference need not compute it."""
     rows, vocab = logits.shape
     sampler = Sampler(vocab, rows, logits.device)
     slots = np.arange(rows, dtype=np.int32)

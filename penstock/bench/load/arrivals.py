@@ -30,7 +30,7 @@ def check(traffic: Traffic) -> None:
 
 
 def count_for(traffic: Traffic, requests: int) -> int:
-    """Number of requests of a scheduled run: one for each prompt, or as many as fit the duration."""
+    """Number of requests in a scheduled run: one for each prompt, or as many as fit into the duration."""
     if traffic.duration_s is None:
         return requests
     mean_gap_s = float(np.mean(1 / _rates(traffic, 1000)))
@@ -56,7 +56,7 @@ def arrivals(traffic: Traffic, count: int) -> NDArray[np.float64]:
 
 
 def _rates(traffic: Traffic, count: int) -> NDArray[np.float64]:
-    """The rate at each request, by the progress of the run."""
+    """The rate at each request, which may rise over the run."""
     if traffic.ramp_up is None:
         return np.full(count, traffic.request_rate)
     progress = np.arange(count) / max(count - 1, 1)

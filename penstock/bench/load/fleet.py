@@ -209,7 +209,7 @@ class _Fleet:
                 process.stdin.write(line)
                 process.stdin.flush()
             except (BrokenPipeError, ValueError):
-                pass  # it has exited; `_take` gets to know
+                pass  # the process has exited, which `_take` handles
 
     def _end(self) -> None:
         for process in self._processes:
@@ -227,7 +227,7 @@ class _Fleet:
 
 
 def _start(plan: WorkerPlan) -> subprocess.Popen[bytes]:
-    """Start it in a session of its own: ctrl-C reaches only the parent, which stops it in an orderly way."""
+    """Start a load process in its own session: ctrl-C reaches only the parent, which stops it cleanly."""
     files = [plan.store_fd] + ([] if plan.tickets_fd is None else [plan.tickets_fd])
     process = subprocess.Popen(
         isolated_python("-m", "penstock.bench.load.worker"),

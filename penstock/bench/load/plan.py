@@ -34,7 +34,8 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether each request has a scheduled time, instead of following the one before."""
+        """Whether each request has a scheduled time, instead of being sent after an earlier one is
+        answered."""
         return self.request_rate != float("inf") or self.ramp_up is not None
 
 
@@ -45,7 +46,7 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     processes: int
     address: Address
     store_fd: int  # the requests' bytes, see `store`
-    tickets_fd: int | None  # None: run for `duration_s`, each process counting by itself
+    tickets_fd: int | None  # None: run for `duration_s`; each process then numbers its requests itself
     slots: int | None  # maximum number of requests in flight from this process; None: no limit
     duration_s: float | None
     keepalive: bool

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 # Times are seconds on the machine's monotonic clock; 0 if the event did not happen.
 COLUMNS: dict[str, str] = {
-    "request": "i",  # which request of the data set
+    "request": "i",  # index of the request in the data set
     "due": "d",  # scheduled time; equal to `start` without a rate
     "start": "d",  # before the connection was made or taken from the pool
     "first_byte": "d",
@@ -21,7 +21,7 @@ COLUMNS: dict[str, str] = {
     "first_token": "d",  # streams only
     "last_token": "d",
     "status": "i",  # HTTP status; 0: no answer
-    "error": "i",  # −1: none, −2: in flight when the run was stopped, else an index into the messages
+    "error": "i",  # −1: none, −2: in flight when the run was stopped, otherwise an index into the messages
     "input_tokens": "i",  # counted by the server; −1: unknown
     "output_tokens": "i",
     "body_bytes": "q",
@@ -35,7 +35,7 @@ class Block(msgspec.Struct, frozen=True, tag="block"):
 
     columns: dict[str, bytes]
     gaps: bytes  # float32 seconds between tokens
-    messages: list[str]  # that `error` indexes, in this block
+    messages: list[str]  # the column `error` of this block has indices into it
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -54,7 +54,7 @@ Report = Ready | Block | Done
 
 
 class Recorder:
-    """Rows that become columns when they are flushed."""
+    """Collects rows, and converts them to columns when they are flushed."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[float, ...]] = []
@@ -62,13 +62,13 @@ class Recorder:
         self._messages: dict[str, int] = {}
 
     def add(self, values: tuple[float, ...], gaps: Sequence[float] = ()) -> None:
-        """`values` in the order of COLUMNS."""
+        """Add a row; `values` are in the order of COLUMNS."""
         self._rows.append(values)
         if gaps:
             self._gaps.extend(gaps)
 
     def message(self, text: str) -> int:
-        """The index of an error message; equal messages are kept once."""
+        """The index of an error message. Equal messages are stored once."""
         return self._messages.setdefault(text, len(self._messages))
 
     def __len__(self) -> int:
@@ -95,7 +95,7 @@ class Samples:
     """All requests of a run, ordered by their start."""
 
     columns: dict[str, NDArray[Any]]
-    gaps: NDArray[np.float32]  # flat; the column `gaps` counts them by request
+    gaps: NDArray[np.float32]  # all requests in one array; the column `gaps` has the number for each
     messages: list[str]
 
     def __len__(self) -> int:

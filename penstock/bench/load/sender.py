@@ -1,4 +1,4 @@
-"""Sends the requests of one load process, at their time and within its share of the concurrency."""
+"""Sends the requests of one load process, at their due times and within its share of the concurrency."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from penstock.bench.load.samples import GIVEN_UP, OK, Recorder
 from penstock.bench.load.store import Store, draw
 from penstock.bench.load.wire import CONNECTIONS, Connection, StreamConnection
 
-_GIVE_UP_AFTER = 200  # failed connections in a row: the server is gone
+_GIVE_UP_AFTER = 200  # failed connections in a row, after which the server counts as gone
 
 
 class Sender:
-    """Keeps connections busy until there is no ticket or no time left, then calls `finished` once."""
+    """Keeps connections busy until no tickets or no time is left, then calls `finished` once."""
 
     def __init__(
         self, plan: WorkerPlan, store: Store, recorder: Recorder, finished: Callable[[], None]
@@ -35,7 +35,7 @@ class Sender:
         self._live: set[Connection] = set()
         self._idle: list[Connection] = []
         self._active = 0
-        self._refused = 0  # in a row
+        self._refused = 0  # failed connections in a row
         self._held: int | None = None  # a ticket that is not due yet
         self._count = plan.number
         self._exhausted = False
@@ -50,7 +50,7 @@ class Sender:
         self._pump()
 
     def stop(self) -> None:
-        """Stop: requests in flight are recorded as neither answered nor failed."""
+        """Stop sending. Requests in flight are recorded as neither answered nor failed."""
         self._exhausted = True
         now = time.monotonic()
         for connection in [c for c in self._live if c.busy]:
@@ -62,7 +62,8 @@ class Sender:
     # drawing and sending
 
     def _pump(self) -> None:
-        """Send every request that is due and fits. Called again by a timer or when a connection is free."""
+        """Send every request that is due while slots are free. Called again by a timer, or when a slot
+        becomes free."""
         slots, store = self.plan.slots, self.store
         while not self._exhausted and (slots is None or self._active < slots):
             ticket = self._draw() if self._held is None else self._held
@@ -120,7 +121,8 @@ class Sender:
     def _connect_socket(self, connection: Connection) -> socket.socket | OSError:
         """A socket that is connecting, with the request already written if the system accepts it.
 
-        With hundreds of requests at once, the event loop would turn three times before the first byte.
+        Otherwise, with hundreds of requests at once, the event loop needs three iterations before the first
+        byte is sent.
         """
         address = self.plan.address
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
@@ -134,7 +136,7 @@ class Sender:
             if (code := sock.connect_ex((address.host, address.port))) not in (0, errno.EINPROGRESS):
                 raise OSError(code, os.strerror(code))
             connection.sent = sock.send(self.store[connection.index])
-        except BlockingIOError:  # connecting takes longer, as across a network
+        except BlockingIOError:  # connecting takes longer, for example across a network
             pass
         except OSError as error:
             sock.close()

@@ -1,4 +1,4 @@
-"""Counts ctrl-C and SIGTERM, so that a run is stopped in an orderly way and keeps its results."""
+"""Counts ctrl-C and SIGTERM, so that a run is stopped cleanly and keeps its results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 
 class Interrupts:
-    """Counts interrupts while entered, instead of raising them. Does nothing outside the main thread."""
+    """Context manager that counts interrupts instead of raising them. Does nothing outside the main
+    thread."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -8,7 +8,7 @@ import orjson
 
 
 class TokenStream:
-    """Takes body chunks with their time of arrival. An event may span chunks."""
+    """Parses body chunks with their arrival times. An event may span several chunks."""
 
     def __init__(self) -> None:
         self.reset()
@@ -25,7 +25,7 @@ class TokenStream:
 
     @property
     def tokens(self) -> int:
-        """Tokens counted by the server, or else one for each event with text."""
+        """Tokens counted by the server; without a count, the number of events with choices."""
         if self.output_tokens >= 0:
             return self.output_tokens
         return len(self.gaps) + 1 if self.first_token else 0

@@ -1,7 +1,7 @@
 """The requests of a run as one block of memory that every load process maps: serialised once, read by all.
 
-Which request comes next is settled by a second file: all processes read it through one shared offset,
-so each ticket is drawn exactly once, in order, without a lock that a sleeping process could hold.
+A second file decides which request comes next: all processes read it through one shared offset,
+so each ticket is drawn exactly once and in order. No process can hold a lock while it sleeps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _TICKET_BYTES = 4
 
 
 def write_store(requests: Sequence[bytes], due_s: NDArray[np.float64] | None) -> int:
-    """Layout: count, moments (int64) · offsets [count + 1] · due moments · the bytes."""
+    """Write the requests. Layout: number of requests, number of due times (int64) · offsets [count + 1] ·
+    due times · the bytes of the requests."""
     moments = np.empty(0) if due_s is None else due_s
     offsets = np.zeros(len(requests) + 1, dtype=np.int64)
     np.cumsum([len(request) for request in requests], out=offsets[1:])
@@ -33,7 +34,7 @@ def write_store(requests: Sequence[bytes], due_s: NDArray[np.float64] | None) ->
 
 
 class Store:
-    """The mapped requests, and the moment at which each ticket is due (empty without a rate)."""
+    """The mapped requests, and the time at which each ticket is due (empty without a rate)."""
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
@@ -50,7 +51,8 @@ class Store:
 
 
 def write_tickets(count: int) -> int:
-    """A regular file: there, and not on a `memfd`, the kernel locks the offset while it reads."""
+    """Write tickets to a regular file. Its offset is locked by the kernel during a read, unlike that of a
+    `memfd`."""
     with tempfile.TemporaryFile() as file:
         file.write(np.arange(count, dtype="<i4").tobytes())
         file.seek(0)
@@ -58,13 +60,13 @@ def write_tickets(count: int) -> int:
 
 
 def draw(fd: int) -> int | None:
-    """The next ticket, or None when all are drawn."""
+    """Draw the next ticket; None if all are drawn."""
     ticket = os.read(fd, _TICKET_BYTES)
     return int.from_bytes(ticket, "little") if ticket else None
 
 
 def _memory_file() -> int:
-    """A file descriptor on memory; on systems without that, on a nameless temporary file."""
+    """A file descriptor of a memfd, or of a nameless temporary file on systems without memfd."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("penstock-bench", 0)
     with tempfile.TemporaryFile() as file:

@@ -1,8 +1,8 @@
 """One HTTP/1.1 connection of the load client: writes prepared bytes, reads whole answers.
 
-Callbacks only, no task or future for each request. The body of an answer is not kept: its size, its
-beginning and its end are enough to count and to quote. Most answers arrive in one piece that says how long it
-is: these are read without a parser.
+It uses only callbacks, without a task or future for each request. Of the body of an answer, only the size,
+the beginning and the end are kept, for token counts and error messages. Most answers arrive in one piece with
+a Content-Length; these are read without a parser.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import httptools
 
 from penstock.bench.load.sse import TokenStream
 
-_KEPT_BYTES = 4096  # of the beginning and of the end of a body
+_KEPT_BYTES = 4096  # kept from the beginning and from the end of a body
 _USAGE = re.compile(rb'"(?:prompt_tokens|input_tokens|total_tokens|prompt_eval_count)"\s*:\s*(\d+)')
 _LENGTH_KNOWN = re.compile(rb"\r\n(?:content-length|transfer-encoding):", re.IGNORECASE)
-_MOST_USED = b'"prompt_tokens"'  # looked for first: a plain search is many times faster
+_MOST_USED = b'"prompt_tokens"'  # searched first, because a plain search is many times faster than `_USAGE`
 _LENGTH = b"\r\ncontent-length:"
 _TOKEN_HEADERS = (b"x-compute-tokens", b"metadata")
 
@@ -33,9 +33,9 @@ class Owner(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """Reads token counts from the end of the body, or else from its beginning."""
+    """Reads token counts from the end of the body, or from its beginning if the end has none."""
 
-    reads_whole_answers = True  # those that arrive in one piece, without the parser
+    reads_whole_answers = True  # read answers that arrive in one piece without the parser
 
     def __init__(self, owner: Owner) -> None:
         self.owner = owner
@@ -46,13 +46,13 @@ class Connection(asyncio.Protocol):
         self.busy = False
 
     def begin(self, index: int, due: float, start: float) -> None:
-        """Start a request. Its bytes are written at once, or when a new connection is established."""
+        """Start a request. The caller writes its bytes at once, or when a new connection is established."""
         self.busy = True
         self.index, self.due, self.start = index, due, start
         self.first_byte = 0.0
         self.sent = 0  # bytes of the request that were sent before the connection was established
         self.body_bytes = 0
-        self.is_whole = False  # the answer came in one piece, and the parser has not seen it
+        self.is_whole = False  # the answer arrived in one piece and was read without the parser
         self.opening = self.head = self.tail = b""
 
     def write(self, request: bytes) -> None:
@@ -80,7 +80,7 @@ class Connection(asyncio.Protocol):
         return (int(found[1]) if found else -1), 0
 
     def fault(self) -> str | None:
-        """Why a response with status 200 is a failure, if it is."""
+        """Why a response with status 200 counts as a failure; None if it does not."""
         return None if self.body_bytes else "the answer is empty"
 
     # asyncio.Protocol
@@ -108,10 +108,10 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if self.busy and self.first_byte and error is None and not _LENGTH_KNOWN.search(self.opening):
             self.on_message_complete()  # a response without a length ends when the server closes
-        self.transport = self.parser = None  # the parser refers back to this object
+        self.transport = self.parser = None  # breaks the reference cycle with the parser
         self.owner.lost(self, _why(error, self.first_byte > 0))
 
-    # httptools: called while an answer is parsed
+    # Callbacks of httptools, called while an answer is parsed
 
     def on_body(self, chunk: bytes) -> None:
         self.body_bytes += len(chunk)
@@ -174,14 +174,15 @@ CONNECTIONS: dict[str, type[Connection]] = {
 
 
 def whole_body(data: bytes) -> bytes | None:
-    """The body of an answer with status 200 of which nothing is missing and after which the connection stays
-    open. None: the parser has to read it."""
+    """The body of a complete answer with status 200 that leaves the connection open. None for other answers,
+    which the parser has to read."""
     end = data.find(b"\r\n\r\n") + 2
     head = data[:end].lower()
     at = head.find(_LENGTH)
     if at < 0 or not head.startswith(b"http/1.1 200 "):
         return None
-    if b"\r\nconnection:" in head or b"\r\ntransfer-encoding:" in head:  # they decide how to go on
+    # These headers may close the connection or change the framing.
+    if b"\r\nconnection:" in head or b"\r\ntransfer-encoding:" in head:
         return None
     at += len(_LENGTH)
     length = head[at : head.find(b"\r\n", at)].strip()

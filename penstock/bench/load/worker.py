@@ -1,7 +1,7 @@
-"""One load process: `python -m penstock.bench.load.worker`, started and fed by `fleet`.
+"""One load process: `python -m penstock.bench.load.worker`, started and controlled by `fleet`.
 
-Reads its plan and then commands as lines of JSON; writes framed reports. When its input ends, the parent
-is gone and so is this process.
+It reads its plan and then commands as lines of JSON, and writes framed reports. It exits when its input ends,
+because the parent is gone then.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Worker:
         loop.add_reader(0, self._read_commands)
         gc.collect()
         gc.freeze()
-        gc.disable()  # nothing on the hot path makes cycles
+        gc.disable()  # the hot path creates no reference cycles
         report(Ready())
         await self.over.wait()
         loop.remove_reader(0)
@@ -92,7 +92,7 @@ def report(message: Ready | Block | Done) -> None:
 
 
 def allow_open_files() -> int:
-    """Raise this process's limit on open files as far as the system lets it; returns the limit."""
+    """Raise this process's limit on open files as far as the system allows, and return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):

@@ -1,6 +1,6 @@
 """Engines that embed texts in this process: Penstock and its peers, behind one small interface.
 
-A peer is one entry of `EMBEDDERS`; its package is imported when it is asked for.
+A peer is one entry of `EMBEDDERS`; its package is imported when it is opened.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Vectors = NDArray[np.float32]
 
 class Embedder(Protocol):
     def embed(self, texts: Sequence[str]) -> Vectors:
-        """One vector a text, in order. Texts are truncated at the model's limit."""
+        """One vector for each text, in order. Texts are truncated at the model's limit."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""ONNX Runtime as a peer: runs the model's ONNX file, or one that is exported once and cached."""
+"""ONNX Runtime as a peer: runs the model's ONNX file, or exports one and caches it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _export(folder: Path, cached: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the tracer warns about Python values
         torch.onnx.export(
-            Hidden().eval(),  # the exporter restores the mode in which it gets the module
+            Hidden().eval(),  # the exporter restores this mode afterwards
             tuple(example for _ in names),
             str(draft),
             input_names=names,

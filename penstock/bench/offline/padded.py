@@ -26,7 +26,8 @@ Ids = NDArray[np.int64]
 
 
 class PaddedEmbedder(ABC):
-    """Tokenises all texts, sorts them by length, runs batches, pools as the model's files say."""
+    """Tokenises all texts, sorts them by length, runs them in batches, and pools as the model's files
+    specify."""
 
     def __init__(self, options: EngineOptions) -> None:
         self.folder = model_folder(options)

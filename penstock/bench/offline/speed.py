@@ -23,7 +23,7 @@ from penstock.errors import BadValue
 
 @dataclass(slots=True)
 class Timed:
-    """Seconds of one engine, one entry for each round or iteration."""
+    """Times of one engine, one entry for each round or iteration."""
 
     name: str
     load_s: float
@@ -31,7 +31,7 @@ class Timed:
 
 
 def texts_for(options: TextOptions, model: str | None) -> tuple[list[str], BenchTokenizer]:
-    """The texts of a data set; a request with several texts gives several."""
+    """The texts of a data set; a request may have several texts."""
     fields = {name: getattr(options, name) for name in options.__struct_fields__}
     tokenizer = load_tokenizer(model)
     items = load_items(DataOptions(**fields, skip_chat_template=True), lambda: tokenizer)
@@ -121,7 +121,7 @@ def take_turns(
 
 
 def _options_for(name: EmbedderName, engine: EngineOptions, names: Sequence[EmbedderName]) -> EngineOptions:
-    """Peers without quantization run unquantized in a comparison with those that have it."""
+    """Options for one engine: in a comparison, peers without support for quantization run unquantized."""
     if engine.config.quantization is None or len(names) == 1:
         return engine
     if name in (EmbedderName.PENSTOCK, EmbedderName.ONNXRUNTIME):

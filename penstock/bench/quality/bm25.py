@@ -1,4 +1,5 @@
-"""BM25 over a small corpus: candidates for rerankers, so that evaluating one needs no other model."""
+"""BM25 over a small corpus. It selects candidates for rerankers, so that their evaluation needs no other
+model."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class Bm25:
                 self._where[word].append((place, times))
 
     def top(self, query: str, count: int) -> list[str]:
-        """Document ids, best first; only documents that share a word with the query."""
+        """Ids of the best documents, best first. Only documents that share a word with the query."""
         scores = np.zeros(len(self.ids))
         for word in set(words(query)):
             if found := self._where.get(word):

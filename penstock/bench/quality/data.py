@@ -31,7 +31,7 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RetrievalData:
-    """Documents, queries, and which document answers which query."""
+    """Documents, queries, and judgements of which document answers which query."""
 
     documents: dict[str, str]
     queries: dict[str, str]  # only those with judgements
@@ -39,15 +39,18 @@ class RetrievalData:
 
 
 def read_pairs(path: str, columns: str | None = None) -> Pairs:
-    """A CSV or TSV file. Columns by `columns` ("5,6,7" or names), else by their names in the first line,
-    else 5–7 as in the STS benchmark, else the only three there are."""
+    """Read a CSV or TSV file.
+
+    Its columns are those of `columns` ("5,6,7" or names). Without `columns`, they are found by their names in
+    the first line. If it has no such names, they are 5–7 as in the STS benchmark, or the only three columns.
+    """
     file = Path(path)
     if not file.is_file():
         raise BadValue(f"--sts {path}: there is no such file", param="sts")
     with file.open(encoding="utf-8", newline="") as lines:
         first = lines.readline()
         lines.seek(0)
-        if "\t" in first:  # such files hold plain quotation marks
+        if "\t" in first:  # in TSV files, quotation marks are ordinary characters
             rows = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
         else:
             rows = list(csv.reader(lines))
@@ -105,7 +108,8 @@ def _is_number(cell: str) -> bool:
 
 
 def read_beir(folder: str) -> RetrievalData:
-    """`corpus.jsonl`, `queries.jsonl` (either may be .gz), `qrels/test.tsv` or `qrels.tsv`."""
+    """Read `corpus.jsonl` and `queries.jsonl` (either may be .gz), and the first of `qrels/test.tsv`,
+    `qrels.tsv` and `qrels/dev.tsv`."""
     root = Path(folder)
     if not root.is_dir():
         raise BadValue(f"--beir {folder}: there is no such folder", param="beir")
@@ -138,7 +142,7 @@ def _id(row: dict[str, object], place: str) -> str:
 
 
 def _read_qrels(path: Path) -> dict[str, Judgements]:
-    """Lines of query, document and grade, after an optional header."""
+    """Read lines of query, document and grade, after an optional header."""
     found: dict[str, dict[str, int]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         parts = line.split("\t")

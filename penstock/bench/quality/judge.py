@@ -14,7 +14,7 @@ from penstock.bench.quality.data import Pairs, RetrievalData
 from penstock.bench.quality.scores import cosines, evaluate, maxsim, spearman
 
 Figures = dict[str, float]
-MAX_RANKED = 1000  # documents of a ranking that are evaluated
+MAX_RANKED = 1000  # documents per ranking that are evaluated
 
 
 class Embeds(Protocol):
@@ -49,7 +49,7 @@ def similarity(embedder: Embeds, pairs: Pairs) -> Figures:
 def retrieval(
     embedder: Embeds, judged: RetrievalData, query_prompt: str = "", document_prompt: str = ""
 ) -> Figures:
-    """Every query against every document, by cosine."""
+    """Rank all documents for every query, by cosine."""
     ids = np.array(list(judged.documents))
     documents = _unit(embedder.embed([document_prompt + text for text in judged.documents.values()]))
     queries = _unit(embedder.embed([query_prompt + text for text in judged.queries.values()]))
@@ -61,7 +61,7 @@ def retrieval(
 
 
 def candidates(judged: RetrievalData, how: str, count: int) -> dict[str, list[str]]:
-    """Documents for a reranker, by query: the best by BM25, or those with a judgement."""
+    """The documents to rerank for each query: the best by BM25, or those with a judgement."""
     if how == "judged":
         return {
             name: [document for document in grades if document in judged.documents]
@@ -72,7 +72,7 @@ def candidates(judged: RetrievalData, how: str, count: int) -> dict[str, list[st
 
 
 def reranking(ranker: Reranks, judged: RetrievalData, offered: Mapping[str, Sequence[str]]) -> Figures:
-    """Figures of the reranked candidates, and of their order before."""
+    """Figures of the reranked candidates, and of their original order."""
     names = [name for name in judged.queries if offered.get(name)]
     texts = [[judged.documents[document] for document in offered[name]] for name in names]
     scores = ranker.rerank_all([judged.queries[name] for name in names], texts)
@@ -87,7 +87,7 @@ def reranking(ranker: Reranks, judged: RetrievalData, offered: Mapping[str, Sequ
 def late_interaction(
     server: TokenEmbeds, ranker: Reranks, judged: RetrievalData, offered: Mapping[str, Sequence[str]]
 ) -> Figures:
-    """Reranking by the server, compared with MaxSim computed here from its token vectors."""
+    """Figures of the server's reranking, and of MaxSim computed here from the server's token vectors."""
     figures = reranking(ranker, judged, offered)
     names = [name for name in judged.queries if offered.get(name)]
     vectors = server.token_vectors([judged.queries[name] for name in names], "query")

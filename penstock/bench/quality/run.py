@@ -85,7 +85,7 @@ def _ranking(
 def _subject(
     backend: EmbedderName, engine: EngineOptions, options: QualityOptions
 ) -> Iterator[Embedder | ServerClient]:
-    """The server at --base-url, or else an engine in this process."""
+    """The server at --base-url, if given, otherwise an engine in this process."""
     subject: Embedder | ServerClient
     if options.base_url is not None:
         subject = ServerClient(options.base_url, next(iter(engine.config.model_names), None), options.header)

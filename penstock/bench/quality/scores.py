@@ -28,7 +28,7 @@ def _ranks(values: Values) -> Values:
 
 
 def ndcg(ranking: Ranking, judged: Judgements, k: int = 10) -> float:
-    """Grade over log2(rank + 1), summed over the first k, against the best possible order.
+    """Sum of grade / log2(rank + 1) over the first k, divided by that of the best possible order.
 
     >>> ndcg(["b", "a"], {"a": 1})  # found at rank 2
     0.6309297535714575
@@ -77,14 +77,14 @@ def evaluate(
 
 
 def cosines(left: NDArray[np.float32], right: NDArray[np.float32]) -> Values:
-    """Row by row; a zero vector has cosine 0 with everything."""
+    """Cosine of each row of `left` with the same row of `right`; 0 if either is a zero vector."""
     a, b = left.astype(np.float64), right.astype(np.float64)
     norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
     return np.asarray((a * b).sum(axis=1) / np.maximum(norms, 1e-30), np.float64)
 
 
 def maxsim(query: NDArray[np.float32], document: NDArray[np.float32]) -> float:
-    """Each query token's best match in the document, summed.
+    """Sum over the query tokens of each one's best match in the document.
 
     >>> maxsim(np.eye(2, dtype=np.float32), np.array([[1, 0], [0.5, 0.5]], dtype=np.float32))
     1.5

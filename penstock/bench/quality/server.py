@@ -17,11 +17,11 @@ from penstock.bench.target import target_of
 from penstock.errors import EngineError
 
 _MAX_IN_FLIGHT = 4  # requests in flight
-_TEXTS = 64  # in one request
+_TEXTS = 64  # texts per request
 
 
 class ServerClient:
-    """Calls by several threads, each with a connection of its own."""
+    """Calls the server from several threads, each with its own connection."""
 
     def __init__(self, base_url: str, model: str | None = None, headers: Sequence[str] = ()) -> None:
         self.target = target_of(ServerOptions(base_url=base_url, header=list(headers)))
@@ -30,7 +30,7 @@ class ServerClient:
         self._local = local()
 
     def embed(self, texts: Sequence[str], **fields: Any) -> Vectors:
-        """By /v1/embeddings, in order; `fields` are added to each request."""
+        """Vectors from /v1/embeddings, in order; `fields` are added to each request."""
         parts = [list(texts[i : i + _TEXTS]) for i in range(0, len(texts), _TEXTS)]
         found = self._threads.map(lambda part: self._vectors(part, fields), parts)
         return np.concatenate(list(found))
@@ -38,7 +38,7 @@ class ServerClient:
     def rerank(
         self, query: str, documents: Sequence[str], endpoint: str = "/v1/rerank"
     ) -> NDArray[np.float64]:
-        """One score a document, in the documents' order."""
+        """One score for each document, in the order of the documents."""
         body = {
             "model": self.model,
             "query": query,
@@ -52,7 +52,7 @@ class ServerClient:
         return scores
 
     def token_vectors(self, texts: Sequence[str], input_type: str) -> list[Vectors]:
-        """By /pooling with task token_embed: [tokens, width] a text."""
+        """Token vectors from /pooling with task token_embed: [tokens, width] for each text."""
         body = {
             "model": self.model,
             "task": "token_embed",

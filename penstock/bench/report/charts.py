@@ -29,7 +29,7 @@ class Axis:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """0 … 1 along the axis."""
+        """Position of a value along the axis, from 0 to 1."""
         if self.log:
             return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -45,7 +45,8 @@ class Axis:
 
 
 def axis(label: str, values: Sequence[float], *, zero: bool = True, log: bool = False) -> Axis:
-    """An axis that covers all values, from zero by default; logarithmic only over a factor of ten."""
+    """An axis that covers all values, from zero by default. With `log`, it is logarithmic if the values span
+    at least a factor of ten."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
     if log and low > 0 and high >= 10 * low:
@@ -124,6 +125,6 @@ def _y(y: Axis, value: float) -> float:
 
 
 def _nice(step: float) -> float:
-    """The next 1, 2 or 5 times a power of ten."""
+    """Round up to 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(step)) if step > 0 else 1.0
     return next(m * power for m in (1, 2, 5, 10) if m * power >= step * 0.999)

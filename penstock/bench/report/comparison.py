@@ -1,4 +1,4 @@
-"""What a comparison prints and saves: medians, and ratios within each round with their spread."""
+"""The table and the saved result of a comparison: medians, and the ratios within each round."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def comparison(contenders: Sequence[Contender]) -> str:
 
 
 def ratios_of(contender: Contender, first: Contender, figure: str) -> list[float]:
-    """One ratio a round in which both have a figure."""
+    """One ratio for each round in which both contenders have a figure."""
     both = zip(contender.values(figure), first.values(figure), strict=False)
     return [value / base for value, base in both if value > 0 and base > 0]
 

@@ -28,7 +28,7 @@ def live(title: str, duration_s: float | None = None) -> Iterator[Watch | None]:
 
 
 def state(progress: Progress, duration_s: float | None = None) -> str:
-    """One line, short enough for a terminal of eighty columns."""
+    """One line, short enough for a terminal of 80 columns."""
     p50, p99 = progress.percentiles_ms()
     done = progress.completed + progress.failed
     elapsed = progress.elapsed_s

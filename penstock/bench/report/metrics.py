@@ -1,4 +1,4 @@
-"""Figures from samples. Latency is whole-body latency; all times are in milliseconds."""
+"""Figures from samples. Latency is measured to the end of the body; metrics are in milliseconds."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class ClientCost(msgspec.Struct, frozen=True):
-    """CPU use of the load client, to tell its limit from the server's."""
+    """CPU use of the load client, which shows whether the client limits the result."""
 
     processes: int
     cpu_s: float
     busiest: float  # share of one core that the busiest process used
     machine: float  # share of all cores that all processes used
-    ceiling: float  # requests a second if every process had a core to itself, estimated
+    ceiling: float  # estimated requests per second if every process had its own core
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     completed: int
     failed: int
-    given_up: int  # in flight when the run was stopped
+    given_up: int  # requests in flight when the run was stopped
     duration_s: float
     total_input_tokens: int
     total_input_sequences: int
@@ -52,8 +52,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     peak_concurrency: int
     peak_output_tokens_per_s: float
     body_bytes: int
-    mean_send_delay_ms: float  # behind the schedule of --request-rate
-    spreads: dict[str, Spread]  # by the names of METRICS
+    mean_send_delay_ms: float  # mean delay of requests behind the schedule of --request-rate
+    spreads: dict[str, Spread]  # keys are names of METRICS
     client: ClientCost
 
     @property
@@ -68,7 +68,7 @@ def summarise(
     goodput: Mapping[str, float],
     generates: bool,
 ) -> Summary:
-    """`rows` are the inputs of each request of the data set."""
+    """Compute the figures of a run. `rows` are the numbers of inputs of the data set's requests."""
     samples = outcome.samples
     ok = samples.ok
     answered = ok | samples.failed
@@ -110,7 +110,7 @@ def measured_ms(samples: Samples, generates: bool) -> dict[str, Values]:
     if generates:
         first, last = samples["first_token"][ok], samples["last_token"][ok]
         tokens = samples["output_tokens"][ok]
-        # A single token has no time between tokens; it counts as 0 and never misses a goal.
+        # The time between tokens of a single token is 0, so it never misses a goal.
         values["ttft"] = (first - start) * 1000
         values["tpot"] = np.where(tokens > 1, (last - first) / np.maximum(tokens - 1, 1), 0.0) * 1000
         values["itl"] = samples.gaps.astype(np.float64) * 1000
@@ -160,7 +160,7 @@ def metrics_of(text: str | None, generates: bool) -> list[str]:
 
 
 def goals_of(pairs: Sequence[str]) -> dict[str, float]:
-    """`e2el:200` → at most 200 ms."""
+    """Parse limits in milliseconds, such as `e2el:200`."""
     goals = {}
     for pair in pairs:
         name, _, limit = pair.partition(":")
@@ -183,12 +183,12 @@ def _peak_concurrency(samples: Samples, answered: NDArray[np.bool_]) -> int:
     starts, ends = samples["start"][answered], samples["end"][answered]
     moments = np.concatenate([starts, ends])
     changes = np.concatenate([np.ones(len(starts), int), -np.ones(len(ends), int)])
-    order = np.lexsort((changes, moments))  # at one moment, an end comes before a start
+    order = np.lexsort((changes, moments))  # at equal times, ends come before starts
     return int(np.cumsum(changes[order]).max(initial=0))
 
 
 def _peak_tokens(samples: Samples, ok: NDArray[np.bool_]) -> float:
-    """Maximum number of tokens that arrived within one second."""
+    """Maximum number of tokens that arrived in any second of the run."""
     counts = samples.columns["gaps"].astype(np.int64)
     offsets = np.concatenate([[0], np.cumsum(counts)])
     moments = [samples["first_token"][ok]]

@@ -37,7 +37,7 @@ def page(title: str, blocks: Sequence[str]) -> str:
 
 
 def run_page(title: str, table: str, samples: Samples, began_s: float, generates: bool) -> str:
-    """One run: its table, throughput over time, the latencies' distribution and CDF."""
+    """The page of one run: its table, throughput over time, distribution and CDF of latency."""
     return page(title, [f"<pre>{escape(table)}</pre>", _grid(run_figures(samples, began_s, generates))])
 
 
@@ -105,7 +105,7 @@ def _over_time(samples: Samples, began_s: float) -> str:
     edges = np.append(np.arange(0, float(ends.max()), width), float(ends.max()) + 1e-9)
     counts, _ = np.histogram(ends, edges)
     rates = counts / np.diff(edges)
-    if len(rates) > 1 and edges[-1] - edges[-2] < width / 2:  # too short a piece to be a rate
+    if len(rates) > 1 and edges[-1] - edges[-2] < width / 2:  # the last interval is too short for a rate
         rates = rates[:-1]
     points = [(float(left + width / 2), float(rate)) for left, rate in zip(edges, rates, strict=False)]
     x = axis("seconds", [float(ends.max()), *(at for at, _ in points)])

@@ -1,4 +1,4 @@
-"""A run as one JSON object: settings, figures and every sample, with the names of vLLM's results."""
+"""A run as one JSON object: settings, figures and all samples, with the field names of vLLM's results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def settings_of(load: Prepared, data: DataOptions, report: ReportOptions) -> dic
 def result_of(
     settings: dict[str, Any], traffic: Traffic, outcome: Outcome, summary: Summary, valid: bool
 ) -> Result:
-    """`complete` is false for a run that was stopped; `valid` also for one with too many failures."""
+    """The JSON object of a run. `complete` is false if the run was stopped; `valid` is also false if too many
+    requests failed."""
     return {
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
         "penstock_version": __version__,
@@ -68,7 +69,7 @@ def figures(summary: Summary) -> dict[str, Any]:
 
 
 def _samples(samples: Samples, began_s: float) -> dict[str, Any]:
-    """Columns over all requests, in the order of their start; seconds, to the microsecond."""
+    """Columns of all requests, ordered by start time. Times are in seconds, rounded to microseconds."""
     start = samples["start"]
     first_token = samples["first_token"]
     errors = samples.columns["error"]

@@ -1,4 +1,4 @@
-"""Writes results, so that a full disk or a bad folder never loses a run."""
+"""Writes results. A full disk or a bad folder never loses the figures of a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NotSaved(EngineError):
 
 
 def result_path(options: ReportOptions, name: str) -> Path:
-    """The path of the JSON file, checked before the run to be writable."""
+    """The path of the JSON file. Called before the run, to check that it can be written."""
     folder = Path(options.result_dir)
     path = folder / (options.result_filename or f"{_safe(name)}.json")
     try:
@@ -48,7 +48,7 @@ def result_path(options: ReportOptions, name: str) -> Path:
 
 
 def save_json(path: Path, result: dict[str, Any]) -> None:
-    """Write everything, or else the figures without samples, or else print the figures."""
+    """Write everything. If that fails, write the figures without samples; if that fails too, print them."""
     try:
         write(path, _encode(result))
         return

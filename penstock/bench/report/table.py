@@ -94,7 +94,7 @@ def _client(summary: Summary) -> Iterable[str]:
 
 
 def warnings(summary: Summary, errors: dict[str, int]) -> list[str]:
-    """Warnings that qualify the table."""
+    """Failures of requests, and a warning if the client may be the limit."""
     lines = [f"{count} × {message}" for message, count in list(errors.items())[:10]]
     if len(errors) > 10:
         lines.append(f"… and {len(errors) - 10} other kinds of failure")
