@@ -53,6 +53,7 @@ from penstock.serving.models import ManagedModel, ModelSet, mark_dead
 from penstock.serving.orders import Orders
 from penstock.serving.placement import Hardware, place
 from penstock.serving.runtime_folder import RuntimeFolder
+from penstock.serving.signals import waited_for
 from penstock.serving.sleepers import Sleepers
 from penstock.wire.liveness import MAX_COUNTED_GAP_S, process_is_stopped
 
@@ -253,7 +254,10 @@ class Supervisor:
 
     def run(self) -> int:
         """Serve until a signal. Returns 0 after the drain; raises if the server cannot start."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        with waited_for(_SIGNALS):
+            return self._run()
+
+    def _run(self) -> int:
         self._control.start()
         try:
             self._launch_engines()
@@ -280,7 +284,6 @@ class Supervisor:
             self._control.close()
             self._listeners.close()
             self._runtime.remove()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     def _poll_s(self) -> float:
         is_quiet = all(each.is_ready for each in self.models) and not (
