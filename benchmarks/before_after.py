@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -98,7 +99,9 @@ def environment(tree: Path) -> dict[str, str]:
 
 def start_seconds(tree: Path) -> float:
     """Seconds from the command `penstock serve` with the default model until it is ready."""
-    port = 18_200 + os.getpid() % 1000
+    with socket.socket() as probe:  # a new port each time: an earlier server may still answer at its own
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     began = time.perf_counter()
     command = [sys.executable, "-m", "penstock", "serve", "--device", "cpu", "--port", str(port)]
     server = subprocess.Popen([*command, "--log-level", "error"], cwd=tree, env=environment(tree))
