@@ -327,9 +327,11 @@ class _GroupStream(StreamListener):
 
     def __init__(self, group: EngineGroup, request: Request, listener: StreamListener) -> None:
         self._group, self._request, self._listener = group, request, listener
+        self._is_background = request.is_background
         self._has_token = self._is_retry = False
         self._member: _Member | None = None
         self._stop: Unsubscribe = lambda: None
+        self._retry: asyncio.Future[None] | None = None  # the search for another engine
         max_tokens = 0 if request.sampling is None else request.sampling.max_tokens
         self._num_tokens = request.num_tokens + request.num_rows * min(max_tokens, MAX_COUNTED_OUTPUT)
 
@@ -340,13 +342,15 @@ class _GroupStream(StreamListener):
     def begin(self, member: _Member) -> None:
         self._stop = member.client.stream(self._request, self)
         self._member = member
-        member.count(self._num_tokens, self._request.is_background)
+        member.count(self._num_tokens, self._is_background)
 
     def end(self) -> None:
         """Stop listening. May be called more than once."""
         if self._member is not None:
-            self._member.count(-self._num_tokens, self._request.is_background)
+            self._member.count(-self._num_tokens, self._is_background)
             self._member = None
+        if self._retry is not None:
+            self._retry.cancel()
         self._stop()
 
     def on_token(self, row: int, token_id: int) -> None:
@@ -363,13 +367,25 @@ class _GroupStream(StreamListener):
             return
         tried, self._is_retry = self._member, True
         self.end()
+        assert tried is not None  # its client has just reported the error
         try:
-            is_background = self._request.is_background
-            self.begin(self._group._choose(tried=tried, error=error, is_background=is_background))
+            self._begin_again(
+                self._group._choose(tried=tried, error=error, is_background=self._is_background)
+            )
+        except EngineUnavailable:
+            self._retry = asyncio.ensure_future(self._wait_for_another(tried, error))
         except PenstockError as final:
             self._listener.on_error(final)
-        else:
-            self._group.on_retry()
+
+    async def _wait_for_another(self, tried: _Member, error: EngineUnavailable) -> None:
+        try:
+            self._begin_again(await self._group._another(tried, error, self._is_background))
+        except PenstockError as final:
+            self._listener.on_error(final)
+
+    def _begin_again(self, member: _Member) -> None:
+        self.begin(member)
+        self._group.on_retry()
 
 
 def _run_on(member: _Member, work: Request | Comparison) -> Awaitable[PooledOutput]:

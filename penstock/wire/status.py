@@ -66,7 +66,7 @@ _FIELDS = EngineStatus._fields
 _IS_INT = tuple(isinstance(value, int) for value in EngineStatus())
 _SIZE = 8 * len(_FIELDS)
 _AFTER_PID = struct.Struct(f"{len(_FIELDS) - 1}d")
-_STATE = _FIELDS.index("state")
+_STATE, _LAUNCH_BEGAN_S = map(_FIELDS.index, ("state", "launch_began_s"))
 _QUEUED_TOKENS, _QUEUED_PROMPT_TOKENS = map(_FIELDS.index, ("queued_tokens", "queued_prompt_tokens"))
 
 
@@ -86,7 +86,7 @@ class StatusWriter:
 
     def launching(self, began_s: float) -> None:
         """Record when the loop began to launch a step; 0: the launch has ended."""
-        self._doubles[2] = began_s
+        self._doubles[_LAUNCH_BEGAN_S] = began_s
 
 
 class StatusPage(Protocol):

@@ -458,6 +458,43 @@ def test_a_stream_fails_with_its_second_engine() -> None:
     end()
 
 
+def test_a_stream_waits_for_an_engine_that_comes_back() -> None:
+    async def test() -> None:
+        group, (a, b) = make_group()
+        group.retry_patience_s = PATIENCE_S
+        b.die()
+        heard, dropped = Heard(), Heard()
+        group.stream(prompt("s", 1, 2), heard)
+        end = group.stream(prompt("dropped", 1, 2), dropped)
+        a.die()
+        await settle()
+        end()
+        assert not heard.errors and not a.streams and not b.streams
+        a.come_up()
+        while not a.streams:  # noqa: ASYNC110 (the group polls)
+            await asyncio.sleep(0.005)
+        await settle()
+        assert list(a.streams) == ["s"] and not dropped.errors
+        a.streams["s"].on_token(0, 9)
+        assert heard.tokens == [9]
+
+    run(test())
+
+
+def test_a_stream_fails_if_no_engine_comes_back() -> None:
+    async def test() -> None:
+        group, (a, b) = make_group()
+        b.die()
+        heard = Heard()
+        group.stream(prompt("s", 1, 2), heard)
+        a.die()
+        await settle()
+        assert [type(error) for error in heard.errors] == [EngineUnavailable]
+        assert group.tokens_in_flight == [0, 0]
+
+    run(test())
+
+
 # Large requests.
 
 
