@@ -75,6 +75,7 @@ class RMSNorm(Norm):
 
 def sandwich(x: Tensor, residual: Tensor, before: RMSNorm, after: RMSNorm) -> tuple[Tensor, Activations]:
     """Return (before(x) + residual, the sum normalised by `after`). May overwrite `x`."""
+    assert before.eps == after.eps  # the kernel takes one
     if after.quantizes and use_kernel(x):
         return norm_add_norm_quantized(x, residual, before.weight, after.weight, after.eps)
     kernel = norm_add_norm if use_kernel(x) else norm_add_norm_reference

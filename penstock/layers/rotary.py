@@ -93,6 +93,7 @@ class Rotary:
         """
         sizes = (heads, kv_heads or heads)
         parts = qkv.view(qkv.shape[0], sizes[0] + 2 * sizes[1], -1)
+        assert norms is None or norms[0].eps == norms[1].eps  # the kernel takes one
         weights = None if norms is None else HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps)
         if angles.gathered:
             return rotate_qkv_reference(
