@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import select
 import subprocess
 import sys
@@ -34,11 +35,15 @@ class ProbeResult:
 
     @property
     def p50_ms(self) -> float:
-        return float(np.percentile(self.latencies_ms, 50))
+        return self._percentile(50)
 
     @property
     def p99_ms(self) -> float:
-        return float(np.percentile(self.latencies_ms, 99))
+        return self._percentile(99)
+
+    def _percentile(self, percent: int) -> float:
+        """NaN without a latency: few cases may all end before the next request is due."""
+        return float(np.percentile(self.latencies_ms, percent)) if self.latencies_ms else math.nan
 
 
 @contextmanager
