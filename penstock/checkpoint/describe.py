@@ -333,7 +333,7 @@ def _num_segments(config: dict[str, Any], family: Family) -> int:
 
 
 def _text_end(files: CheckpointFiles) -> str:
-    """What the code of a repository's own module writes after each text. zembed's file repeats it."""
+    """The text that zembed's own module code appends to each input. A key of its files may repeat it."""
     if not files.has_module(CHAT_END_MODULE):
         return ""
     end = _text(files, "suffix")
@@ -341,7 +341,7 @@ def _text_end(files: CheckpointFiles) -> str:
 
 
 def _why_not_sliced(files: CheckpointFiles) -> str | None:
-    """Why a smaller vector is not the beginning of the whole one. zembed's code projects it."""
+    """Why `dimensions` cannot truncate a vector, if so. zembed's code projects it to each smaller size."""
     if files.has_module(CHAT_END_MODULE):
         return "this model was trained with a projection for each size, which is not supported"
     return None
@@ -377,8 +377,7 @@ def _query_end(checkpoint: Checkpoint, parts: Parts, identity: Identity) -> str:
 
 
 def _prompts(files: CheckpointFiles, family: Family | None) -> dict[str, str]:
-    """The prompts that the files name. Those of a retriever of pages are in its chat template, and empty in
-    the table."""
+    """The prompts in the files. Page retrievers list empty ones, because their chat template has the text."""
     file = files.root / "config_sentence_transformers.json"
     texts = mapping(files.sentence_transformers, "prompts", file=file)
     prompts = {name: str(text) for name, text in texts.items() if text is not None}

@@ -132,8 +132,8 @@ def _pylate(files: CheckpointFiles, values: Mapping[str, Any]) -> LateSpec:
 
 
 def _pages(files: CheckpointFiles, architecture: Architecture, default: int, identity: Identity) -> LateSpec:
-    """A retriever of pages. Its code projects and normalises token vectors, and writes queries: modules of
-    sentence-transformers only repeat it, with a chat template that writes the same."""
+    """Read a page retriever. Its model class projects and normalises token vectors and formats queries.
+    Modules of sentence-transformers, if there are any, only repeat this."""
     dim = page_dim(files, default)
     for dense in dense_modules(files):
         if dense.out_features != dim:
@@ -166,7 +166,7 @@ def _pages(files: CheckpointFiles, architecture: Architecture, default: int, ide
 
 
 def _refuse_messages(files: CheckpointFiles, architecture: Architecture) -> None:
-    """A chat template may write more around texts and images than prompts tell."""
+    """Refuse inputs formatted by a chat template, which may add text that the prompts do not have."""
     if architecture.family.reads_images and "message" in (files.transformer.get("modality_config") or {}):
         raise ModelLoadError(
             f"{files.root} makes a vector for each token of messages, which is not supported for "

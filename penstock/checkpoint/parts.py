@@ -88,9 +88,9 @@ def check_combinations(checkpoint: Checkpoint, parts: Parts) -> None:
     own = _own_code(checkpoint)
     if own is not None and _leaves_causality_open(checkpoint) and Task.EMBED in read_tasks(checkpoint, parts):
         raise ModelLoadError(
-            f"{checkpoint.files.config_file} names code of its own, {own}, which may let tokens see later "
-            "ones, and does not have is_causal; Penstock runs no code from a checkpoint; set is_causal to "
-            "true or false with --hf-overrides",
+            f"{checkpoint.files.config_file} names code of its own, {own}, which may use bidirectional "
+            "attention, and does not have is_causal; Penstock runs no code from a checkpoint; set is_causal "
+            "to true or false with --hf-overrides",
             param="model",
         )
     if checkpoint.query_route is not None and (parts.sparse is None or parts.sparse.kind != "splade"):
@@ -102,8 +102,10 @@ def check_combinations(checkpoint: Checkpoint, parts: Parts) -> None:
 
 
 def _own_code(checkpoint: Checkpoint) -> str | None:
-    """The class of the repository that AutoModel would load. Of Jina's embedders and of models that read
-    images Penstock knows it: None."""
+    """The repository's own model class, which AutoModel would load; None if the files name no such class.
+
+    Also None for Jina's embedders and models that read images, whose published classes Penstock implements.
+    """
     family, code = checkpoint.family, checkpoint.files.config.get("auto_map")
     if family.both_ways_key is not None or family.reads_images:
         return None

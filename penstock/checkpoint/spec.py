@@ -75,7 +75,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     entities: EntitySpec | None = None  # for models that find entities of labels in the request
     zero_shot: ZeroShotSpec | None = None  # for models that classify by labels in the request
     why_not_score: str | None = None  # reason not to score by comparing vectors, if any
-    why_not_sliced: str | None = None  # why the first values of a vector are not a smaller vector, if so
+    why_not_sliced: str | None = None  # why `dimensions` cannot truncate a vector; None: it can
     eos_token_ids: tuple[int, ...] = ()  # tokens that end a generated text
     why_not_generate: str | None = "no checkpoint was read"  # None: it can generate
     generates_by_default: bool = False
