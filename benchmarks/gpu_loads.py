@@ -172,6 +172,13 @@ SETUPS = (
         default=False,
     ),
     Setup(
+        "chat-fp8-itl",
+        "qwen3-8b",
+        (_chat("chat-fp8-itl-64", "FP8 weights and KV, target 14 ms", 64, 5500),),
+        (*CHAT_FLAGS, *FP8_FLAGS, "--target-itl-ms", "14"),
+        default=False,
+    ),
+    Setup(
         "bge",
         "bge-base",
         (

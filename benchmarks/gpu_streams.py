@@ -3,7 +3,7 @@
 Each policy has its own engine process. A stream begins as soon as another ends, so that `--streams` of them
 are always open. The model has the shape of Qwen3-8B, or with `--as-is` that of the folder.
 
-python benchmarks/gpu_streams.py FOLDER [--streams 16 64] [--targets 0 14] [--rounds 6] [--trace]
+python benchmarks/gpu_streams.py FOLDER [--streams 16 64] [--targets 0 14] [--rounds 6] [--fp8] [--trace]
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from model_shapes import QWEN3_8B, derive
 from penstock import Engine
 from penstock.errors import PenstockError
 from penstock.types import GeneratedTokens, GeneratePlan, PoolingParams, Request, SamplerParams, Task
+
+FP8: dict[str, Any] = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 
 
 class TokenTimes:
@@ -130,6 +132,7 @@ def measure(given: argparse.Namespace) -> list[dict[str, float]]:
         max_model_len=given.input + given.output,
         enable_generation=True,
         target_itl_ms=given.target,
+        **(FP8 if given.fp8 else {}),
     ) as engine:
         print(f"ready in {time.perf_counter() - began:.1f} s", flush=True)
         draw = np.random.default_rng(0)
@@ -165,6 +168,7 @@ def main() -> None:
     parser.add_argument("--input", type=int, default=1024)
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=6, help="requests per stream")
+    parser.add_argument("--fp8", action="store_true", help="FP8 weights and KV cache")
     parser.add_argument("--as-is", action="store_true", help="keep the shape of the folder's model")
     parser.add_argument("--trace", action="store_true", help="print the device time of steps by size")
     # Internal: starts the process of one policy.
@@ -192,6 +196,7 @@ def run_policy(folder: str, target: float, given: argparse.Namespace) -> list[di
     command = [sys.executable, __file__, folder, "--target", str(target), "--rounds", str(given.rounds)]
     command += ["--input", str(given.input), "--output", str(given.output)]
     command += ["--streams", *map(str, given.streams), *(["--trace"] if given.trace else [])]
+    command += ["--fp8"] if given.fp8 else []
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     *lines, last = done.stdout.strip().splitlines()
     print("\n".join([f"target {target:g} ms", *lines]), flush=True)

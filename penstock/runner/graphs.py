@@ -135,7 +135,8 @@ class Graphs(Captures[Key, Graph]):
 
     @contextlib.contextmanager
     def capture_on_first_use(self) -> Iterator[None]:
-        """Capture shapes when they are first used. For warm-up, before there is any load."""
+        """Capture shapes when they are first used, and replay them even where eager steps were faster. For
+        warm-up, before there is any load."""
         self._captures_on_first_use = True
         try:
             yield
@@ -207,7 +208,7 @@ class Graphs(Captures[Key, Graph]):
         """Find or capture the graph for a step, and start copying its integers. None: run it eagerly."""
         self.policy.note_use(key)
         graph = self.captured.get(key)
-        if graph is not None and not key.is_prompt and self.policy.prefers_eager(key):
+        if graph is not None and self._prefers_eager(key):
             return None
         if graph is None:
             larger = self._larger_key(key)
@@ -293,6 +294,10 @@ class Graphs(Captures[Key, Graph]):
                 self._larger_keys.clear()
             self._larger_keys[key] = larger
         return larger if larger is not None and self.policy.may_borrow(key, larger) else None
+
+    def _prefers_eager(self, key: Key) -> bool:
+        """Whether a step runs eagerly although it has a graph."""
+        return not (key.is_prompt or self._captures_on_first_use) and self.policy.prefers_eager(key)
 
     @property
     def _may_capture(self) -> bool:

@@ -62,7 +62,7 @@ def run(files: Sequence[Path], options: Sequence[str], device: str) -> int:
     """Run the tests marked `gpu` in these files and print the summary line. Returns 0 if some passed and none
     failed."""
     summary = Summary()
-    settings = ["-o", "addopts=", "-q", "--strict-markers", "-m", "gpu", "-p", "no:cacheprovider"]
+    settings = ["-o", "addopts=", "-q", "-rs", "--strict-markers", "-m", "gpu", "-p", "no:cacheprovider"]
     if find_spec("pytest_timeout") is not None:
         settings.append(f"--timeout={TIMEOUT_S}")
     began = time.monotonic()
@@ -117,6 +117,8 @@ def _run_file(file: Path, options: Sequence[str], sharers: int) -> Counter[str]:
     print(f"{told} in {time.monotonic() - began:.0f} s, status {ran.returncode}", flush=True)
     if counts["failed"]:
         print(ran.stdout, flush=True)
+    elif skips := re.findall(r"^SKIPPED \[\d+\] .*", ran.stdout, re.MULTILINE):
+        print("\n".join(f"  {skip}" for skip in skips), flush=True)
     return counts
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -52,6 +52,7 @@ class GemmaCase:
     vision: dict[str, Any] = field(default_factory=dict)
     frames: tuple[str, str] = ("<bos>", "<eos>")
     names_tokens: bool = True  # tokenizer_config.json names the tokens around images
+    reference: ClassVar[str] = "EmbeddingGemma2Model"  # of transformers
 
     def write(self, folder: Path) -> GemmaReference:
         named = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}

@@ -64,6 +64,7 @@ class PageReference:
 class PageCase:
     name: str
     write: Callable[[Path], PageReference]
+    reference: str = "ColPaliForRetrieval"  # of transformers
 
 
 @torch.inference_mode()
@@ -237,9 +238,9 @@ CASES = [
     PageCase("colpali", native_colpali("gemma")),
     PageCase("colpali-prefix", native_colpali("gemma", "Look: ")),
     PageCase("colpali2", native_colpali("gemma2")),
-    PageCase("colpali-engine", engine_colpali({})),
-    PageCase("colpali-engine-old", engine_colpali(OLD_NAMES)),
-    PageCase("colmodernvbert", native_colmodernvbert),
+    PageCase("colpali-engine", engine_colpali({}), "PaliGemmaForConditionalGeneration"),
+    PageCase("colpali-engine-old", engine_colpali(OLD_NAMES), "PaliGemmaForConditionalGeneration"),
+    PageCase("colmodernvbert", native_colmodernvbert, "ColModernVBertForRetrieval"),
 ]
 
 
