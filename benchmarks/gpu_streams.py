@@ -17,6 +17,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,25 @@ class StepTrace:
         self.steps.clear()
 
 
+def show_kernels(trace: StepTrace, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
+    """Run streams, and print the device time of each kernel in a step."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    trace.steps.clear()
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
+        asyncio.run(work())
+        torch.cuda.synchronize()
+    steps = sum(map(len, trace.steps.values()))
+    times: dict[str, list[float]] = {}
+    for event in found.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times.setdefault(event.name, []).append(event.device_time)
+    print(f"  {steps} steps, sum of kernels {sum(map(sum, times.values())) / steps / 1000:.2f} ms each")
+    for name, each in sorted(times.items(), key=lambda item: -sum(item[1]))[:22]:
+        print(f"  {sum(each) / steps:8.0f} µs {len(each) / steps:6.1f} × {np.mean(each):6.1f}  {name[:90]}")
+
+
 def measure(given: argparse.Namespace) -> list[dict[str, float]]:
     """Measure one policy in this process."""
     params = SamplerParams(max_tokens=given.output, ignore_eos=True, temperature=0.0)
@@ -136,7 +157,7 @@ def measure(given: argparse.Namespace) -> list[dict[str, float]]:
     ) as engine:
         print(f"ready in {time.perf_counter() - began:.1f} s", flush=True)
         draw = np.random.default_rng(0)
-        trace = StepTrace(engine) if given.trace else None
+        trace = StepTrace(engine) if given.trace or given.profile else None
         for num_streams in given.streams:
             for rounds in (2, given.rounds):  # the first pass is a warm-up
                 count = rounds * num_streams
@@ -147,6 +168,11 @@ def measure(given: argparse.Namespace) -> list[dict[str, float]]:
                 if trace is not None and rounds == given.rounds:
                     trace.show()
             found.append({"streams": num_streams, "target": given.target} | result)
+            if given.profile and trace is not None:
+                size = (2 * num_streams, given.input)  # other prompts: none is in the prefix cache
+                rows = draw.integers(10, engine.spec.vocab_size - 10, size).tolist()
+                show_kernels(trace, partial(stream_all, engine, rows, params, num_streams))
+                trace.show()
         runner: Any = engine.local.engine.core.runner
         graphs = {"decode": runner.decode, "mixed": runner.mixed, "other": runner.graphs}
         counts = {
@@ -171,6 +197,7 @@ def main() -> None:
     parser.add_argument("--fp8", action="store_true", help="FP8 weights and KV cache")
     parser.add_argument("--as-is", action="store_true", help="keep the shape of the folder's model")
     parser.add_argument("--trace", action="store_true", help="print the device time of steps by size")
+    parser.add_argument("--profile", action="store_true", help="also print the time of kernels in a step")
     # Internal: starts the process of one policy.
     parser.add_argument("--target", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -196,7 +223,7 @@ def run_policy(folder: str, target: float, given: argparse.Namespace) -> list[di
     command = [sys.executable, __file__, folder, "--target", str(target), "--rounds", str(given.rounds)]
     command += ["--input", str(given.input), "--output", str(given.output)]
     command += ["--streams", *map(str, given.streams), *(["--trace"] if given.trace else [])]
-    command += ["--fp8"] if given.fp8 else []
+    command += [f"--{name}" for name in ("fp8", "profile") if getattr(given, name)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     *lines, last = done.stdout.strip().splitlines()
     print("\n".join([f"target {target:g} ms", *lines]), flush=True)

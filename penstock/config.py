@@ -87,7 +87,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     enable_chunked_prefill: bool | None = None  # None: if a row may exceed a step and the model supports it
     long_prefill_token_threshold: int = 0  # maximum tokens of one row in a step; 0: no limit
     max_num_partial_prefills: int = 0  # partial prefills in one step; 0: no limit
-    target_itl_ms: float = 0.0  # target inter-token latency while other prompts are prefilled; 0: none
+    # Target inter-token latency while other prompts are prefilled; 0: none. None: DEFAULT_TARGET_ITL_MS if
+    # steps run as CUDA graphs, otherwise none.
+    target_itl_ms: float | None = None
     enable_prefix_caching: bool | None = None  # None: if the model's rows usually share prefixes
     enable_generation: bool | None = None  # None: if the checkpoint is a generative model
     speculative_config: dict[str, Any] = msgspec.field(default_factory=dict)  # empty: no speculation
@@ -123,6 +125,7 @@ MAX_THREADS = 1024  # threads of an engine; the rest of the machine needs some t
 MAX_DATA_PARALLEL_SIZE = 256  # engines of one model on one machine
 MAX_ENGINES_PER_GPU = 8
 DEFAULT_MAX_IMAGES = 32  # images of one input
+DEFAULT_TARGET_ITL_MS = 14.0  # about three times the decode step of an 8B model on an H200
 ALIAS_SETS = ("tei", "vllm")  # servers whose metric names /metrics can show as well
 
 
@@ -388,6 +391,7 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
     _positive("max_num_batched_tokens", max_num_batched_tokens)
     size = _tensor_parallel_size(config.tensor_parallel_size, device, machine)
     chunked = _chunked(config, max_model_len, max_num_batched_tokens, model.why_not_chunked)
+    graphs = _graphs(config, on_cpu, dtype) and not model.is_static and size == 1
     resolved = Resolved(
         device=device,
         tensor_parallel_size=size,
@@ -409,7 +413,7 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
         chunk_tokens=config.long_prefill_token_threshold or max_num_batched_tokens,
         prefix_caching=bool(config.enable_prefix_caching),
         max_partial_prefills=_partial_prefills(config.max_num_partial_prefills),
-        target_itl_s=_target_itl(config.target_itl_ms) / 1000,
+        target_itl_s=_target_itl(config.target_itl_ms, graphs) / 1000,
         generates=model.generates,
         generate_prefixes=generate_prefixes,
         speculation=_speculation(config, model),
@@ -419,7 +423,7 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
         share_identical=config.share_identical and not model.is_static,
         document_cache_bytes=_document_cache(config.document_cache_gb),
         step_output_bytes=_step_output(config.step_output_mb),
-        graphs=_graphs(config, on_cpu, dtype) and not model.is_static and size == 1,
+        graphs=graphs,
         graph_capture_seconds=_graph_capture(config.graph_capture_seconds),
         graph_history=config.graph_history,
         max_loras=config.max_loras if config.enable_lora else 0,
@@ -735,7 +739,9 @@ def _partial_prefills(count: int) -> int:
     return count
 
 
-def _target_itl(milliseconds: float) -> float:
+def _target_itl(milliseconds: float | None, graphs: bool) -> float:
+    if milliseconds is None:  # eager steps with prompts and decodes take much longer than decodes alone
+        return DEFAULT_TARGET_ITL_MS if graphs else 0.0
     if not 0 <= milliseconds <= 60_000:
         raise ConfigError(
             f"target_itl_ms is {milliseconds}; use milliseconds up to 60000, or 0 for no target",

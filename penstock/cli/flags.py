@@ -477,9 +477,10 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         field="target_itl_ms",
         panel=SCHEDULING,
         min=0,
+        default_text="14 on a GPU with CUDA graphs, otherwise 0",
         help="Target for the milliseconds between two tokens of a sequence while other prompts are "
-        "prefilled. Decode steps take as many prompt tokens as fit into that time; try 14 on a GPU. 0 "
-        "prefills prompts in separate steps of up to --max-num-batched-tokens.",
+        "prefilled. Decode steps take as many prompt tokens as fit into that time. 0 prefills prompts in "
+        "separate steps of up to --max-num-batched-tokens.",
     ),
     Flag(
         field="share_identical",

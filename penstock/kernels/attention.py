@@ -28,6 +28,7 @@ from penstock.kernels.language import (
     tl,
     wait_for_inputs,
 )
+from penstock.kernels.limits import H200, Limits, limits_of
 
 MAX_SHORT_LENGTH = 64  # maximum tokens of a row in `short_attention`
 _LOG2E = 1.4426950408889634
@@ -66,11 +67,14 @@ def _num_warps_for_row(block: int, dim: int) -> int:
     return 1 if block <= 32 and dim <= 64 else max(1, block // 16)
 
 
-def flash_tiling_for(dim: int) -> FlashTiling:
+def flash_tiling_for(dim: int, *, is_fp8: bool = False, limits: Limits = H200) -> FlashTiling:
+    """`is_fp8`: earlier keys and values are. To convert them takes registers, of which there are too few if
+    tensor cores read both operands from registers."""
+    is_tight = is_fp8 and not limits.has_async_products
     if dim <= 128:
-        return FlashTiling(64, 64, 4, 3)
+        return FlashTiling(64, 32 if is_tight else 64, 4, 3)
     if dim <= 256:
-        return FlashTiling(64, 32, 4, 2)
+        return FlashTiling(64, 32, 8 if is_tight else 4, 2)
     return FlashTiling(32, 32, 8, 1)
 
 
@@ -571,6 +575,8 @@ def flash_attention(
         cached_stride = None if cached is None else cached.cache.keys.stride(0)
         scales = () if cached is None else cached.cache.scales
         limited = limits is not None
+        if tiles is None and scales:
+            tiles = flash_tiling_for(dim, is_fp8=True, limits=limits_of(query.device))
         launch, queries = _bound_flash(
             *strides,
             heads,

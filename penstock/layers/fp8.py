@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.kernels.activation import ACTIVATION_CODES, bias_act_, bias_act_quantized
 from penstock.kernels.blockwise import BlockQuantized, block_matmul
+from penstock.kernels.few_rows import few_rows_matmul, max_few_rows
 from penstock.kernels.language import use_kernel
 from penstock.kernels.quantize import (
     Activations,
@@ -40,6 +41,7 @@ class Fp8Linear:
         self.bias = bias
         self.act = None if act == "identity" else activation(act)
         self.kernel = act if act in ACTIVATION_CODES else None
+        self._max_few_rows = max_few_rows(self.weight)
 
     @staticmethod
     def fits(weight: Tensor, dtype: torch.dtype | None = None) -> bool:
@@ -69,6 +71,8 @@ class Fp8Linear:
             return scaled_matmul_reference(x, self.weight, bias, self.dtype)
         if not len(x.values):
             return torch.empty((0, self.out_features), dtype=self.dtype, device=x.values.device)
+        if len(x.values) <= self._max_few_rows:
+            return few_rows_matmul(x, self.weight, bias, self.dtype)
         return torch._scaled_mm(
             x.values,
             self.weight.values.t(),

@@ -51,7 +51,7 @@ class FreesSlots(Protocol):
 
 LENGTHS = (1, 64)
 # On CUDA kernels are compiled on first use; each of these lengths needs another variant.
-KERNEL_LENGTHS = (1, 17, 64, 256)
+KERNEL_LENGTHS = (1, 17, 64, 128, 256)
 # (rows, length) of steps that run several times. They measure the host and device times of different sizes,
 # and allocate the pinned buffers that later steps use.
 TIMED_SHAPES = ((1, 64), (16, 64), (64, 64), (64, 128))

@@ -17,6 +17,7 @@ from penstock.kernels import (
     blockwise,
     embedding,
     experts,
+    few_rows,
     gate_up,
     int4,
     logit_thresholds,
@@ -291,6 +292,10 @@ def launch_matmul_kernels(has_fp8: bool) -> None:
         blockwise.block_matmul(reals(rows, 4096), blocks(6144, 4096))
     if has_fp8:
         blockwise.block_matmul(reals(1, 896), blocks(1152, 896), reals(1152))
+    for rows in (16, 64, 128) if has_fp8 else ():
+        current_model = f"Qwen3-8B, fp8, {rows} rows"
+        x, weight = quantize.quantize_rows(reals(rows, 4096)), quantize.quantize_rows(reals(4096, 4096))
+        few_rows.few_rows_matmul(x, weight, None, torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float16):
         current_model = f"Qwen3-8B, 4-bit, {str(dtype).removeprefix('torch.')}"
         for groups, zeros in ((32, True), (32, False), (128, False), (256, True)):
