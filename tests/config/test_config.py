@@ -171,6 +171,15 @@ def test_a_kv_cache_has_a_size_that_memory_can_have(size: float) -> None:
                 settle(**{name: 2048 * size})
 
 
+def test_prompts_run_beside_decodes_by_default_where_steps_have_graphs() -> None:
+    assert settle(GPU).graphs and settle(GPU).target_itl_s == pytest.approx(0.014)
+    assert settle(GPU, target_itl_ms=0.0).target_itl_s == 0
+    assert settle(GPU, target_itl_ms=5.0).target_itl_s == pytest.approx(0.005)
+    for resolved in (settle(CPU), settle(GPU, enforce_eager=True)):
+        assert not resolved.graphs and resolved.target_itl_s == 0
+    assert settle(CPU, target_itl_ms=5.0).target_itl_s == pytest.approx(0.005)
+
+
 def test_an_engine_does_not_take_all_threads_of_the_machine() -> None:
     with pytest.raises(ConfigError, match="threads is 100000; use at most 1024"):
         settle(threads=100_000)
