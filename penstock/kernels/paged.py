@@ -12,8 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.cached_kv import LayerCache, read_slots
-from penstock.kernels.language import from_fp8, jit, next_power_of_2, tl, wait_for_inputs
+from penstock.kernels.cached_kv import (
+    LayerCache,
+    queries_in_fp16,
+    read_slots,
+    split_scales,
+    unpack_pairs,
+)
+from penstock.kernels.language import jit, next_power_of_2, tl, wait_for_inputs
 
 
 def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -128,7 +134,12 @@ def _paged(
     SINKS: tl.constexpr,
     FP8: tl.constexpr,
 ) -> None:
-    """Each program computes a row, key/value head and part of the keys, for all query heads that share it."""
+    """Each program computes a row, key/value head and part of the keys, for all query heads that share it.
+
+    Tensor cores need values of neighbouring keys together. Of fp8 values each would be a load of one byte, so
+    they are read as pairs of components, which the hardware can transpose, and the components of even and of
+    odd number are multiplied separately.
+    """
     program = tl.program_id(0)
     part = program % SPLITS
     kv = (program // SPLITS) % KV_HEADS
@@ -158,7 +169,14 @@ def _paged(
         sink = tl.load(sinks + heads, mask=group < GROUP, other=0.0) * 1.4426950408889634
         largest = tl.where(part == 0, sink, largest)
         total = tl.where(part == 0, 1.0, total)
-    context = tl.zeros((BLOCK_GROUP, BLOCK_DIM), tl.float32)
+    if FP8:
+        q, q_factor = queries_in_fp16(q)
+        value_pairs = values.to(tl.pointer_type(tl.uint16))
+        half = tl.arange(0, BLOCK_DIM // 2)
+        context = tl.zeros((BLOCK_GROUP, BLOCK_DIM // 2), tl.float32)
+        odd_context = tl.zeros((BLOCK_GROUP, BLOCK_DIM // 2), tl.float32)
+    else:
+        context = tl.zeros((BLOCK_GROUP, BLOCK_DIM), tl.float32)
     for start in range(begin, end, TILE):
         place = start + tl.arange(0, TILE)
         inside = (place < count) & (place >= first)
@@ -167,27 +185,38 @@ def _paged(
         slot = number * SLOT_STRIDE + kv * DIM
         here = inside[:, None] & (comp[None, :] < DIM)
         k = tl.load(keys + slot[:, None] + comp[None, :], mask=here, other=0.0)
-        v = tl.load(values + slot[:, None] + comp[None, :], mask=here, other=0.0)
         if FP8:
+            pair_at = number * (SLOT_STRIDE // 2) + kv * (DIM // 2)
+            there = inside[:, None] & (half[None, :] < DIM // 2)
+            pairs = tl.load(value_pairs + pair_at[:, None] + half[None, :], mask=there, other=0)
             by_key = tl.load(key_scales + number * KV_HEADS + kv, mask=inside, other=0.0)
-            by_value = tl.load(value_scales + number * KV_HEADS + kv, mask=inside, other=0.0)
-            scores = tl.dot(q, tl.trans(from_fp8(k, q))) * (scale * by_key)[None, :]
+            by_value = tl.load(value_scales + number * KV_HEADS + kv, mask=inside, other=1.0)
+            scores = tl.dot(q, tl.trans(k.to(tl.float16))) * q_factor[:, None] * (scale * by_key)[None, :]
         else:
+            v = tl.load(values + slot[:, None] + comp[None, :], mask=here, other=0.0)
             scores = tl.dot(q, tl.trans(k)) * scale
         if CAPPED:  # tanh computed by exp, which stays finite for any cap in use
             scaled = scores / cap
             scores = cap * (1.0 - 2.0 / (tl.exp(2.0 * scaled) + 1.0))
         scores = tl.where(inside[None, :], scores * 1.4426950408889634, -1.0e30)
+        if FP8:  # from here on, weights are multiplied by the scales of values, so that fp16 can hold them
+            value_log, rest, power = split_scales(by_value)
+            scores += value_log[None, :]
         new_largest = tl.maximum(largest, tl.max(scores, axis=1))
         decay = tl.exp2(largest - new_largest)
         weights = tl.where(inside[None, :], tl.exp2(scores - new_largest[:, None]), 0.0)
-        total = total * decay + tl.sum(weights, axis=1)
         if FP8:
-            weighted = tl.dot((weights * by_value[None, :]).to(q.dtype), from_fp8(v, q))
+            total = total * decay + tl.sum(weights * power[None, :], axis=1)
+            small = (weights * rest[None, :]).to(tl.float16)
+            even, odd = unpack_pairs(pairs)
+            context = tl.dot(small, even, context * decay[:, None])
+            odd_context = tl.dot(small, odd, odd_context * decay[:, None])
         else:
-            weighted = tl.dot(weights.to(v.dtype), v)
-        context = context * decay[:, None] + weighted
+            total = total * decay + tl.sum(weights, axis=1)
+            context = context * decay[:, None] + tl.dot(weights.to(v.dtype), v)
         largest = new_largest
+    if FP8:
+        context = tl.interleave(context, odd_context)
     if SPLITS == 1:
         context = context / total[:, None]
         at = row.to(tl.int64) * OUT_STRIDE + heads[:, None] * DIM + comp[None, :]
@@ -277,6 +306,7 @@ def paged_attention(
     keys, values, key_scales, value_scales = cache
     kv_heads, width = keys.shape[1], tables.shape[1]
     assert query.stride()[1:] == (dim, 1) and keys.is_contiguous() and values.is_contiguous()
+    assert key_scales is None or dim % 2 == 0
     if splits is None:
         most = width * block_size if window is None else min(width * block_size, window + 1)
         splits = num_splits_for(rows, kv_heads, most)

@@ -68,7 +68,7 @@ HELPERS = {
     ),
     *("store_quantized", "quantize_group", "_difference", "_act", "_change", "_scaled_dot", "_write_order"),
     *("_write_tiles", "corner", "_copy", "_multiply", "_nan_max", "_keep", "wait_for_inputs"),
-    "from_fp8",
+    *("from_fp8", "queries_in_fp16", "split_scales", "unpack_pairs"),
     *("act_of", "_next_slot", "_next_slots", "_load_slots", "_split", "_add_low_rank", "_fast_act"),
 }
 # Constants that describe a tile in the table.

@@ -22,12 +22,13 @@ _cast, _binary, _ternary, _unary = (
     _Builder.ternary_op,
     _Builder.unary_op,
 )
+_FROM_FP8 = {"fp32": torch.float32, "fp16": torch.float16}
 _fma, _dot = _Builder.create_fma, _Builder.create_dot
 
 
 def install() -> None:
     interpreter._patch_lang_tensor = _patch_bounds_of_loops
-    interpreter._convert_float = _round_as_torch_does
+    interpreter._convert_float = _convert_as_torch_does
     _Builder.cast_impl = _cast_through_float32
     _Builder.binary_op, _Builder.ternary_op, _Builder.unary_op = _binary_op, _ternary_op, _unary_op
     _Builder.create_fma, _Builder.create_dot = _create_fma, _create_dot
@@ -39,8 +40,13 @@ def _patch_bounds_of_loops(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
-def _round_as_torch_does(values: Any, source: Any, target: Any, mode: Any) -> Any:
-    """The interpreter loses the carry out of a mantissa. Hardware and torch round to nearest."""
+def _convert_as_torch_does(values: Any, source: Any, target: Any, mode: Any) -> Any:
+    """The interpreter loses the carry out of a mantissa, and reads fp8's NaN as 480. Hardware and torch round
+    to nearest."""
+    if str(source) == "fp8e4nv" and str(target) in _FROM_FP8:
+        bits = torch.from_numpy(np.asarray(values, np.uint8).copy())
+        found: NDArray[Any] = bits.view(torch.float8_e4m3fn).to(_FROM_FP8[str(target)]).numpy()
+        return found.view(np.uint32 if found.itemsize == 4 else np.uint16)
     if str(source) == "fp32" and str(target) == "fp8e4nv":
         return torch.from_numpy(values.copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
     if str(source) == "fp32" and str(target) == "bf16":

@@ -123,6 +123,18 @@ def test_a_cache_in_fp8_is_read_by_its_scales(
     close((out.float() / largest).to(out.dtype), (expected.float() / largest).to(out.dtype))
 
 
+@pytest.mark.parametrize("part", ["key_scales", "value_scales", "values"])
+def test_a_poisoned_fp8_value_reaches_the_rows_that_read_it(part: str, device: torch.device) -> None:
+    query, keys, values, tables, counts = memory([40, 70, 130], 4, 2, 64, device)
+    cache = quantized(keys, values)
+    slot = int(tables[1, 2]) * PAGE
+    poisoned = getattr(cache, part)
+    poisoned[slot] = torch.full_like(poisoned[slot].float(), torch.nan).to(poisoned.dtype)
+    out = torch.zeros(3, 4 * 64, dtype=query.dtype, device=device)
+    paged_attention(query, cache, tables, counts, splits=1, out=out, block_size=PAGE, scale=0.2)
+    assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
+
+
 @pytest.mark.parametrize("splits", [1, 4])
 def test_nothing_is_written_for_rows_without_keys(splits: int, device: torch.device) -> None:
     query, keys, values, tables, counts = memory([1, 40, 300, 7], 4, 2, 32, device)
