@@ -40,7 +40,7 @@ LOADS = f"{LOADS_ONCE} --rounds 3"
 PARTS = (
     Part("tests", 9.0, ("-m tests.gpu.run --jobs 4",)),
     Part("natural", 5.0, (f"{LOADS} --only ^natural --save {{out}}/natural.md",)),
-    Part("chat", 5.0, (f"{LOADS} --only ^chat --save {{out}}/chat.md",)),
+    Part("chat", 6.0, (f"{LOADS} --only ^chat --save {{out}}/chat.md",)),
     Part("generation", 4.0, (f"{LOADS} --only ^gen --save {{out}}/generation.md",)),
     Part(
         "adapters",

@@ -47,6 +47,7 @@ TILED = TIGHT | {
     "_flash",
     "_short",
     "_paged",
+    "_few_rows",
     "_int4_matmul",
     "_shrink",
     "_expand",
