@@ -223,10 +223,11 @@ class GenerationScheduler:
             return self._prefill_or_decode(turn)
         decode = self._active.grow(self._decoding(turn))
         proposed = self._propose(decode, turn.max_tokens)
-        num_decoding = len(decode) + (0 if proposed is None else proposed.total)
+        num_proposed = 0 if proposed is None else proposed.total
+        num_decoding = len(decode) + num_proposed
         max_tokens, max_rows = turn.max_tokens - num_decoding, self.limits.max_rows - len(decode)
         if self.limits.target_itl_s and not turn.is_background:
-            max_tokens = self._prefills.max_tokens_beside(num_decoding, max_tokens)
+            max_tokens = self._prefills.max_tokens_beside(num_decoding, num_proposed, max_tokens)
         prefill = list(self._prefills.choose(turn, max_tokens, max_rows))
         if not prefill:
             return self._plan_decode(turn, decode, proposed) if len(decode) else None

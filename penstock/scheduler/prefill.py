@@ -50,11 +50,11 @@ class Prefills:
         self._max_partial = limits.max_partial_prefills
         self._max_background = limits.max_rows / 2
 
-    def max_tokens_beside(self, num_decoding: int, max_tokens: int) -> int:
-        """Prompt tokens that may run beside these decodes, in a step with room for `max_tokens`."""
-        return self.budget.max_tokens(self._demand(num_decoding, max_tokens))
+    def max_tokens_beside(self, num_decoding: int, num_proposed: int, max_tokens: int) -> int:
+        """Prompt tokens that may run beside these decoding tokens, in a step with room for `max_tokens`."""
+        return self.budget.max_tokens(self._demand(num_decoding, num_proposed, max_tokens))
 
-    def _demand(self, num_decoding: int, max_tokens: int) -> PrefillDemand:
+    def _demand(self, num_decoding: int, num_proposed: int, max_tokens: int) -> PrefillDemand:
         """The prompts that have begun, and those that could begin with the free slots and blocks."""
         table, active, queue = self._slots, self._active, self._queue
         running = np.array(active.running, dtype=np.int32)
@@ -71,6 +71,7 @@ class Prefills:
             num_prompts + num_waiting,
             num_tokens + (int(num_waiting * mean_length) if num_waiting else 0),
             max_tokens,
+            num_proposed,
         )
 
     def choose(self, turn: Turn, max_tokens: int, max_rows: int) -> Iterator[tuple[int, int]]:

@@ -33,6 +33,12 @@ class PrefillDemand(NamedTuple):
     num_prompts: int  # prompts that have begun or could begin now
     num_prompt_tokens: int  # all tokens of these prompts, including those that have already run
     max_tokens: int  # prompt tokens that the step has room for
+    num_proposed: int = 0  # decoding tokens that are proposals
+
+    @property
+    def pressure(self) -> float:
+        """Waiting prompts for each decoding sequence; at least 1."""
+        return max(1.0, self.num_prompts / (self.num_decoding - self.num_proposed))
 
 
 class StepTimes:
@@ -124,8 +130,7 @@ class PrefillBudget:
         """The size of a step that keeps the target. If more prompts wait than sequences decode, the allowed
         time is longer by that ratio, because the step delays fewer sequences than wait for it."""
         decoding, times = demand.num_decoding, self.times
-        pressure = max(1.0, demand.num_prompts / decoding)
-        allowed_s = max(self.target_itl_s, MAX_SLOWDOWN * times.seconds_of(decoding)) * pressure
+        allowed_s = max(self.target_itl_s, MAX_SLOWDOWN * times.seconds_of(decoding)) * demand.pressure
         tokens = times.tokens_within(allowed_s)
         if times.max_measured < MIN_PIECE:  # measured steps are too small to rely on
             return max(tokens, decoding + MIN_PIECE)

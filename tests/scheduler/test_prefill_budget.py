@@ -126,6 +126,14 @@ def test_more_prompts_than_decodes_get_larger_pieces() -> None:
     assert few < 600 < 2500 < many
 
 
+def test_proposed_tokens_are_not_sequences_that_a_step_delays() -> None:
+    budget = trained(0.014, *((n, 0.005 + 1.5e-5 * n) for n in (16, 512, 4096)))
+    plain, proposing = (
+        budget.max_tokens(PrefillDemand(8 + proposed, 64, 65_536, 4096, proposed)) for proposed in (0, 32)
+    )
+    assert 2500 < plain - 32 <= proposing + 32
+
+
 def test_the_mean_keeps_the_target_where_no_size_does() -> None:
     """450 tokens would meet the target; the nearest step sizes are 384 and 512."""
     budget = trained(0.014, *((n, 0.005 + 2e-5 * n) for n in (16, 450, 900)))
