@@ -38,7 +38,7 @@ class Part:
 LOADS_ONCE = "benchmarks/gpu_loads.py --models {models} --seconds 3"
 LOADS = f"{LOADS_ONCE} --rounds 3"
 PARTS = (
-    Part("tests", 9.0, ("-m tests.gpu.run --jobs 4",)),
+    Part("tests", 6.0, ("-m tests.gpu.run --jobs 6",)),
     Part("natural", 5.0, (f"{LOADS} --only ^natural --save {{out}}/natural.md",)),
     Part("chat", 6.0, (f"{LOADS} --only ^chat --save {{out}}/chat.md",)),
     Part("generation", 4.0, (f"{LOADS} --only ^gen --save {{out}}/generation.md",)),
@@ -49,6 +49,11 @@ PARTS = (
             "benchmarks/gpu_lora.py {models}/bge-base {models}/qwen3-embed-0.6b --rank 8 --targets default",
             "benchmarks/gpu_lora.py {models}/bge-base {models}/qwen3-embed-0.6b --rank 16 --targets all",
         ),
+    ),
+    Part(
+        "fp8",
+        1.5,
+        ("benchmarks/gpu_few_rows.py --rows 16 64 128", "benchmarks/gpu_paged.py --dtype fp8 --rows 16,64"),
     ),
     Part("ramp", 3.0, ("benchmarks/gpu_ramp.py {models}/bge-base --seconds 9 --starts 2",)),
     Part("streams", 3.0, ("benchmarks/gpu_streams.py {models}/qwen3-4b --streams 16 64 --targets 0 14",)),
