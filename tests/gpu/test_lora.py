@@ -5,6 +5,8 @@ pytest -m gpu tests/gpu/test_lora.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -258,19 +260,37 @@ def test_a_replayed_step_with_adapters_gives_what_the_eager_one_gives(
 
 
 def test_decode_graphs_give_the_tokens_of_eager_steps() -> None:
-    assert generated(graphs=True) == generated(graphs=False)
+    limits = GenerationLimits(8, 64, 64, 128, 1000, prefix_caching=False)
+    requests = [(adapter, 3, 24) for adapter in (-1, 0, 1, 2)]
+    runner, tokens = generate(requests, replace(limits, separate_prefill=True), graphs=True)
+    assert tokens == generate(requests, limits, graphs=False)[1]
+    assert runner.decode is not None and runner.decode.replays > 10
 
 
-def generated(*, graphs: bool) -> dict[str, list[int]]:
+def test_mixed_graphs_give_the_tokens_of_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts start while sequences with other adapters decode."""
+    monkeypatch.setattr("penstock.runner.mixed.MixedGraphs.uses_before_capture", 0)
+    monkeypatch.setattr("penstock.runner.mixed._CAPTURE_PAUSE", 0.0)
+    limits = GenerationLimits(3, 32, 32, 128, 1000, prefix_caching=False)
+    shapes = ((3, 9), (50, 20), (7, 31), (64, 14), (2, 25), (41, 11), (18, 17), (33, 8))
+    requests = [(number % 4 - 1, *shape) for number, shape in enumerate(shapes)]
+    runner, tokens = generate(requests, limits, graphs=True)
+    assert tokens == generate(requests, limits, graphs=False)[1]
+    assert runner.mixed is not None and runner.mixed.replays > 5 and not runner.mixed.refused
+
+
+def generate(
+    requests: Sequence[tuple[int, int, int]], limits: GenerationLimits, *, graphs: bool
+) -> tuple[ModelRunner, dict[str, list[int]]]:
+    """Run requests, each with an adapter, a prompt length and a number of tokens to generate. Returns the
+    runner and the tokens of each."""
     runner = make_runner("Qwen3ForCausalLM", torch.float16, graphs=graphs)
-    limits = GenerationLimits(8, 64, 64, 128, 1000, prefix_caching=False, separate_prefill=graphs)
     generation = GenerationScheduler(BlockPool(64, BLOCK_SIZE), limits)
     generation.max_adapters = 3
-    sampling = SamplerParams(max_tokens=24, temperature=0, ignore_eos=True)
-    for adapter in (-1, 0, 1, 2):
-        request = Request(
-            str(adapter), ints([5, 6, 7]), ints([3]), PoolingParams(Task.GENERATE), sampling=sampling
-        )
+    for number, (adapter, length, max_tokens) in enumerate(requests):
+        sampling = SamplerParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        prompt, params = ints(5 + np.arange(length) % 40), PoolingParams(Task.GENERATE)
+        request = Request(str(number), prompt, ints([length]), params, sampling=sampling)
         request.adapters = ints([adapter])
         generation.add(request)
     found: dict[str, list[int]] = {}
@@ -278,9 +298,7 @@ def generated(*, graphs: bool) -> dict[str, list[int]]:
         for part in split_decoded(generation.collect(plan, runner.launch(plan).result())):
             assert isinstance(part, GeneratedTokens)
             found.setdefault(part.id, []).extend(part.token_ids.tolist())
-    if graphs:
-        assert runner.decode is not None and runner.decode.replays > 10
-    return found
+    return runner, found
 
 
 def test_an_adapter_in_a_slot_is_replaced_behind_the_steps_that_use_it() -> None:
