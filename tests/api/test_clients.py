@@ -21,7 +21,7 @@ from penstock.types import PooledOutput, Request, Task, Timings
 from penstock.wire.status import EngineStatus, StatusReader, StatusWriter, create_status_page
 from tests.api.scripted_app import listening, make_state
 from tests.text_models import ScriptedEngine, continue_with, write_text_model
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 SETTINGS = {
     "max_num_batched_tokens": 1000,
@@ -104,7 +104,7 @@ def test_requests_of_a_connection_are_of_one_client_and_those_of_another_are_not
     assert first.client == third.client == generated.client != second.client
     assert first.client.startswith("127.0.0.1:")
     assert {request.weight for request in (first, second, third, generated)} == {1.0}
-    assert state.held == {} and state.in_flight == 0
+    wait_until(lambda: state.held == {} and state.in_flight == 0)
 
 
 def test_a_client_with_one_of_several_keys_has_its_name_and_weight(
