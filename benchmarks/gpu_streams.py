@@ -4,6 +4,7 @@ Each policy has its own engine process. A stream begins as soon as another ends,
 are always open. The model has the shape of Qwen3-8B, or with `--as-is` that of the folder.
 
 python benchmarks/gpu_streams.py FOLDER [--streams 16 64] [--targets 0 14] [--rounds 6] [--fp8] [--trace]
+    [--profile]
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The KV cache of one layer as kernels read it: keys and values by slot, in the model's dtype or fp8.
 
 In fp8 each head of a token has its own scale. Kernels multiply attention scores by the scales of keys and
-attention weights by the scales of values, so no tensor is dequantised in memory. They compute in fp16: fp8
-converts to it without rounding, and in far fewer cycles than to bfloat16.
+attention weights by the scales of values, so no tensor is dequantised in memory. The helpers below are for
+kernels that compute in fp16, to which fp8 converts without rounding.
 """
 
 from __future__ import annotations
